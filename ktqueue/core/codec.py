@@ -1,0 +1,137 @@
+"""Dataclasses to versioned JSON bytes and back (the door to orjson). Never pickle.
+
+Every record carries `v`. Keys of journal events are short because there is one event a token;
+fields at their default value are left out. Decoding validates and raises CodecError.
+"""
+
+from base64 import b64decode, b64encode
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+
+from ktqueue.core.errors import ErrorInfo, KtqueueError
+from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+
+VERSION = 1
+
+
+class CodecError(KtqueueError):
+    """The bytes are not a record of a version that this process knows."""
+
+    code = "codec_error"
+
+
+def dumps(value: Any) -> bytes:
+    """Plain data (str keys or int keys) to compact JSON bytes."""
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+
+
+def loads(data: bytes | str) -> Any:
+    """JSON bytes to plain data. Raises CodecError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise CodecError(f"not JSON: {error}") from error
+
+
+def _record(data: bytes | str) -> dict[str, Any]:
+    value = loads(data)
+    if not isinstance(value, dict) or value.pop("v", None) != VERSION:
+        raise CodecError(f"not a version {VERSION} record: {data[:80]!r}")
+    return value
+
+
+def encode_request(request: GenerationRequest) -> bytes:
+    """A request as JSON; equal requests give equal bytes."""
+    return dumps({"v": VERSION, **asdict(request)})
+
+
+def decode_request(data: bytes | str) -> GenerationRequest:
+    """Inverse of `encode_request`. Raises CodecError or InvalidRequest."""
+    value = _record(data)
+    try:
+        sampling = value.pop("sampling")
+        bias = {int(k): v for k, v in sampling.pop("logit_bias").items()}
+        for name in ("stop", "stop_token_ids"):
+            sampling[name] = tuple(sampling[name])
+        for name in ("messages", "prompt_token_ids", "tools"):
+            if value[name] is not None:
+                value[name] = tuple(value[name])
+        value["job_class"] = JobClass(value["job_class"])
+        return GenerationRequest(sampling=SamplingParams(logit_bias=bias, **sampling), **value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CodecError(f"not a generation request: {error}") from error
+
+
+def encode_card(card: ModelCard) -> bytes:
+    """A model card as JSON."""
+    return dumps({"v": VERSION, **asdict(card)})
+
+
+def decode_card(data: bytes | str) -> ModelCard:
+    """Inverse of `encode_card`. Raises CodecError."""
+    try:
+        return ModelCard(**_record(data))
+    except TypeError as error:
+        raise CodecError(f"not a model card: {error}") from error
+
+
+def encode_event(event: TokenEvent) -> bytes:
+    """A journal event as JSON, without its seq (the journal's own id carries that).
+
+    i: index, t: token ids, x: text, l: logprobs, f: finish reason, s: state, u: usage, e: error.
+    """
+    value: dict[str, Any] = {"v": VERSION}
+    if event.index:
+        value["i"] = event.index
+    if event.token_ids:
+        value["t"] = event.token_ids
+    if event.text:
+        value["x"] = event.text
+    if event.logprobs:
+        value["l"] = [[_pack(p.chosen), [_pack(top) for top in p.top]] for p in event.logprobs]
+    if event.finish_reason is not None:
+        value["f"] = event.finish_reason
+    if event.state is not None:
+        value["s"] = event.state
+    if event.usage is not None:
+        value["u"] = [event.usage.prompt_tokens, event.usage.completion_tokens, event.usage.cached_tokens]
+    if event.error is not None:
+        value["e"] = {k: v for k, v in asdict(event.error).items() if v is not None}
+    return dumps(value)
+
+
+def decode_event(seq: int, data: bytes | str) -> TokenEvent:
+    """Inverse of `encode_event`. Raises CodecError."""
+    value = _record(data)
+    try:
+        usage = value.get("u")
+        error = value.get("e")
+        return TokenEvent(
+            seq=seq,
+            index=value.get("i", 0),
+            token_ids=tuple(value.get("t", ())),
+            text=value.get("x", ""),
+            logprobs=tuple(
+                PositionLogprobs(_unpack(chosen), tuple(_unpack(one) for one in top))
+                for chosen, top in value.get("l", ())
+            ),
+            finish_reason=FinishReason(value["f"]) if "f" in value else None,
+            state=JobState(value["s"]) if "s" in value else None,
+            usage=Usage(prompt_tokens=usage[0], completion_tokens=usage[1], cached_tokens=usage[2]) if usage else None,
+            error=ErrorInfo(**error) if error else None,
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as fault:
+        raise CodecError(f"not a journal event: {fault}") from fault
+
+
+def _pack(one: TokenLogprob) -> list[Any]:
+    return [one.token_id, b64encode(one.token_bytes).decode(), one.logprob]
+
+
+def _unpack(value: list[Any]) -> TokenLogprob:
+    token_id, token_bytes, logprob = value
+    return TokenLogprob(token_id, b64decode(token_bytes), logprob)

@@ -1,0 +1,164 @@
+"""Settings: frozen, built once from a TOML file, the environment (KTQUEUE_SECTION_NAME) and flags.
+
+Later sources win: defaults, file, environment, overrides. An unknown key is an error that suggests
+the nearest known one.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.units import parse_bytes
+
+ENVIRONMENT_PREFIX = "KTQUEUE_"
+STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConfig:
+    """Redis and the promises kept in it. Times in seconds, sizes in bytes."""
+
+    url: str | None = None  # None: find or start a private server
+    state_dir: str = ".ktqueue"  # the private server's data, pid file and password
+    prefix: str = "ktq"
+    lease_seconds: float = 2.0
+    max_attempts: int = 3
+    max_queued_interactive: int = 2_000
+    max_queued_batch: int = 100_000
+    max_request_bytes: int = 4 << 20
+    job_ttl: float = 3_600.0  # job records, counted from the job's end
+    journal_ttl: float = 600.0  # journals, counted from the job's end
+    idempotency_ttl: float = 86_400.0
+    model_ttl: float = 3_600.0  # a model stays known this long after its last worker left
+    connect_timeout: float = 2.0
+    operation_timeout: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One worker's engine. None: chosen from the model and the machine."""
+
+    model: str = "demo"  # "demo", a .gguf file, or a Hugging Face folder
+    served_model_name: str | None = None
+    rules: str | None = None  # YAML file; None: rules/default.yaml
+    tokenizer: str | None = None  # HF folder; None: from the model
+    device: str = "cpu"
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16  # tokens
+    kv_cache_bytes: int = 256 << 20
+    num_pages: int | None = None  # overrides kv_cache_bytes
+    enable_prefix_caching: bool = True
+    ageing_seconds: float = 10.0  # a waiting batch request older than this ranks as interactive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP front. Times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()  # empty: no authentication
+    max_body_bytes: int = 8 << 20
+    max_connections: int = 2_000
+    heartbeat_seconds: float = 15.0
+    first_event_wait: float = 2.0  # an error within this time still gets its own HTTP status
+    max_mailbox_bytes: int = 1 << 20  # a slower reader replays from the journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of one process."""
+
+    broker: BrokerConfig = field(default_factory=BrokerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+
+_SECTIONS: dict[str, type] = {"broker": BrokerConfig, "engine": EngineConfig, "gateway": GatewayConfig}
+
+
+def load_config(
+    path: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Config:
+    """Build the Config. `overrides` maps section to {key: value}; None values are left out.
+
+    Raises ConfigError naming the source, the key and the value.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    if path is not None:
+        _from_file(Path(path), values)
+    for name, text in (environment or {}).items():
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in STANDALONE:
+            section, _, key = name[len(ENVIRONMENT_PREFIX) :].lower().partition("_")
+            _put(values, section, key, text, f"environment variable {name}")
+    for section, settings in (overrides or {}).items():
+        for key, value in settings.items():
+            if value is not None:
+                _put(values, section, key, value, "flag")
+    return Config(**{name: kind(**values[name]) for name, kind in _SECTIONS.items()})
+
+
+def _from_file(path: Path, values: dict[str, dict[str, Any]]) -> None:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for section, settings in document.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{path}: {section} must be a table such as [engine]", param=section)
+        for key, value in settings.items():
+            _put(values, section, key, value, str(path))
+
+
+def _put(values: dict[str, dict[str, Any]], section: str, key: str, value: Any, source: str) -> None:
+    if section not in _SECTIONS:
+        raise ConfigError(f"{source}: unknown section {section!r}{_nearest(section, _SECTIONS)}", param=section)
+    names = {f.name for f in fields(_SECTIONS[section])}
+    if key not in names:
+        raise ConfigError(f"{source}: unknown key {section}.{key}{_nearest(key, names)}", param=f"{section}.{key}")
+    hint = get_type_hints(_SECTIONS[section])[key]
+    try:
+        values[section][key] = _convert(value, hint, byte_size=key.endswith("_bytes"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: {section}.{key} must be {hint}, got {value!r}", param=f"{section}.{key}", value=str(value)
+        ) from error
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _convert(value: Any, hint: Any, *, byte_size: bool) -> Any:
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    if hint == tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(str(part) for part in parts)
+    kind = kinds[0]
+    if kind is bool:
+        table = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        return table[value.lower()] if isinstance(value, str) and value.lower() in table else _exact(value, bool)
+    if kind is int:
+        if byte_size:
+            return parse_bytes(value)
+        return int(value) if isinstance(value, str) else _exact(value, int)
+    if kind is float:
+        return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else _exact(value, float)
+    return _exact(value, str)
+
+
+def _exact(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}")
+    return value

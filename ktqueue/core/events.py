@@ -1,0 +1,75 @@
+"""What a job tells its readers: token events, how a choice finished, what it used, where a job stands."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ktqueue.core.errors import ErrorInfo
+
+
+class JobState(StrEnum):
+    """Where a job stands. The last four are terminal: a job ends in exactly one of them."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def terminal(self) -> bool:
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended by itself: an end token or stop string, or a length limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token and its natural-log probability (<= 0). `token_bytes` are the bytes it stands for."""
+
+    token_id: int
+    token_bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The chosen token of a position, and the `top_logprobs` likeliest ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a job: the prompt once, completions summed over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One entry of a job's journal.
+
+    `seq` counts the job's events from 1 without holes. `index` is the choice (0..n-1).
+    `token_ids` are all ids generated since the choice's last event, also those whose `text` is
+    still held back (half a character, a possible stop string). `finish_reason` is set on the last
+    event of a choice; `state` on the last event of the job, with `usage` (and `error` unless done).
+    """
+
+    seq: int
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    state: JobState | None = None
+    usage: Usage | None = None
+    error: ErrorInfo | None = None

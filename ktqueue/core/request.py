@@ -1,0 +1,152 @@
+"""What a client asks: a GenerationRequest with its SamplingParams. Immutable, valid once made."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ktqueue.core.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024  # entries
+MAX_SEED = 2**63 - 1
+
+
+class JobClass(StrEnum):
+    """The two classes of service: someone waits for it, or nobody does."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+def _refuse(param: str, value: Any, limit: str) -> InvalidRequest:
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    return InvalidRequest(f"{param} must be {limit}, got {shown}", param=param, limit=limit, value=shown)
+
+
+def _number(param: str, value: Any, low: float, high: float, limit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise _refuse(param, value, limit)  # NaN fails both comparisons
+
+
+def _integer(param: str, value: Any, low: int, high: int, limit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(param, value, limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen, and when a choice ends.
+
+    temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off. `logprobs` is the number of
+    alternatives wanted beside the chosen token (0: the chosen one alone; None: no logprobs).
+    `max_tokens` None means as many as the context holds. The noise of a seeded request is a pure
+    function of (seed, choice index, position).
+
+    Raises InvalidRequest naming field, limit and value.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
+        _integer("top_k", self.top_k, 0, 2**31 - 1, "0 (off) or a positive integer")
+        _number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number above 0 and at most 1")
+        _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number from 0.01 to 100")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _refuse("logit_bias", self.logit_bias, f"a map of at most {MAX_LOGIT_BIAS} token ids")
+        for token_id, bias in self.logit_bias.items():
+            _integer("logit_bias", token_id, 0, 2**31 - 1, "a map from token ids")
+            _number("logit_bias", bias, -100.0, 100.0, "a map to numbers from -100 to 100")
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
+        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
+            raise _refuse("stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_LOGIT_BIAS:
+            raise _refuse("stop_token_ids", self.stop_token_ids, f"at most {MAX_LOGIT_BIAS} token ids")
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, 0, 2**31 - 1, "token ids")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "a positive integer")
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 or a positive integer")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if not isinstance(self.ignore_eos, bool):
+            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
+        _integer("n", self.n, 1, MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation job: exactly one of `messages`, `prompt` (text) or `prompt_token_ids`.
+
+    `messages` go through the model's chat template with `tools` and `chat_template_kwargs`.
+    `expires_in` is the time in seconds after submission at which the job expires, if given.
+    `user` and `metadata` are kept with the job and never interpreted.
+
+    Raises InvalidRequest naming field, limit and value.
+    """
+
+    model: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    job_class: JobClass = JobClass.INTERACTIVE
+    expires_in: float | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    user: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not 0 < len(self.model) <= 256:
+            raise _refuse("model", self.model, "a name of 1 to 256 characters")
+        given = [n for n in ("messages", "prompt", "prompt_token_ids") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"exactly one of messages, prompt or prompt_token_ids must be given, got {', '.join(given) or 'none'}",
+                param=given[1] if len(given) > 1 else "prompt",
+            )
+        if self.messages is not None:
+            if not isinstance(self.messages, tuple) or not self.messages:
+                raise _refuse("messages", self.messages, "a list of at least one message")
+            for i, message in enumerate(self.messages):
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    raise _refuse(f"messages[{i}]", message, "an object with a role")
+        if self.prompt is not None and (not isinstance(self.prompt, str) or not self.prompt):
+            raise _refuse("prompt", self.prompt, "a text that is not empty")
+        if self.prompt_token_ids is not None:
+            if not isinstance(self.prompt_token_ids, tuple) or not self.prompt_token_ids:
+                raise _refuse("prompt_token_ids", self.prompt_token_ids, "a list of at least one token id")
+            for token_id in self.prompt_token_ids:
+                _integer("prompt_token_ids", token_id, 0, 2**31 - 1, "a list of token ids")
+        if self.expires_in is not None:
+            _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")

@@ -1,0 +1,24 @@
+"""Byte sizes as people write them."""
+
+import re
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def parse_bytes(value: int | str) -> int:
+    """`"8GiB"`, `"500MB"`, `"4096"` or an int to bytes. Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]i?)?b?\s*", str(value).lower())
+    if match is None:
+        raise ValueError(f"not a byte size: {value!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes to a short text: `"1.5 GiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,1 @@
+"""Floor 1: what runs inside the model's forward. Knows no scheduler, no request, no Redis."""

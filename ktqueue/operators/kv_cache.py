@@ -1,0 +1,46 @@
+"""The paged key/value cache: one pair of tensors a layer, written by slot mapping.
+
+Knows nothing of who owns a page.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Shape of a grouped-query cache, derived from the model's config."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_size: int  # tokens
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        return 2 * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """`keys` and `values`: per layer [pages, page_size, kv_heads, head_dim]."""
+
+    def __init__(self, layout: KVLayout, pages: int, device: str = "cpu") -> None:
+        shape = (pages, layout.page_size, layout.kv_heads, layout.head_dim)
+        self.layout = layout
+        self.pages = pages
+        self.keys = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+        self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64."""
+        self.keys[layer].view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
+        self.values[layer].view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page in every layer (copy-on-write of a shared, partly filled page)."""
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                tensor[target].copy_(tensor[source])
