@@ -60,6 +60,14 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """How a worker process ends. Times in seconds."""
+
+    drain_seconds: float = 10.0  # running jobs may finish this long after SIGTERM; the rest goes back to the queue
+    stall_seconds: float = 60.0  # a single step that takes longer means that the device hangs: the worker exits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """The HTTP front. Times in seconds, sizes in bytes."""
 
@@ -79,10 +87,16 @@ class Config:
 
     broker: BrokerConfig = field(default_factory=BrokerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
-_SECTIONS: dict[str, type] = {"broker": BrokerConfig, "engine": EngineConfig, "gateway": GatewayConfig}
+_SECTIONS: dict[str, type] = {
+    "broker": BrokerConfig,
+    "engine": EngineConfig,
+    "worker": WorkerConfig,
+    "gateway": GatewayConfig,
+}
 
 
 def load_config(
@@ -106,6 +120,22 @@ def load_config(
             if value is not None:
                 _put(values, section, key, value, "flag")
     return Config(**{name: kind(**values[name]) for name, kind in _SECTIONS.items()})
+
+
+def config_environment(config: Config) -> dict[str, str]:
+    """The variables from which `load_config` builds an equal Config: how settings reach a child process.
+
+    Settings at their default are left out.
+    """
+    variables = {}
+    for section, kind in _SECTIONS.items():
+        settings, defaults = getattr(config, section), kind()
+        for one in fields(kind):
+            value = getattr(settings, one.name)
+            if value != getattr(defaults, one.name):
+                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                variables[f"{ENVIRONMENT_PREFIX}{section}_{one.name}".upper()] = text
+    return variables
 
 
 def _from_file(path: Path, values: dict[str, dict[str, Any]]) -> None:
