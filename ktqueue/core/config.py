@@ -79,6 +79,8 @@ class GatewayConfig:
     heartbeat_seconds: float = 15.0
     first_event_wait: float = 2.0  # an error within this time still gets its own HTTP status
     max_mailbox_bytes: int = 1 << 20  # a slower reader replays from the journal
+    stall_seconds: float = 60.0  # a client that neither sends nor reads for so long is dropped
+    drain_seconds: float = 10.0  # open streams may end by themselves before the gateway stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
