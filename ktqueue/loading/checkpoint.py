@@ -1,0 +1,60 @@
+"""One face for all model files: which parameters there are, and how to get at them."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf_checkpoint import open_gguf
+from ktqueue.loading.safetensors_file import open_folder
+from ktqueue.loading.stored import StoredExperts
+
+DEMO = "demo"
+
+
+class Checkpoint(Protocol):
+    """A model's config and weights. Names are those of the transformers module tree."""
+
+    path: str
+
+    def config(self) -> dict[str, Any]: ...
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def quant(self, name: str) -> str: ...
+
+    def nbytes(self, name: str) -> int: ...
+
+    def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def experts(self, module: str) -> StoredExperts: ...
+
+    def expert_modules(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+def resolve(path: str) -> Path:
+    """`demo` to the built-in model's file; any other path as it is. Raises CheckpointError where nothing is there."""
+    if path == DEMO:
+        found = sorted((Path(__file__).parent.parent / "demo").glob("*.gguf"))
+        if not found:
+            raise CheckpointError("the built-in demo model is not part of this installation")
+        return found[0]
+    if not Path(path).exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder; a .gguf file, a Hugging Face folder or 'demo' is expected"
+        )
+    return Path(path)
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open a .gguf file (of a split one: any part), a Hugging Face folder, or `demo`.
+
+    Raises CheckpointError naming the file and the tensor or key at fault.
+    """
+    found = resolve(path)
+    return open_folder(found) if found.is_dir() else open_gguf(found)

@@ -1,0 +1,127 @@
+"""Hugging Face folder to one GGUF file that is enough to serve the model: weights, config, tokenizer, chat template.
+
+Streams tensor by tensor, expert by expert: at most one packed tensor and one float32 matrix are in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading import bpe
+from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
+from ktqueue.loading.quants import BLOCKS, Bytes
+from ktqueue.loading.safetensors_file import open_folder
+from ktqueue.loading.stored import StoredCheckpoint, StoredStack, decode, permute
+
+Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name of the next one
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One tensor to write: exactly one of `source` (a transformers name) and `stack` is set."""
+
+    name: str
+    quant: str
+    shape: tuple[int, ...]
+    source: str | None = None
+    stack: StoredStack | None = None
+    heads: int = 0  # rows go to GGUF's rotary order for that many heads
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    experts: str,
+    dense: str = "f16",
+    name: str | None = None,
+    license: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the model of folder `source` as `target`.
+
+    `experts` and `dense` are the types of expert and of other matrices: f32, f16, bf16, q4_0 or q8_0. Norms,
+    biases and routers stay f32; a matrix whose rows are no whole number of blocks becomes f16.
+    Raises CheckpointError naming what cannot be converted; `target` appears only when all went well.
+    """
+    types = {"experts": experts.upper(), "dense": dense.upper()}
+    for role, quant in types.items():
+        if quant not in WRITABLE:
+            known = ", ".join(WRITABLE).lower()
+            raise CheckpointError(f"cannot write {role} as {quant.lower()}; known: {known}", param=role)
+    checkpoint = open_folder(source)
+    config = checkpoint.config()
+    family = family_of_model_type(str(config.get("model_type")), str(source))
+    metadata: dict[str, Any] = {"general.name": name or source.name}
+    if license:
+        metadata["general.license"] = license
+    metadata |= metadata_from_config(family, config, str(source))
+    metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
+    metadata |= bpe.to_metadata(bpe.from_folder(source, config["vocab_size"]))
+    outputs = list(_plan(checkpoint, family, config, types))
+    with Writer(target, family.architecture, types["experts"]) as writer:
+        writer.add_metadata(metadata)
+        for output in outputs:
+            writer.add_tensor(output.name, output.quant, output.shape)
+        writer.start()
+        for done, output in enumerate(outputs):
+            if progress:
+                progress(done, len(outputs), output.name)
+            writer.write(_packed(checkpoint, output))
+    if progress:
+        progress(len(outputs), len(outputs), "")
+    checkpoint.close()
+
+
+def _plan(
+    checkpoint: StoredCheckpoint, family: Family, config: dict[str, Any], types: dict[str, str]
+) -> Iterator[_Output]:
+    names = NameMap(family.architecture, config["num_hidden_layers"])
+
+    def find(name: str) -> str:
+        found = names.find(name)
+        if found is None:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name!r} has no place in the {family.architecture} architecture"
+            )
+        return found
+
+    modules = checkpoint.expert_modules()
+    fused = {f"{module}.{part}" for module in modules for part in ("gate_up_proj", "down_proj")}
+    for name in checkpoint.names():
+        if name in fused:
+            continue
+        shape = checkpoint.shape(name)
+        full = len(shape) == 1 or name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
+        heads = 0
+        if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
+        if name.endswith("shared_expert_gate.weight"):
+            shape = shape[1:]
+        yield _Output(find(name), "F32" if full else _fit(types["dense"], shape), shape, source=name, heads=heads)
+    for module in modules:
+        weights = checkpoint.experts(module)
+        for part, stack in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
+            shape = (len(stack.data), stack.rows, stack.columns)
+            yield _Output(find(f"{module}.{part}_proj.weight"), _fit(types["experts"], shape), shape, stack=stack)
+
+
+def _fit(quant: str, shape: tuple[int, ...]) -> str:
+    return "F16" if shape[-1] % BLOCKS[quant][0] else quant
+
+
+def _packed(checkpoint: StoredCheckpoint, output: _Output) -> Bytes:
+    if output.stack is None:
+        assert output.source is not None
+        values = checkpoint.dense(output.source, torch.float32).numpy()
+        if output.heads:
+            values = permute(values, output.heads)
+        return quantize(values.reshape(-1, values.shape[-1]), output.quant)
+    stack = output.stack
+    return np.stack([quantize(decode(data, stack.quant, stack.columns), output.quant) for data in stack.data])

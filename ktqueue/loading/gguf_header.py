@@ -1,0 +1,189 @@
+"""Reads the header of a GGUF file without trusting it (versions 2 and 3, little endian).
+
+Every count, length and offset is checked against the bytes that are there before anything is made
+of it, so a damaged file gives a CheckpointError and never a crash, a hang or a large allocation.
+Format: the GGUF specification in ggml's docs/gguf.md. Knows no tensor types and no names.
+"""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktqueue.core.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMENSIONS = 4
+MAX_NAME = 64 << 10  # bytes; keys and tensor names are far shorter in practice
+DEFAULT_ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as the header states it. `shape` is row-major (the file's order reversed); `type_id` is ggml's;
+    `offset` counts from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What one GGUF file holds. `data` maps the whole file, read-only."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: list[TensorInfo]
+    data: np.ndarray[Any, np.dtype[np.uint8]]  # [file bytes]
+
+
+def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The file's bytes, mapped read-only; the map lives as long as a view of it. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise CheckpointError(f"{path}: the file is empty")
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Parse one GGUF file's header. Raises CheckpointError naming the file and what is wrong."""
+    data = map_file(path)
+    cursor = _Cursor(path, data)
+    if cursor.take(4, "the magic") != MAGIC:
+        raise CheckpointError(f"{path}: not a GGUF file (it begins with {bytes(data[:4])!r})")
+    version = cursor.unsigned("the version", 4)
+    if version not in VERSIONS:
+        hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
+        raise CheckpointError(f"{path}: GGUF version {version} is not supported{hint}; known: 2 and 3")
+    tensor_count = cursor.count("the tensor count", 24)  # name length, dimensions, type, offset
+    entry_count = cursor.count("the metadata count", 13)  # key length, type, one byte
+    metadata: dict[str, Any] = {}
+    for _ in range(entry_count):
+        key = cursor.string("a metadata key", MAX_NAME)
+        if key in metadata:
+            raise CheckpointError(f"{path}: metadata key {key!r} is given twice")
+        metadata[key] = cursor.value(f"metadata {key}", cursor.unsigned(f"the type of metadata {key}", 4))
+    stated = [_tensor(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {alignment!r}")
+    start = (cursor.position + alignment - 1) // alignment * alignment
+    tensors = []
+    seen = set()
+    for tensor in stated:
+        if tensor.name in seen:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} is given twice")
+        if tensor.offset % alignment:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} begins at no multiple of {alignment}")
+        seen.add(tensor.name)
+        tensors.append(TensorInfo(tensor.name, tensor.shape, tensor.type_id, start + tensor.offset))
+    return GgufHeader(path, metadata, tensors, data)
+
+
+def _tensor(cursor: "_Cursor") -> TensorInfo:
+    name = cursor.string("a tensor name", MAX_NAME)
+    dimensions = cursor.unsigned(f"the dimensions of tensor {name}", 4)
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise CheckpointError(
+            f"{cursor.path}: tensor {name!r} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} expected"
+        )
+    shape = tuple(cursor.unsigned(f"the shape of tensor {name}", 8) for _ in range(dimensions))
+    if 0 in shape:
+        raise CheckpointError(f"{cursor.path}: tensor {name!r} has an empty dimension: {list(shape)}")
+    type_id = cursor.unsigned(f"the type of tensor {name}", 4)
+    return TensorInfo(name, shape[::-1], type_id, cursor.unsigned(f"the offset of tensor {name}", 8))
+
+
+class _Cursor:
+    """Takes values from the front of the file; no read goes past its end."""
+
+    def __init__(self, path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self.path = path
+        self.position = 0
+        self._view = memoryview(data)
+
+    def take(self, size: int, what: str) -> bytes:
+        left = len(self._view) - self.position
+        if size > left:
+            raise CheckpointError(f"{self.path}: truncated or corrupt: {what} needs {size} bytes, {left} are left")
+        self.position += size
+        return bytes(self._view[self.position - size : self.position])
+
+    def unsigned(self, what: str, size: int) -> int:
+        return int.from_bytes(self.take(size, what), "little")
+
+    def count(self, what: str, smallest: int) -> int:
+        """A number of things of at least `smallest` bytes each, all of which must fit the file."""
+        number = self.unsigned(what, 8)
+        left = len(self._view) - self.position
+        if number * smallest > left:
+            raise CheckpointError(f"{self.path}: truncated or corrupt: {what} is {number}, but {left} bytes are left")
+        return number
+
+    def string(self, what: str, limit: int | None = None) -> str:
+        size = self.count(f"the length of {what}", 1)
+        if limit is not None and size > limit:
+            raise CheckpointError(f"{self.path}: corrupt: {what} is {size} bytes long, the limit is {limit}")
+        raw = self.take(size, what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: corrupt: {what} is not UTF-8") from error
+
+    def value(self, what: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string(what)
+        if kind == _BOOL:
+            return self.take(1, what) != b"\0"
+        if kind in _SCALARS:
+            number = np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize, what), _SCALARS[kind])[0]
+            # The shortest decimal that names the float32: 1e-06, not 9.999999974752427e-07.
+            return float(str(number)) if kind == 6 else number.item()
+        if kind == _ARRAY:
+            return self._array(what)
+        raise CheckpointError(f"{self.path}: corrupt: {what} has the unknown type {kind}")
+
+    def _array(self, what: str) -> list[Any]:
+        kind = self.unsigned(f"the element type of {what}", 4)
+        if kind == _STRING:
+            return self._strings(what, self.count(f"the length of {what}", 8))
+        if kind == _BOOL:
+            return [byte != 0 for byte in self.take(self.count(f"the length of {what}", 1), what)]
+        if kind in _SCALARS:
+            size = np.dtype(_SCALARS[kind]).itemsize
+            values: list[Any] = np.frombuffer(
+                self.take(self.count(f"the length of {what}", size) * size, what), _SCALARS[kind]
+            ).tolist()
+            return values
+        raise CheckpointError(f"{self.path}: corrupt: {what} is an array of the unknown type {kind}")
+
+    def _strings(self, what: str, number: int) -> list[str]:
+        """A token list has 150,000 entries: unpack in place rather than through `string`."""
+        view, position, end = self._view, self.position, len(self._view)
+        length = struct.Struct("<Q")
+        values = []
+        try:
+            for _ in range(number):
+                (size,) = length.unpack_from(view, position)
+                position += 8
+                if size > end - position:
+                    raise CheckpointError(f"{self.path}: truncated or corrupt: a string of {what} is {size} bytes long")
+                values.append(str(view[position : position + size], "utf-8"))
+                position += size
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path}: truncated or corrupt: {what}: {error}") from error
+        self.position = position
+        return values

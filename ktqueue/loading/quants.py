@@ -1,0 +1,34 @@
+"""Storage types of weights: names, block sizes, bytes of a row. Knows no file format."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+# Elements and bytes of one block, as ggml defines them (ggml-common.h).
+BLOCKS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def row_bytes(quant: str, columns: int) -> int:
+    """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
+    elements, size = BLOCKS[quant]
+    if columns % elements:
+        raise ValueError(f"a row of {columns} is no multiple of the {quant} block of {elements}")
+    return columns // elements * size
+
+
+def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of `shape`, rows last. Raises ValueError as `row_bytes`."""
+    return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])

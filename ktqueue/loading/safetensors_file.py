@@ -1,0 +1,155 @@
+"""Checkpoint of a Hugging Face folder: config.json and safetensors, single or sharded.
+
+The format is a length, a JSON header and raw little-endian data; it is read here without trust, and
+tensors are views into the file's map. Experts may lie one by one (`experts.3.up_proj.weight`, Mixtral's
+`w1 w3 w2`) or fused (`experts.gate_up_proj`); either way nothing is copied. Knows no GGUF.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.codec import CodecError, loads
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf_header import map_file
+from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredExperts, StoredStack, StoredTensor
+
+MAX_HEADER = 100 << 20  # bytes; the format's own limit
+_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_RENAMED = ((".block_sparse_moe.", ".mlp."),)  # Mixtral's hub names to transformers' modules
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
+
+
+def open_folder(folder: Path) -> StoredCheckpoint:
+    """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
+    config = read_json(folder / "config.json")
+    tensors: dict[str, StoredTensor] = {}
+    for file in _files(folder):
+        for tensor in _read(file):
+            name = tensor.name
+            for old, new in _RENAMED:
+                name = name.replace(old, new)
+            if name in tensors:
+                raise CheckpointError(f"{file}: tensor {tensor.name!r} is given twice")
+            if not _DERIVED.search(name):
+                tensors[name] = tensor
+    dense, experts = _group(folder, tensors)
+    if config.get("tie_word_embeddings"):
+        dense.pop("lm_head.weight", None)
+    return StoredCheckpoint(str(folder), config, dense, experts)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError."""
+    try:
+        value = loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except CodecError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return value
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to files")
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index}: weight_map must name files of this folder, got {names}")
+    return [folder / name for name in names]
+
+
+def _read(path: Path) -> list[StoredTensor]:
+    file = map_file(path)
+    size = int.from_bytes(bytes(file[:8]), "little")
+    if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
+        raise CheckpointError(f"{path}: truncated or corrupt: the header is said to be {size} bytes")
+    try:
+        header = loads(bytes(file[8 : 8 + size]))
+    except CodecError as error:
+        raise CheckpointError(f"{path}: corrupt header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: corrupt header: a JSON object is expected")
+    header.pop("__metadata__", None)
+    return [_tensor(path, name, entry, 8 + size, file) for name, entry in header.items()]
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredTensor:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        good = all(isinstance(n, int) and n > 0 for n in shape) and isinstance(begin, int) and isinstance(end, int)
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
+    tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, str(kind)), shape or (1,), start + begin, file)
+    if tensor.data.size != end - begin:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: {end - begin} bytes stored, its shape needs {tensor.data.size}"
+        )
+    return tensor
+
+
+def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, StoredExperts]]:
+    """Dense tensors, and the experts of each module in expert order."""
+    dense: dict[str, StoredTensor] = {}
+    single: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    fused: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if match := _EXPERT.fullmatch(name):
+            parts = single.setdefault(match["module"], {"gate": {}, "up": {}, "down": {}})
+            parts[_PARTS[match["part"]]][int(match["index"])] = tensor
+        elif module.endswith(".experts") and part in (GATE_UP, DOWN):
+            fused.setdefault(module, {})[part] = tensor
+        else:
+            dense[name] = tensor
+    experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
+    experts.update({module: _from_fused(folder, module, parts) for module, parts in fused.items()})
+    return dense, experts
+
+
+def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTensor]]) -> StoredExperts:
+    count = max(len(found) for found in parts.values())
+    stacks = {}
+    for part, found in parts.items():
+        if sorted(found) != list(range(count)):
+            missing = sorted(set(range(count)) - set(found))
+            raise CheckpointError(f"{folder}: {module}: no {part} weights for experts {missing[:8]}")
+        first = found[0]
+        if odd := [t.name for t in found.values() if (t.quant, t.shape) != (first.quant, first.shape)]:
+            raise CheckpointError(f"{folder}: tensor {odd[0]!r} differs in type or shape from {first.name!r}")
+        if len(first.shape) != 2:
+            raise CheckpointError(
+                f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, a matrix is expected"
+            )
+        stacks[part] = StoredStack(first.quant, *first.shape, [found[i].data for i in range(count)])
+    return StoredExperts(**stacks)
+
+
+def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> StoredExperts:
+    if missing := {GATE_UP, DOWN} - set(parts):
+        raise CheckpointError(f"{folder}: {module} has no {' and no '.join(sorted(missing))}")
+    gate_up, down = parts[GATE_UP], parts[DOWN]
+    if len(gate_up.shape) != 3 or len(down.shape) != 3 or gate_up.shape[1] % 2:
+        raise CheckpointError(f"{folder}: {module}: fused experts must be [experts, rows, columns]")
+    return split_fused(gate_up, down)
+
+
+def split_fused(gate_up: StoredTensor, down: StoredTensor) -> StoredExperts:
+    """Fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] to three stacks of views."""
+    _, rows, columns = gate_up.shape
+    halves = [matrix.reshape(2, -1) for matrix in gate_up.matrices()]
+    return StoredExperts(
+        gate=StoredStack(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
+        up=StoredStack(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
+        down=StoredStack(down.quant, *down.shape[1:], down.matrices()),
+    )
