@@ -1,0 +1,113 @@
+"""Turns what a client asks for into a request with its sequences, or refuses it by name.
+
+Knows the limits of this engine; nothing of pages or of who runs when.
+"""
+
+import secrets
+from collections.abc import Collection
+from collections.abc import Sequence as Many
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
+from ktqueue.core.request import MAX_SEED, JobClass, SamplingParams
+from ktqueue.core.vocabulary import Vocabulary
+from ktqueue.engine.detokenizer import Detokenizer, StopStrings
+from ktqueue.engine.logits import LogitEdits
+from ktqueue.engine.outputs import EmittedChoice
+from ktqueue.engine.sequence import Request, Sequence
+
+
+class Admission:
+    """The limits: ids of the vocabulary, `max_model_len` tokens of prompt and completion, `seats` choices."""
+
+    def __init__(self, vocabulary: Vocabulary, *, max_model_len: int, seats: int, page_size: int) -> None:
+        self._vocabulary = vocabulary
+        self._max_model_len = max_model_len
+        self._seats = seats
+        self._page_size = page_size
+        self._admitted = 0
+
+    def admit(
+        self,
+        request_id: str,
+        prompt_token_ids: Many[int],
+        sampling: SamplingParams,
+        *,
+        job_class: JobClass,
+        arrival: float,
+        emitted: Many[EmittedChoice],
+    ) -> Request:
+        """The request with a sequence for each choice that had not ended; none has taken up its emitted ids yet.
+
+        Raises InvalidRequest or ContextLengthExceeded.
+        """
+        prompt = self._prompt(prompt_token_ids)
+        if sampling.n > self._seats:
+            raise InvalidRequest(
+                f"n must be at most {self._seats} on this worker, got {sampling.n}",
+                param="n",
+                limit=self._seats,
+                value=sampling.n,
+            )
+        if len(emitted) > sampling.n:
+            raise InvalidRequest(
+                "more choices were emitted than asked for", param="emitted", limit=sampling.n, value=len(emitted)
+            )
+        self._ids("logit_bias", sampling.logit_bias)
+        for choice in emitted:
+            self._ids("emitted", choice.token_ids)
+        room = self._max_model_len - len(prompt)
+        eos = frozenset() if sampling.ignore_eos else self._vocabulary.eos_token_ids
+        self._admitted += 1
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            job_class=job_class,
+            arrival=arrival,
+            serial=self._admitted,
+            seed=secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed,
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            end_ids=eos | frozenset(sampling.stop_token_ids),
+        )
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        for index in range(sampling.n):
+            if index < len(emitted) and emitted[index].finish_reason is not None:
+                request.emitted_tokens += len(emitted[index].token_ids)
+            else:
+                request.sequences.append(self._sequence(request, index, stops))
+        return request
+
+    def _sequence(self, request: Request, index: int, stops: StopStrings | None) -> Sequence:
+        edits = None
+        if LogitEdits.needed(request.sampling):
+            edits = LogitEdits(request.sampling, request.prompt, request.end_ids, self._vocabulary.size)
+        return Sequence(request, index, Detokenizer(self._vocabulary.token_bytes, stops), edits, self._page_size)
+
+    def _prompt(self, ids: Many[int]) -> NDArray[np.int32]:
+        if len(ids) == 0:
+            raise InvalidRequest("the prompt has no tokens", param="prompt", limit=1, value=0)
+        if len(ids) + 1 > self._max_model_len:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, the prompt has "
+                f"{len(ids)} tokens and leaves no room for a completion.",
+                param="prompt",
+                limit=self._max_model_len,
+                value=len(ids),
+            )
+        return self._ids("prompt", ids)
+
+    def _ids(self, param: str, ids: Collection[int]) -> NDArray[np.int32]:
+        size = self._vocabulary.size
+        array = np.fromiter(ids, dtype=np.int64, count=len(ids))
+        wrong = array[(array < 0) | (array >= size)]
+        if wrong.size:
+            raise InvalidRequest(
+                f"{param} has token id {wrong[0]}, the vocabulary has ids 0 to {size - 1}",
+                param=param,
+                limit=size - 1,
+                value=int(wrong[0]),
+            )
+        return array.astype(np.int32)

@@ -1,0 +1,286 @@
+"""The engine: add requests, abort them, step. A step schedules, runs the model once, and commits.
+
+Synchronous, one thread at a time; knows no asyncio and no Redis. Whatever the model raises goes to
+the caller and leaves the engine unusable (its worker is crash-only); what is wrong with one
+sequence ends that one alone.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
+from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.vocabulary import Vocabulary
+from ktqueue.engine.admission import Admission
+from ktqueue.engine.batch import BatchBuilder
+from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
+from ktqueue.engine.pages import Pages
+from ktqueue.engine.profile import Profile, StepRecord
+from ktqueue.engine.runner import Runner
+from ktqueue.engine.scheduler import Scheduler
+from ktqueue.engine.selector import Selector
+from ktqueue.engine.sequence import Request, Sequence, Status
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+
+
+class Engine:
+    """Continuous batching of requests through one model.
+
+    `model` is called as `Runner` says. `num_pages` pages of `layout` are allocated at once. A prompt
+    and its completion hold at most `max_model_len` tokens. `clock` gives the time of `arrival`
+    (seconds); `profile_path` takes one JSON line a step.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        vocabulary: Vocabulary,
+        layout: KVLayout,
+        config: EngineConfig,
+        num_pages: int,
+        max_model_len: int,
+        *,
+        clock: Callable[[], float] = time.time,
+        profile_path: Path | None = None,
+    ) -> None:
+        kv = KVCache(layout, num_pages, config.device)
+        self.profile = Profile(profile_path)
+        self._clock = clock
+        self._page_size = layout.page_size
+        self._scheduler = Scheduler(
+            Pages(num_pages, kv.copy_page),
+            page_size=layout.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_caching=config.enable_prefix_caching,
+            ageing_seconds=config.ageing_seconds,
+        )
+        self._admission = Admission(
+            vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
+        )
+        self._builder = BatchBuilder(
+            kv,
+            max_rows=self._scheduler.seats,
+            max_tokens=config.max_num_batched_tokens,
+            max_pages=-(-max_model_len // layout.page_size),
+            device=config.device,
+        )
+        self._runner = Runner(model, vocabulary.size)
+        self._selector = Selector(vocabulary.token_bytes)
+        self._requests: dict[str, Request] = {}
+        self._early: list[SequenceOutput] = []  # of resumed choices that had ended
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests or self._early)
+
+    @property
+    def free_seqs(self) -> int:
+        """Sequences that could be added and get a seat at once."""
+        return max(0, self._scheduler.seats - self._scheduler.seats_taken - self._scheduler.waiting)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters and gauges."""
+        scheduler, profile = self._scheduler, self.profile
+        return EngineStats(
+            running=scheduler.seats_taken,
+            waiting=scheduler.waiting,
+            free_pages=scheduler.pages.available,
+            total_pages=scheduler.pages.total,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            steps=profile.steps,
+            schedule_seconds=profile.schedule_seconds,
+            forward_seconds=profile.forward_seconds,
+            sample_seconds=profile.sample_seconds,
+            commit_seconds=profile.commit_seconds,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the books don't balance. For tests: slow."""
+        self._scheduler.check()
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Many[int],
+        sampling: SamplingParams,
+        *,
+        job_class: JobClass = JobClass.INTERACTIVE,
+        arrival: float | None = None,
+        emitted: Many[EmittedChoice] = (),
+    ) -> None:
+        """Take a request in. `emitted[index]` is what an earlier worker journaled of that choice.
+
+        A resumed choice goes on at the next position: its emitted tokens count for limits, penalties,
+        noise and stop strings, and none is generated again. For that `sampling.seed` must be set.
+        Raises InvalidRequest or ContextLengthExceeded; nothing has changed then.
+        """
+        if request_id in self._requests:
+            raise InvalidRequest(f"request {request_id!r} is here already", param="request_id", value=request_id)
+        request = self._admission.admit(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            job_class=job_class,
+            arrival=self._clock() if arrival is None else arrival,
+            emitted=emitted,
+        )
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            choice = emitted[sequence.index] if sequence.index < len(emitted) else EmittedChoice()
+            finish = sequence.resume(choice.token_ids, choice.text_length)
+            if finish is not None:
+                self._early.append(self._output(sequence, (), "", finish))
+        unfinished = [one for one in request.sequences if one.status is not Status.FINISHED]
+        if unfinished:
+            leader, *leader.forks = unfinished
+            self._scheduler.add(leader)
+        elif not request.sequences:
+            del self._requests[request_id]
+            usage = self._usage(request)
+            self._early.append(
+                SequenceOutput(request_id=request_id, index=sampling.n - 1, request_done=True, usage=usage)
+            )
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its pages come back at once. An unknown id is no error."""
+        request = self._requests.pop(request_id, None)
+        self._early = [one for one in self._early if one.request_id != request_id]
+        if request is not None:
+            for sequence in request.sequences:
+                sequence.forks = []
+            for sequence in request.sequences:
+                self._scheduler.remove(sequence)
+
+    def step(self) -> list[SequenceOutput]:
+        """Run the model once over what the scheduler picks; the news of every sequence that got on."""
+        outputs, self._early = self._early, []
+        began = time.perf_counter()
+        plan = self._scheduler.schedule(self._clock())
+        for sequence in plan.hopeless:
+            outputs.append(self._fail(sequence, self._too_long(sequence)))
+        if not plan.rows:
+            return outputs
+        batch = self._builder.build(plan.rows)
+        planned = time.perf_counter()
+        logits = self._runner.execute(batch)
+        ran = time.perf_counter()
+        ready = self._commit_pages(plan.rows)
+        if len(ready) > len(logits):
+            logits = logits[[row for row, _ in ready]]  # choices that share their prompt's last logits
+        sequences = [sequence for _, sequence in ready]
+        selection = self._selector.select(logits, sequences) if sequences else None
+        sampled = time.perf_counter()
+        if selection is not None:
+            for row, sequence in enumerate(sequences):
+                if selection.finite[row]:
+                    outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
+                else:
+                    fault = EngineFailure("the model gave logits that are not finite numbers for this sequence")
+                    outputs.append(self._fail(sequence, fault))
+        self.profile.record(
+            StepRecord(
+                schedule=planned - began,
+                forward=ran - planned,
+                sample=sampled - ran,
+                commit=time.perf_counter() - sampled,
+                rows=len(plan.rows),
+                sampled=len(sequences),
+                tokens=sum(plan.rows.values()),
+            )
+        )
+        return outputs
+
+    def close(self) -> None:
+        """Close the profile."""
+        self.profile.close()
+
+    def _commit_pages(self, rows: dict[Sequence, int]) -> list[tuple[int, Sequence]]:
+        """Book what was computed; the sequences that get a token now, each with its row of the logits."""
+        ready = []
+        row = 0
+        for sequence, count in rows.items():
+            self._prompt_tokens += max(0, min(count, len(sequence.request.prompt) - sequence.computed))
+            forks = self._scheduler.commit(sequence, count)
+            if sequence.remaining == 0:
+                ready.append((row, sequence))
+                ready += [(row, fork) for fork in forks if fork.remaining == 0]
+                row += 1
+        return ready
+
+    def _advance(self, sequence: Sequence, token_id: int, told: PositionLogprobs | None) -> SequenceOutput:
+        self._generation_tokens += 1
+        text, finish = sequence.advance(token_id)
+        return self._output(sequence, (token_id,), text, finish, () if told is None else (told,))
+
+    def _output(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        text: str,
+        finish: FinishReason | None,
+        told: tuple[PositionLogprobs, ...] = (),
+    ) -> SequenceOutput:
+        if sequence.resumed_text:
+            text = sequence.resumed_text + text
+            sequence.resumed_text = ""
+        request = sequence.request
+        done = False
+        if finish is not None:
+            self._scheduler.remove(sequence)
+            done = self._close_if_done(request)
+        return SequenceOutput(
+            request_id=request.id,
+            index=sequence.index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=told,
+            finish_reason=finish,
+            request_done=done,
+            usage=self._usage(request) if done else None,
+        )
+
+    def _fail(self, sequence: Sequence, fault: KtqueueError) -> SequenceOutput:
+        request = sequence.request
+        self._scheduler.remove(sequence)
+        done = self._close_if_done(request)
+        return SequenceOutput(
+            request_id=request.id,
+            index=sequence.index,
+            error=fault.info(),
+            request_done=done,
+            usage=self._usage(request) if done else None,
+        )
+
+    def _close_if_done(self, request: Request) -> bool:
+        if not request.done:
+            return False
+        del self._requests[request.id]
+        return True
+
+    def _usage(self, request: Request) -> Usage:
+        return Usage(
+            prompt_tokens=len(request.prompt),
+            completion_tokens=request.completion_tokens,
+            cached_tokens=request.cached_tokens or 0,
+        )
+
+    def _too_long(self, sequence: Sequence) -> EngineFailure:
+        capacity = self._scheduler.pages.total * self._page_size
+        return EngineFailure(
+            f"this sequence has {sequence.length} tokens, the whole cache of this worker holds {capacity}",
+            limit=capacity,
+            value=sequence.length,
+        )

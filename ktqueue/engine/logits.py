@@ -1,0 +1,98 @@
+"""Edits of the logits before sampling: bias, least length, penalties. In vLLM's order and meaning.
+
+1. `logit_bias` is added. 2. End tokens are -inf until `min_tokens` were generated. 3. Tokens of the
+prompt or the output: logits above 0 are divided by `repetition_penalty`, others multiplied by it.
+4. Tokens of the output: minus `frequency_penalty` times their count, minus `presence_penalty`.
+Rows without edits cost nothing. Knows nothing of how a token is drawn.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktqueue.core.request import SamplingParams
+
+
+class LogitEdits:
+    """The edits of one choice, and the counts they need. `observe` every generated token."""
+
+    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], end_ids: Iterable[int], vocab: int) -> None:
+        self._min_tokens = sampling.min_tokens
+        self._end_ids = np.array(sorted(i for i in end_ids if i < vocab), dtype=np.int64)
+        self._generated = 0
+        self.bias_ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int64)
+        self.bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
+        self.repetition = sampling.repetition_penalty
+        self.frequency = sampling.frequency_penalty
+        self.presence = sampling.presence_penalty
+        self._penalised = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
+        self._ids = np.unique(prompt).astype(np.int64) if self.repetition != 1.0 else np.empty(0, dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._size = len(self._ids)
+        self._place = {int(token_id): place for place, token_id in enumerate(self._ids)} if self._penalised else {}
+
+    @staticmethod
+    def needed(sampling: SamplingParams) -> bool:
+        """Whether these parameters edit logits at all."""
+        return bool(
+            sampling.min_tokens
+            or sampling.logit_bias
+            or sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty
+            or sampling.presence_penalty
+        )
+
+    @property
+    def masked_ids(self) -> NDArray[np.int64]:
+        """Ids that may not come next."""
+        return self._end_ids if self._generated < self._min_tokens else self._end_ids[:0]
+
+    @property
+    def counted(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Ids that penalties touch, and how often each was generated. [ids], [ids]"""
+        return self._ids[: self._size], self._counts[: self._size]
+
+    def observe(self, token_id: int) -> None:
+        """A token was generated."""
+        self._generated += 1
+        if not self._penalised:
+            return
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = self._size
+            if self._size == len(self._ids):
+                room = max(64, self._size)
+                self._ids = np.concatenate([self._ids, np.empty(room, dtype=np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
+            self._ids[place] = token_id
+            self._counts[place] = 0.0
+            self._size += 1
+        self._counts[place] += 1.0
+
+
+def edit(logits: NDArray[np.float32], rows: Sequence[int], edits: Sequence[LogitEdits]) -> None:
+    """Edit `logits` [rows, vocab] in place: `edits[i]` belongs to row `rows[i]`."""
+    at = np.array(rows, dtype=np.int64)
+    row, ids = _flat(at, [one.bias_ids for one in edits])
+    if len(ids):
+        logits[row, ids] += np.concatenate([one.bias for one in edits])
+    row, ids = _flat(at, [one.masked_ids for one in edits])
+    if len(ids):
+        logits[row, ids] = -np.inf
+    counted = [one.counted for one in edits]
+    row, ids = _flat(at, [one[0] for one in counted])
+    if len(ids):
+        sizes = [len(one[0]) for one in counted]
+        counts = np.concatenate([one[1] for one in counted])
+        repetition = np.repeat(np.array([one.repetition for one in edits], dtype=np.float32), sizes)
+        frequency = np.repeat(np.array([one.frequency for one in edits], dtype=np.float32), sizes)
+        presence = np.repeat(np.array([one.presence for one in edits], dtype=np.float32), sizes)
+        values = logits[row, ids]
+        values = np.where(values > 0.0, values / repetition, values * repetition)
+        logits[row, ids] = values - frequency * counts - presence * (counts > 0.0)
+
+
+def _flat(rows: NDArray[np.int64], ids: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row and id of every entry of a ragged list."""
+    return np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)

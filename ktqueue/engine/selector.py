@@ -1,0 +1,71 @@
+"""From logits to the next token of each sequence: edits, greedy or drawn, with log probabilities where wanted.
+
+Knows nothing of pages or of what becomes of the token.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktqueue.core.events import PositionLogprobs
+from ktqueue.engine.logits import edit
+from ktqueue.engine.logprobs import logprobs
+from ktqueue.engine.sampler import GREEDY_BELOW, SamplingRows, greedy, sample
+from ktqueue.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The outcome for each row, in order. Where `finite` is False the token id means nothing."""
+
+    token_ids: list[int]
+    finite: list[bool]
+    logprobs: dict[int, PositionLogprobs]
+
+
+class Selector:
+    """`token_bytes` names the tokens of log probabilities."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def select(self, logits: NDArray[np.float32], sequences: Many[Sequence]) -> Selection:
+        """Choose a token for each sequence from its row of `logits` [rows, vocab], which may be written to."""
+        samplings = [one.request.sampling for one in sequences]
+        told = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+        raw = logits[told] if told else logits
+        chosen, finite = greedy(logits)
+        edited = [row for row, one in enumerate(sequences) if one.edits is not None and finite[row]]
+        if edited:
+            edit(logits, edited, [edits for row in edited if (edits := sequences[row].edits) is not None])
+            chosen[edited], finite[edited] = greedy(logits[edited])
+        drawn = [row for row, one in enumerate(samplings) if one.temperature >= GREEDY_BELOW and finite[row]]
+        if drawn:
+            part = logits if len(drawn) == len(sequences) else logits[drawn]
+            chosen[drawn] = sample(part, _rows([sequences[row] for row in drawn]))
+        tokens = chosen.tolist()
+        return Selection(
+            token_ids=tokens,
+            finite=finite.tolist(),
+            logprobs={
+                row: logprobs(raw[place], tokens[row], samplings[row].logprobs or 0, self._token_bytes)
+                for place, row in enumerate(told)
+                if finite[row]
+            },
+        )
+
+
+def _rows(sequences: Many[Sequence]) -> SamplingRows:
+    samplings = [one.request.sampling for one in sequences]
+    return SamplingRows(
+        temperature=np.array([one.temperature for one in samplings], dtype=np.float64),
+        top_k=np.array([one.top_k for one in samplings], dtype=np.int64),
+        top_p=np.array([one.top_p for one in samplings], dtype=np.float64),
+        min_p=np.array([one.min_p for one in samplings], dtype=np.float64),
+        seed=np.array([one.request.seed for one in sequences], dtype=np.int64),
+        index=np.array([one.index for one in sequences], dtype=np.int64),
+        position=np.array([one.generated for one in sequences], dtype=np.int64),
+    )
