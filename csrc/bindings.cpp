@@ -1,0 +1,196 @@
+// The Python face of the kernels: the only file that knows Python. Arrays come through the buffer protocol or DLPack.
+// Every size, type and stride is checked here or by the function called, and a wrong one is a ValueError.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <initializer_list>
+#include <stdexcept>
+
+#include "cpu_budget.h"
+#include "expert_layer.h"
+#include "paged_attention.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace ktqueue {
+namespace {
+
+using ReadOnly = nb::ndarray<nb::ro, nb::device::cpu>;
+using Writable = nb::ndarray<nb::device::cpu>;
+
+constexpr int64_t kAny = -1;
+
+std::string shape_text(const auto& shape) {
+    std::string text = "[";
+    for (int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + (extent == kAny ? "any" : std::to_string(extent));
+    return text + "]";
+}
+
+// Type and shape; with `dense` also C order. kAny leaves an extent open.
+template <class T>
+void require(const auto& array, const char* name, std::initializer_list<int64_t> shape, bool dense = true) {
+    bool fits = array.ndim() == shape.size();
+    std::string got = "[";
+    for (size_t i = 0; i < array.ndim(); ++i) {
+        got += (i ? ", " : "") + std::to_string(array.shape(i));
+        fits = fits && (shape.begin()[i] == kAny || shape.begin()[i] == static_cast<int64_t>(array.shape(i)));
+    }
+    if (!fits)
+        throw std::invalid_argument(std::string(name) + " must have shape " + shape_text(shape) + ", got " + got + "]");
+    if (array.dtype() != nb::dtype<T>())
+        throw std::invalid_argument(std::string(name) + " has the wrong element type");
+    int64_t expected = 1;
+    for (size_t i = array.ndim(); i-- > 0;) {
+        const bool last = i + 1 == array.ndim();
+        if ((dense || last) && array.shape(i) > 1 && array.stride(i) != expected)
+            throw std::invalid_argument(std::string(name) + (dense ? " must be contiguous" : " must have a dense last dimension"));
+        expected *= static_cast<int64_t>(array.shape(i));
+    }
+}
+
+template <class T>
+const T* data(const ReadOnly& array) {
+    return static_cast<const T*>(array.data());
+}
+
+template <class T>
+T* data(const Writable& array) {
+    return static_cast<T*>(array.data());
+}
+
+size_t stride(const ReadOnly& array, size_t dimension) {
+    if (array.stride(dimension) < 0) throw std::invalid_argument("strides must not be negative");
+    return static_cast<size_t>(array.stride(dimension));
+}
+
+// (quant name, rows, columns, one uint8 array an expert). `keep` holds the arrays for as long as the layer lives.
+ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, nb::list& keep) {
+    if (packed.size() != 4)
+        throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays)");
+    ExpertMatrices matrices{parse_quant(nb::cast<std::string>(packed[0])), nb::cast<size_t>(packed[1]),
+                            nb::cast<size_t>(packed[2]), {}};
+    const size_t bytes = matrices.rows * row_bytes(matrices.quant, matrices.columns);
+    for (nb::handle one : packed[3]) {
+        const auto array = nb::cast<ReadOnly>(one);
+        require<uint8_t>(array, name, {static_cast<int64_t>(bytes)});
+        matrices.data.push_back(data<uint8_t>(array));
+        keep.append(one);
+    }
+    return matrices;
+}
+
+class BoundLayer {
+  public:
+    BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& isa)
+        : layer_(parse_matrices(gate, "gate", keep_), parse_matrices(up, "up", keep_),
+                 parse_matrices(down, "down", keep_), kernels_named(isa)) {}
+
+    void forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const {
+        const auto hidden = static_cast<int64_t>(layer_.hidden());
+        require<float>(x, "hidden_states", {kAny, hidden});
+        const auto tokens = static_cast<int64_t>(x.shape(0));
+        require<int64_t>(ids, "top_k_index", {tokens, kAny});
+        require<float>(weights, "top_k_weights", {tokens, static_cast<int64_t>(ids.shape(1))});
+        require<float>(out, "out", {tokens, hidden});
+        nb::gil_scoped_release release;
+        layer_.forward(data<float>(x), data<int64_t>(ids), data<float>(weights), x.shape(0), ids.shape(1),
+                       data<float>(out));
+    }
+
+    const char* isa() const { return layer_.isa(); }
+
+  private:
+    nb::list keep_;  // before layer_: filled while layer_ is built
+    ExpertLayer layer_;
+};
+
+void bound_dequantize(const std::string& quant, const ReadOnly& packed, const Writable& out, const std::string& isa) {
+    const Quant kind = parse_quant(quant);
+    require<float>(out, "out", {kAny});
+    const size_t count = out.shape(0);
+    const size_t bytes = count == 0 ? 0 : row_bytes(kind, count);
+    require<uint8_t>(packed, "data", {static_cast<int64_t>(bytes)});
+    const auto kernel = kernels_named(isa).dequantize[static_cast<size_t>(kind)];
+    nb::gil_scoped_release release;
+    kernel(data<uint8_t>(packed), count, data<float>(out));
+}
+
+void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
+                     const Writable& cache_values, const ReadOnly& query_starts, const ReadOnly& context_lengths,
+                     const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, size_t sliding_window,
+                     const Writable& out, const std::string& isa) {
+    require<float>(query, "query", {kAny, kAny, kAny}, false);
+    const auto heads = static_cast<int64_t>(query.shape(0)), tokens = static_cast<int64_t>(query.shape(1)),
+               head_dim = static_cast<int64_t>(query.shape(2));
+    require<float>(key, "key", {kAny, tokens, head_dim}, false);
+    const auto kv_heads = static_cast<int64_t>(key.shape(0));
+    require<float>(value, "value", {kv_heads, tokens, head_dim}, false);
+    require<float>(cache_keys, "cache_keys", {kAny, kAny, kv_heads, head_dim});
+    const auto pages = static_cast<int64_t>(cache_keys.shape(0)), page_size = static_cast<int64_t>(cache_keys.shape(1));
+    require<float>(cache_values, "cache_values", {pages, page_size, kv_heads, head_dim});
+    require<int32_t>(context_lengths, "context_lengths", {kAny});
+    const auto rows = static_cast<int64_t>(context_lengths.shape(0));
+    require<int32_t>(query_starts, "query_starts", {rows + 1});
+    require<int32_t>(page_table, "page_table", {rows, kAny});
+    require<int64_t>(slot_mapping, "slot_mapping", {tokens});
+    require<float>(out, "out", {tokens, heads, head_dim});
+    const AttentionStep step = {
+        .query = data<float>(query),
+        .key = data<float>(key),
+        .value = data<float>(value),
+        .query_head_stride = stride(query, 0),
+        .query_token_stride = stride(query, 1),
+        .key_head_stride = stride(key, 0),
+        .key_token_stride = stride(key, 1),
+        .value_head_stride = stride(value, 0),
+        .value_token_stride = stride(value, 1),
+        .tokens = query.shape(1),
+        .heads = query.shape(0),
+        .kv_heads = key.shape(0),
+        .head_dim = query.shape(2),
+        .cache_keys = data<float>(cache_keys),
+        .cache_values = data<float>(cache_values),
+        .pages = cache_keys.shape(0),
+        .page_size = cache_keys.shape(1),
+        .query_starts = data<int32_t>(query_starts),
+        .context_lengths = data<int32_t>(context_lengths),
+        .page_table = data<int32_t>(page_table),
+        .slot_mapping = data<int64_t>(slot_mapping),
+        .rows = context_lengths.shape(0),
+        .max_pages = page_table.shape(1),
+        .scaling = scaling,
+        .sliding_window = sliding_window,
+        .output = data<float>(out),
+    };
+    const KernelTable& kernels = kernels_named(isa);
+    nb::gil_scoped_release release;
+    paged_attention(step, kernels);
+}
+
+}  // namespace
+}  // namespace ktqueue
+
+NB_MODULE(_kernels, module) {
+    using namespace ktqueue;
+    module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
+    module.def("isa", [] { return best_kernels().isa; });
+    module.def("available_cpus", &default_threads);
+    module.def("threads", [] { return shared_pool().threads(); });
+    module.def("set_threads", &set_shared_pool, nb::arg("threads"), nb::arg("spin_microseconds"),
+               nb::call_guard<nb::gil_scoped_release>());
+    module.def("row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
+               nb::arg("quant"), nb::arg("columns"));
+    module.def("dequantize", &bound_dequantize, nb::arg("quant"), nb::arg("data"), nb::arg("out"), nb::arg("isa") = "");
+    module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
+               nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
+               nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),
+               nb::arg("out"), nb::arg("isa") = "");
+    nb::class_<BoundLayer>(module, "ExpertLayer")
+        .def(nb::init<const nb::tuple&, const nb::tuple&, const nb::tuple&, const std::string&>(), nb::arg("gate"),
+             nb::arg("up"), nb::arg("down"), nb::arg("isa") = "")
+        .def("forward", &BoundLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
+             nb::arg("top_k_weights"), nb::arg("out"))
+        .def_prop_ro("isa", &BoundLayer::isa);
+}

@@ -1,0 +1,81 @@
+"""Paged attention as transformers calls it (AttentionInterface), on CPU.
+
+float32 goes to the compiled kernel, everything else to the torch twin. The step travels as the keyword `step`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktqueue.operators import native, reference
+from ktqueue.operators.step import StepContext
+
+NAME = "ktqueue_paged"
+"""The name under which models ask for it (`attn_implementation`)."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    step: StepContext,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's keys and values into layer `module.layer_idx` of the cache, then attend causally.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] ->
+    ([1, tokens, heads, head_dim], None). The mask is the step's own; `attention_mask` must be None.
+    Raises ValueError for a mask, for an option that changes scores (softcap, sinks), or for a step that
+    does not fit the cache.
+    """
+    if attention_mask is not None:
+        raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"paged attention does not compute {name}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = step.kv.keys[layer], step.kv.values[layer]
+    if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
+        _, heads, tokens, head_dim = query.shape
+        out = torch.empty(tokens, heads, head_dim)
+        native.paged_attention(
+            _dense(query),
+            _dense(key),
+            _dense(value),
+            keys.numpy(),
+            values.numpy(),
+            step.query_starts.numpy(),
+            step.context_lengths.numpy(),
+            step.page_table.numpy(),
+            step.slot_mapping.numpy(),
+            out.numpy(),
+            scaling=scaling,
+            sliding_window=sliding_window or 0,
+        )
+        return out[None], None
+    step.kv.write(
+        layer, step.slot_mapping, key[0].transpose(0, 1).to(keys.dtype), value[0].transpose(0, 1).to(keys.dtype)
+    )
+    attended = reference.paged_attention(
+        query[0],
+        keys,
+        values,
+        step.query_starts,
+        step.context_lengths,
+        step.page_table,
+        scaling=scaling,
+        sliding_window=sliding_window,
+    )
+    return attended[None], None
+
+
+def _dense(states: torch.Tensor) -> native.Floats:
+    """[1, heads, tokens, head_dim] -> [heads, tokens, head_dim] with a dense last dimension, as numpy."""
+    one = states.detach()[0]
+    return (one if one.stride(-1) == 1 else one.contiguous()).numpy()

@@ -1,0 +1,89 @@
+"""CpuExperts: the routed experts of one layer, computed by the compiled kernels on quantised weights in place.
+
+Takes the place of any experts module of transformers with the usual gate, SiLU and no biases. Knows no file.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ktqueue.operators import native
+from ktqueue.operators.base import Operator, register
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+__all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
+
+
+@register("CpuExperts")
+class CpuExperts(Operator[ExpertWeights]):
+    """Called as the module it replaces: (hidden_states, top_k_index, top_k_weights) -> hidden states.
+
+    Activations are float32 whatever the model's dtype; weights are decoded as they are used.
+    """
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, *, isa: str = "") -> None:
+        super().__init__()
+        self.experts = experts
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self._isa = isa
+        self._layer: native.ExpertLayer | None = None
+        self._bytes = 0
+
+    @classmethod
+    def from_module(cls, module: nn.Module, *, isa: str = "", **options: Any) -> Self:
+        """Shapes from the module's `down_proj` [experts, hidden, intermediate]. `isa` forces an instruction set.
+
+        Raises ValueError naming what these kernels do not compute: biases, another activation or gate.
+        """
+        if options:
+            raise ValueError(f"CpuExperts knows no option {sorted(options)[0]!r}; it has: isa")
+        name = type(module).__name__
+        down = getattr(module, "down_proj", None)
+        if not isinstance(down, torch.Tensor) or down.dim() != 3:
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: no down_proj of three dimensions")
+        if getattr(module, "has_bias", False) or not getattr(module, "has_gate", True):
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: it has biases or no gate")
+        gate = getattr(type(module), "_apply_gate", None)
+        if gate is not None and gate.__name__ != "_default_apply_gate":
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: it has a gate of its own")
+        probe = torch.linspace(-4.0, 4.0, 9, device="cpu")
+        activation = getattr(module, "act_fn", None)
+        if activation is None or not torch.allclose(activation(probe), nn.functional.silu(probe)):
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not SiLU")
+        experts, rows, columns = down.shape
+        hidden, intermediate = (columns, rows) if getattr(module, "is_transposed", False) else (rows, columns)
+        return cls(experts, hidden, intermediate, isa=isa)
+
+    def load(self, weights: ExpertWeights) -> None:
+        """Take the packed weights of this layer; they are not copied. Raises ValueError if they do not fit."""
+        wanted = (self.experts, self.intermediate, self.hidden)
+        got = (len(weights.gate.data), weights.gate.rows, weights.gate.columns)
+        if got != wanted:
+            raise ValueError(f"gate must be [experts, rows, columns] = {list(wanted)}, got {list(got)}")
+        self._layer = native.ExpertLayer(weights, isa=self._isa)
+        self._bytes = weights.bytes
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes of packed weights."""
+        return {"cpu": self._bytes}
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden], same dtype.
+
+        Raises ValueError for an expert id out of range; RuntimeError before `load`.
+        """
+        if self._layer is None:
+            raise RuntimeError("CpuExperts has no weights yet")
+        source = hidden_states.detach().float().contiguous()
+        out = torch.empty_like(source)
+        self._layer.forward(
+            source.numpy(),
+            top_k_index.detach().long().contiguous().numpy(),
+            top_k_weights.detach().float().contiguous().numpy(),
+            out.numpy(),
+        )
+        return out.to(hidden_states.dtype)

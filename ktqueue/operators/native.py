@@ -1,0 +1,132 @@
+"""Typed wrapper of the compiled kernels (the door to `ktqueue._kernels`), and the thread policy.
+
+Arrays are numpy; the kernels read and write them in place and release the interpreter lock. A wrong
+size, type or index raises ValueError before anything is written. Knows no module and no model.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktqueue import _kernels
+from ktqueue.operators.packed import Bytes, ExpertWeights
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SPIN_MICROSECONDS = 50
+
+
+def isa() -> str:
+    """The instruction set in use: "scalar" or "avx2", the best that the CPU has and `KTQUEUE_ISA` allows.
+
+    Raises ValueError if that variable is neither.
+    """
+    return str(_kernels.isa())
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, lowered to the cgroup's quota (rounded up)."""
+    return int(_kernels.available_cpus())
+
+
+def threads() -> int:
+    """Threads of the kernels' pool, the caller's included."""
+    return int(_kernels.threads())
+
+
+def set_threads(count: int | None = None) -> int:
+    """Share the CPUs between the kernels and torch; returns the count used. None: `available_cpus()`.
+
+    Call once at start, after any fork and before the first forward. Raises ValueError unless 1 <= count <= 1024.
+    """
+    count = available_cpus() if count is None else count
+    if not 1 <= count <= 1024:
+        raise ValueError(f"threads must be from 1 to 1024, got {count}")
+    _kernels.set_threads(count, SPIN_MICROSECONDS)
+    torch.set_num_threads(count)
+    return count
+
+
+def row_bytes(quant: str, columns: int) -> int:
+    """Bytes of a packed row. Raises ValueError unless `columns` is a positive multiple of the quant's block."""
+    return int(_kernels.row_bytes(quant, columns))
+
+
+def dequantize(quant: str, data: Bytes, count: int, *, isa: str = "") -> Floats:
+    """`count` packed weights to [count] float32, equal bit for bit to `gguf.dequantize`.
+
+    `count` is a multiple of the quant's block and `data` [bytes] uint8 holds exactly that many. Raises ValueError.
+    """
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    out = np.empty(count, np.float32)
+    _kernels.dequantize(quant, data, out, isa)
+    return out
+
+
+class ExpertLayer:
+    """The routed experts of one layer on this machine's CPUs. Weights are used in place and kept alive.
+
+    Results do not depend on the thread count or on which other tokens are in the call.
+    Raises ValueError if shapes or sizes disagree.
+    """
+
+    def __init__(self, weights: ExpertWeights, *, isa: str = "") -> None:
+        parts = ((one.quant, one.rows, one.columns, one.data) for one in (weights.gate, weights.up, weights.down))
+        self._layer = _kernels.ExpertLayer(*parts, isa)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that this layer uses."""
+        return str(self._layer.isa)
+
+    def forward(self, hidden_states: Floats, top_k_index: Integers, top_k_weights: Floats, out: Floats) -> None:
+        """out[t] = sum over slots of weight * expert(hidden_states[t]), slots added in order.
+
+        hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64;
+        top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
+        """
+        self._layer.forward(hidden_states, top_k_index, top_k_weights, out)
+
+
+def paged_attention(
+    query: Floats,
+    key: Floats,
+    value: Floats,
+    cache_keys: Floats,
+    cache_values: Floats,
+    query_starts: npt.NDArray[np.int32],
+    context_lengths: npt.NDArray[np.int32],
+    page_table: npt.NDArray[np.int32],
+    slot_mapping: Integers,
+    out: Floats,
+    *,
+    scaling: float,
+    sliding_window: int = 0,
+    isa: str = "",
+) -> None:
+    """Write a step's keys and values into the cache, then attend causally for every token.
+
+    query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last
+    dimension; caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext;
+    out: [tokens, heads, head_dim]. `sliding_window`: keys that a token sees at most, itself included; 0 is no
+    limit. A token's result does not depend on other rows, on chunk borders or on the thread count.
+    Raises ValueError.
+    """
+    _kernels.paged_attention(
+        query,
+        key,
+        value,
+        cache_keys,
+        cache_values,
+        query_starts,
+        context_lengths,
+        page_table,
+        slot_mapping,
+        scaling,
+        sliding_window,
+        out,
+        isa,
+    )
