@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading import bpe
 from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
 from ktqueue.loading.quants import BLOCKS, Bytes
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.stored import StoredCheckpoint, StoredStack, decode, permute
+from ktqueue.loading.tokenizer_files import vocabulary_of_folder
+from ktqueue.loading.vocabulary_data import to_metadata
 
 Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name of the next one
 
@@ -41,7 +42,7 @@ def convert(
     experts: str,
     dense: str = "f16",
     name: str | None = None,
-    license: str | None = None,
+    license: str | None = None,  # noqa: A002  (the name of the metadata key)
     progress: Progress | None = None,
 ) -> None:
     """Write the model of folder `source` as `target`.
@@ -63,7 +64,7 @@ def convert(
         metadata["general.license"] = license
     metadata |= metadata_from_config(family, config, str(source))
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
-    metadata |= bpe.to_metadata(bpe.from_folder(source, config["vocab_size"]))
+    metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_plan(checkpoint, family, config, types))
     with Writer(target, family.architecture, types["experts"]) as writer:
         writer.add_metadata(metadata)

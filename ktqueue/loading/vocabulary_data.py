@@ -1,18 +1,14 @@
 """What a tokenizer is made of, as plain data: tokens, kinds, merges or scores, and how text is split.
 
-Reads it from a Hugging Face folder's tokenizer.json or from GGUF metadata, and writes it as GGUF
-metadata. Knows no tokenizer library; building and running one is tokenizer.py's.
+Read from GGUF metadata and written to it. Knows no tokenizer library; building one is tokenizer_models.py's.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_NORMAL, TOKEN_UNUSED, TOKEN_USER_DEFINED
-from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
-from ktqueue.loading.safetensors_file import read_json
+from ktqueue.loading.gguf_file import TOKEN_NORMAL
 
 _IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
 
@@ -102,72 +98,3 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
     if data.chat_template:
         metadata["tokenizer.chat_template"] = data.chat_template
     return metadata
-
-
-def from_folder(folder: Path, vocab_size: int) -> VocabularyData:
-    """The byte-level BPE vocabulary of a Hugging Face folder, filled up to `vocab_size` tokens.
-
-    Raises CheckpointError for other tokenizers and for an unknown pre-tokenizer.
-    """
-    path = folder / "tokenizer.json"
-    document = read_json(path)
-    settings = read_json(folder / "tokenizer_config.json")
-    model = document.get("model") or {}
-    if model.get("type") != "BPE" or '"ByteLevel"' not in path.read_text(encoding="utf-8"):
-        raise CheckpointError(f"{path}: only byte-level BPE tokenizers can be converted, this is {model.get('type')!r}")
-    added = document.get("added_tokens") or []
-    by_id = {token_id: token for token, token_id in model["vocab"].items()}
-    by_id.update({entry["id"]: entry["content"] for entry in added})
-    if max(by_id) >= vocab_size:
-        raise CheckpointError(f"{path}: token id {max(by_id)} is outside the model's vocabulary of {vocab_size}")
-    kinds = {entry["id"]: TOKEN_CONTROL if entry["special"] else TOKEN_USER_DEFINED for entry in added}
-    tokens = [by_id.get(i, f"[UNUSED{i}]") for i in range(vocab_size)]
-    token_ids = {token: token_id for token_id, token in by_id.items()}
-    return VocabularyData(
-        model="gpt2",
-        pre=_recognise(path, document),
-        tokens=tokens,
-        kinds=[kinds.get(i, TOKEN_NORMAL if i in by_id else TOKEN_UNUSED) for i in range(vocab_size)],
-        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
-        ids=_ids(folder, settings, token_ids),
-        add_bos=bool(settings.get("add_bos_token", False)),
-        add_eos=bool(settings.get("add_eos_token", False)),
-        chat_template=_template(folder, settings),
-    )
-
-
-def _recognise(path: Path, document: Mapping[str, Any]) -> str:
-    """The name of the pre-tokenizer whose patterns the file spells out."""
-    steps = (document.get("pre_tokenizer") or {}).get("pretokenizers", [document.get("pre_tokenizer")])
-    patterns = tuple(step["pattern"]["Regex"] for step in steps if step and step["type"] == "Split")
-    normalizes = (document.get("normalizer") or {}).get("type") == "NFC"
-    for name, pre in PRE_TOKENIZERS.items():
-        if pre.patterns == patterns and pre.nfc == normalizes:
-            return name
-    if not patterns and not normalizes and steps and steps[0] and steps[0].get("use_regex"):
-        return "gpt-2"
-    raise CheckpointError(f"{path}: unknown pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}")
-
-
-def _ids(folder: Path, settings: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, int]:
-    ids = {}
-    for role in ("bos", "eos", "unk", "pad"):
-        token = settings.get(f"{role}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if content in token_ids:
-            ids[role] = token_ids[content]
-    config = read_json(folder / "config.json")
-    for role in ("bos", "eos", "pad"):
-        token_id = config.get(f"{role}_token_id")
-        first = token_id[0] if isinstance(token_id, list) and token_id else token_id
-        if role not in ids and isinstance(first, int) and (role != "bos" or settings.get("add_bos_token")):
-            ids[role] = first
-    return ids
-
-
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    return template if isinstance(template, str) else None

@@ -1,0 +1,140 @@
+"""Renders a model's chat template in a sandbox (the door to jinja2), with the names and filters that
+templates written for transformers expect.
+
+Knows messages and tools as plain data; knows no tokenizer. Source of the conventions: transformers,
+"Writing a chat template", and utils/chat_template_utils.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ktqueue.core.errors import CheckpointError, InvalidRequest
+
+RESERVED = frozenset({"messages", "tools", "raise_exception", "strftime_now"})
+
+
+class ChatTemplate:
+    """One compiled template. `special` maps names such as `bos_token` to their text."""
+
+    def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
+        """Raises CheckpointError, naming `where` the template came from, if it does not parse."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self._special = dict(special)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise CheckpointError(f"{where}: the chat template does not parse: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text, ending where the assistant is to speak.
+
+        Raises InvalidRequest where a message is malformed or the template refuses the conversation.
+        """
+        if wrong := RESERVED & set(kwargs or {}):
+            name = sorted(wrong)[0]
+            raise InvalidRequest(
+                f"chat_template_kwargs must not set {name!r}", param=f"chat_template_kwargs.{name}", limit="other names"
+            )
+        names: dict[str, Any] = {**self._special, "add_generation_prompt": True, "documents": None, **(kwargs or {})}
+        plain = [_plain(index, message) for index, message in enumerate(messages)]
+        try:
+            return self._template.render(messages=plain, tools=list(tools) or None, **names)
+        except Exception as error:  # a template is a program: whatever it raises is about this request
+            raise InvalidRequest(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+
+
+def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool arguments as objects."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list | tuple):
+        plain["content"] = "".join(_text(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content))
+    elif content is None:
+        if plain["role"] not in ("assistant", "tool", "function"):
+            raise _refuse(f"messages[{index}].content", "a text or a list of text parts", "none")
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise _refuse(f"messages[{index}].content", "a text or a list of text parts", type(content).__name__)
+    if plain.get("tool_calls") is not None:
+        calls = plain["tool_calls"]
+        if not isinstance(calls, list | tuple):
+            raise _refuse(f"messages[{index}].tool_calls", "a list", type(calls).__name__)
+        plain["tool_calls"] = [_call(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return plain
+
+
+def _text(param: str, part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise _refuse(param, "a part of type text (this model reads text only)", str(kind))
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _refuse(f"{param}.text", "a text", type(text).__name__)
+    return text
+
+
+def _call(param: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _refuse(f"{param}.function", "an object with name and arguments", type(function).__name__)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise _refuse(f"{param}.function.arguments", "JSON", arguments[:80]) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse(param: str, limit: str, value: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} must be {limit}, got {value}", param=param, limit=limit, value=value)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML characters, which would change what the model reads."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))

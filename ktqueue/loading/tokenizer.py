@@ -1,0 +1,159 @@
+"""Text and messages to token ids, and token ids to bytes, for a Hugging Face folder or a GGUF file alone."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.request import GenerationRequest
+from ktqueue.loading import tokenizer_files, tokenizer_models
+from ktqueue.loading.chat_template import ChatTemplate
+from ktqueue.loading.checkpoint import resolve
+from ktqueue.loading.gguf_checkpoint import read_parts
+from ktqueue.loading.gguf_file import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFINED
+from ktqueue.loading.vocabulary_data import from_metadata
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A model's tokenizer. Implements core.vocabulary.Vocabulary; safe to call from several threads.
+
+    `tokens`: text of each id. `kinds`: gguf token type of each id. `byte_level`: tokens are spelled in GPT-2's byte
+    alphabet, otherwise SentencePiece's.
+    """
+
+    def __init__(
+        self,
+        model: tokenizers.Tokenizer,
+        *,
+        size: int,
+        tokens: Sequence[str],
+        kinds: Sequence[int],
+        byte_level: bool,
+        eos_token_ids: frozenset[int],
+        template: ChatTemplate | None,
+    ) -> None:
+        self._model = model
+        self._size = size
+        self._tokens = tokens
+        self._kinds = kinds
+        self._alphabet = _byte_alphabet() if byte_level else None
+        self._eos_token_ids = eos_token_ids
+        self._template = template
+
+    @property
+    def size(self) -> int:
+        """Ids run from 0 to `size` - 1."""
+        return self._size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a choice."""
+        return self._eos_token_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, if the model has one."""
+        return self._template.source if self._template else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens spelled out in it count as such.
+
+        Raises InvalidRequest for text that cannot be UTF-8.
+        """
+        try:
+            ids: list[int] = self._model.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
+        return ids
+
+    def encode_request(self, request: GenerationRequest) -> list[int]:
+        """The prompt's token ids: messages through the chat template, text, or the ids given.
+
+        Raises InvalidRequest naming the field at fault.
+        """
+        if request.prompt_token_ids is not None:
+            for position, token_id in enumerate(request.prompt_token_ids):
+                if token_id >= self._size:
+                    raise InvalidRequest(
+                        f"prompt_token_ids[{position}] must be below {self._size}, got {token_id}",
+                        param=f"prompt_token_ids[{position}]",
+                        limit=self._size - 1,
+                        value=token_id,
+                    )
+            return list(request.prompt_token_ids)
+        if request.prompt is not None:
+            return self.encode(request.prompt)
+        return self.encode(self.render(request), add_special_tokens=False)
+
+    def render(self, request: GenerationRequest) -> str:
+        """The prompt text of a request with messages. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
+        return self._template.render(request.messages or (), request.tools, request.chat_template_kwargs)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; empty for special tokens and for ids without a token."""
+        if not 0 <= token_id < len(self._tokens):
+            return b""
+        token, kind = self._tokens[token_id], self._kinds[token_id]
+        if kind == TOKEN_USER_DEFINED:
+            return token.encode()
+        if kind == TOKEN_BYTE:
+            match = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(match[1], 16)]) if match else b""
+        if kind != TOKEN_NORMAL:
+            return b""
+        if self._alphabet is None:
+            return token.replace(tokenizer_models.SPACE, " ").encode()
+        try:
+            return bytes([self._alphabet[character] for character in token])
+        except KeyError:  # a plain token of a byte-level vocabulary that is spelled as it is
+            return token.encode()
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, or `demo`. Raises CheckpointError."""
+    found = resolve(path)
+    return _from_folder(found) if found.is_dir() else _from_gguf(found)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    data = from_metadata(read_parts(path)[0].metadata, str(path))
+    special = {f"{role}_token": data.tokens[token_id] for role, token_id in data.ids.items()}
+    return Tokenizer(
+        tokenizer_models.build(data, str(path)),
+        size=len(data.tokens),
+        tokens=data.tokens,
+        kinds=data.kinds,
+        byte_level=data.model == "gpt2",
+        eos_token_ids=frozenset(data.ids[role] for role in ("eos", "eot", "eom") if role in data.ids),
+        template=ChatTemplate(data.chat_template, special, str(path)) if data.chat_template else None,
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = tokenizer_files.read_tokenizer(folder)
+    settings = tokenizer_files.optional_json(folder / "tokenizer_config.json")
+    size = tokenizer_files.optional_json(folder / "config.json").get("vocab_size", len(file.tokens))
+    ends = tokenizer_files.end_tokens(folder, settings, file.tokens)
+    template = tokenizer_files.chat_template(folder, settings)
+    return Tokenizer(
+        tokenizer_models.from_json(file.path),
+        size=size,
+        tokens=file.tokens,
+        kinds=file.kinds,
+        byte_level=file.byte_level,
+        eos_token_ids=frozenset(token_id for token_id in ends if token_id < size),
+        template=ChatTemplate(template, tokenizer_files.special_tokens(settings), str(folder)) if template else None,
+    )

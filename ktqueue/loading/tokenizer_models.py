@@ -1,0 +1,102 @@
+"""Builds runnable tokenizers (the door to the tokenizers library) from plain vocabulary data or a tokenizer.json."""
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.vocabulary_data import VocabularyData
+from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_USER_DEFINED
+from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+
+SPACE = "\u2581"  # SentencePiece's visible space
+
+
+def from_json(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json as it is, without truncation and padding. Raises CheckpointError."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def build(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
+    """A tokenizer for `data`. Raises CheckpointError naming `source` where the data do not fit together."""
+    try:
+        tokenizer = _byte_level(data, source) if data.model == "gpt2" else _sentence_piece(data)
+        for token, kind in zip(data.tokens, data.kinds, strict=True):
+            if kind == TOKEN_CONTROL:
+                tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            elif kind == TOKEN_USER_DEFINED:
+                tokenizer.add_tokens([AddedToken(token, normalized=False)])
+        _add_ends(tokenizer, data)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{source}: the vocabulary is corrupt: {error}") from error
+    return tokenizer
+
+
+def _byte_level(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
+    pre = PRE_TOKENIZERS.get(data.pre)
+    if pre is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise CheckpointError(f"{source}: tokenizer.ggml.pre {data.pre!r} is not supported; known: {known}")
+    merges = []
+    for merge in data.merges:
+        left, _, right = merge.partition(" ")
+        merges.append((left, right))
+    tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), merges, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(data: VocabularyData) -> tokenizers.Tokenizer:
+    """SentencePiece BPE joins the neighbours whose joint piece scores best; as merges: every way to make a piece
+    of two pieces, best piece first."""
+    vocabulary = _vocabulary(data)
+    ranked = []
+    for piece, token_id in vocabulary.items():
+        halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        joins = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        joins.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        ranked.extend((-data.scores[token_id], token_id, join) for join in joins)
+    ranked.sort(key=lambda entry: entry[:2])
+    unknown = data.tokens[data.ids["unk"]] if "unk" in data.ids else None
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [join for *_, join in ranked], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if data.add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _vocabulary(data: VocabularyData) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for token_id, token in enumerate(data.tokens):
+        vocabulary.setdefault(token, token_id)
+    return vocabulary
+
+
+def _add_ends(tokenizer: tokenizers.Tokenizer, data: VocabularyData) -> None:
+    ends = {role: data.tokens[data.ids[role]] for role in ("bos", "eos") if role in data.ids}
+    first = [ends["bos"]] if data.add_bos and "bos" in ends else []
+    last = [ends["eos"]] if data.add_eos and "eos" in ends else []
+    if first or last:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last],
+            special_tokens=[(ends[role], data.ids[role]) for role in ends],
+        )
