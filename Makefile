@@ -15,6 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
+ZIG := $(VENV)/zig
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-cache-dir --no-input
 SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
 ARGS ?=
@@ -47,17 +48,19 @@ $(VENV)/python.stamp:
 	@"$(PYTHON)" -m venv --clear "$(VENV)"
 	@touch $@
 
-# Without a compiler on PATH, clang comes as a wheel: two wrappers stand for cc and c++.
+# Without a compiler on PATH, clang comes as a wheel (ziglang). Its binary is called directly, since pip hides the
+# environment from builds; and for a plain x86-64, since the kernels choose their instruction set at run time.
 $(VENV)/compiler.stamp: $(VENV)/python.stamp
-	@rm -rf "$(VENV)/zig"
-	@if [ -z "$${CXX:-}" ] && ! command -v c++ g++ clang++ >/dev/null; then \
-		echo "no C++ compiler on PATH: installing clang from the ziglang wheel"; \
+	@rm -rf "$(ZIG)"
+	@if [ -z "$${CXX:-}" ] && ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null; then \
+		echo "no C++ compiler on PATH: installing clang from the ziglang wheel (the kernels take 2 minutes more)"; \
 		$(PIP) install ziglang || { echo "no compiler to be had. On Debian: apt-get install g++" >&2; exit 1; }; \
-		mkdir -p "$(VENV)/zig"; \
-		for tool in cc c++ ar ranlib; do \
-			printf '#!/bin/sh\nexec "%s" -m ziglang %s "$$@"\n' "$(BIN)/python" "$$tool" > "$(VENV)/zig/$$tool"; \
-			chmod +x "$(VENV)/zig/$$tool"; \
-		done; \
+		zig=$$($(BIN)/python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))'); \
+		mkdir -p "$(ZIG)"; \
+		printf '#!/bin/sh\nexec "%s" c++ -mcpu=baseline "$$@"\n' "$$zig" > "$(ZIG)/c++"; \
+		printf '#!/bin/sh\nexec "%s" ar "$$@"\n' "$$zig" > "$(ZIG)/ar"; \
+		printf '#!/bin/sh\nexec "%s" ranlib "$$@"\n' "$$zig" > "$(ZIG)/ranlib"; \
+		chmod +x "$(ZIG)"/*; \
 	fi
 	@touch $@
 
@@ -68,8 +71,8 @@ $(VENV)/torch.stamp: $(VENV)/python.stamp constraints.txt
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/compiler.stamp pyproject.toml $(SOURCES)
 	@echo "installing ktqueue and compiling its kernels (about 2 minutes)"
-	@if [ -d "$(VENV)/zig" ]; then \
-		export CC="$(VENV)/zig/cc" CXX="$(VENV)/zig/c++" AR="$(VENV)/zig/ar" RANLIB="$(VENV)/zig/ranlib"; fi; \
+	@if [ -d "$(ZIG)" ]; then \
+		export CXX="$(ZIG)/c++" CMAKE_ARGS="-DCMAKE_AR=$(ZIG)/ar -DCMAKE_RANLIB=$(ZIG)/ranlib"; fi; \
 	$(PIP) install --editable '.[gateway,worker,embedded]'
 	@touch $@
 
