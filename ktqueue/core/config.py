@@ -27,6 +27,8 @@ class BrokerConfig:
     prefix: str = "ktq"
     lease_seconds: float = 2.0
     max_attempts: int = 3
+    ageing_seconds: float = 10.0  # a batch job that has waited longer is claimed like an interactive one
+    batch_share: int = 8  # one claimed slot in so many is for batch, however much interactive work waits
     max_queued_interactive: int = 2_000
     max_queued_batch: int = 100_000
     max_request_bytes: int = 4 << 20

@@ -1,0 +1,209 @@
+"""One pub/sub connection for all subscriptions of a process. Knows channels and bytes, no jobs.
+
+A subscriber gets a mailbox of bounded size. Whatever may have been missed (the connection was lost, the mailbox
+overflowed) is told by `Mail.missed`: the reader must look at the source again.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ktqueue.broker.connection import Subscriber
+from ktqueue.core.errors import Unavailable
+
+QUIET_SECONDS = 5.0  # then a PING; as long again without an answer and the connection is given up
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between tries to reconnect
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """What has come since the last look. `missed`: there may have been more."""
+
+    messages: tuple[bytes, ...]
+    missed: bool
+
+
+class Mailbox:
+    """Messages of one channel for one reader, at most `max_bytes` of them."""
+
+    def __init__(self, channel: str, max_bytes: int) -> None:
+        self.channel = channel
+        self._max_bytes = max_bytes
+        self._messages: deque[bytes] = deque()
+        self._bytes = 0
+        self._missed = False
+        self._arrived = asyncio.Event()
+
+    def put(self, message: bytes) -> None:
+        """Add a message; an overflow drops all and leaves `missed`."""
+        if self._bytes + len(message) > self._max_bytes:
+            self.miss()
+            return
+        self._messages.append(message)
+        self._bytes += len(message)
+        self._arrived.set()
+
+    def miss(self) -> None:
+        """Drop what is waiting: the reader must look at the source again."""
+        self._messages.clear()
+        self._bytes = 0
+        self._missed = True
+        self._arrived.set()
+
+    async def take(self, seconds: float) -> Mail:
+        """All that waits; waits at most `seconds` until something comes (then an empty Mail)."""
+        if not self._arrived.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
+        mail = Mail(tuple(self._messages), self._missed)
+        self._messages.clear()
+        self._bytes = 0
+        self._missed = False
+        self._arrived.clear()
+        return mail
+
+
+@dataclass(slots=True)
+class _Topic:
+    """A channel: who reads it, how many SUBSCRIBEs are not yet acknowledged, was it cut off."""
+
+    mailboxes: set[Mailbox] = field(default_factory=set)
+    unacknowledged: int = 0
+    cut_off: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Hub:
+    """Shares one connection among all mailboxes; reconnects for ever while there is any."""
+
+    def __init__(self, open_subscriber: Callable[[], Subscriber]) -> None:
+        self._open = open_subscriber
+        self._topics: dict[str, _Topic] = {}
+        self._subscriber: Subscriber | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def subscribe(self, channel: str, *, max_bytes: int, seconds: float) -> Mailbox:
+        """A mailbox that misses nothing from now on: the server has acknowledged.
+
+        Raises Unavailable when that takes longer than `seconds`.
+        """
+        topic = self._topics.get(channel)
+        if topic is None:
+            topic = self._topics[channel] = _Topic()
+        mailbox = Mailbox(channel, max_bytes)
+        first = not topic.mailboxes
+        topic.mailboxes.add(mailbox)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="ktqueue-hub")
+        try:
+            if first:
+                await self._send_subscribe(channel, topic)
+            async with asyncio.timeout(seconds):
+                await topic.ready.wait()
+        except BaseException as error:
+            await self.unsubscribe(mailbox)
+            if isinstance(error, TimeoutError):
+                raise Unavailable("Redis is away: no answer to SUBSCRIBE", retry_after=1.0) from error
+            raise
+        return mailbox
+
+    async def unsubscribe(self, mailbox: Mailbox) -> None:
+        """Give a mailbox back. The channel is left with its last reader."""
+        topic = self._topics.get(mailbox.channel)
+        if topic is None:
+            return
+        topic.mailboxes.discard(mailbox)
+        if not topic.mailboxes:
+            topic.ready.clear()
+            if self._subscriber is None:
+                del self._topics[mailbox.channel]
+            else:
+                with contextlib.suppress(Unavailable):  # a lost connection has no subscriptions
+                    await self._subscriber.send("UNSUBSCRIBE", mailbox.channel)
+
+    async def close(self) -> None:
+        """Drop the connection. Mailboxes get nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._topics.clear()
+
+    async def _send_subscribe(self, channel: str, topic: _Topic) -> None:
+        if self._subscriber is not None:  # else the running task subscribes to all once it is connected
+            topic.unacknowledged += 1
+            with contextlib.suppress(Unavailable):
+                await self._subscriber.send("SUBSCRIBE", channel)
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            subscriber = self._open()
+            try:
+                await subscriber.connect()
+                await self._resubscribe(subscriber)
+                pause = FIRST_PAUSE
+                await self._receive(subscriber)
+            except Unavailable:
+                pass
+            finally:
+                self._subscriber = None
+                await subscriber.close()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    async def _resubscribe(self, subscriber: Subscriber) -> None:
+        self._topics = {channel: topic for channel, topic in self._topics.items() if topic.mailboxes}
+        channels = list(self._topics)
+        for topic in self._topics.values():
+            topic.ready.clear()
+            topic.unacknowledged = 1
+            topic.cut_off = True
+        self._subscriber = subscriber
+        for start in range(0, len(channels), 512):
+            await subscriber.send("SUBSCRIBE", *channels[start : start + 512])
+
+    async def _receive(self, subscriber: Subscriber) -> None:
+        asked = False
+        while True:
+            push = await subscriber.receive(QUIET_SECONDS)
+            if push is None:
+                if asked:
+                    raise Unavailable("Redis is away: no answer to PING")
+                await subscriber.send("PING")
+                asked = True
+                continue
+            asked = False
+            kind = push[0]
+            if kind == b"message":
+                topic = self._topics.get(push[1].decode())
+                for mailbox in topic.mailboxes if topic else ():
+                    mailbox.put(push[2])
+            elif kind == b"subscribe":
+                await self._acknowledged(push[1].decode(), subscriber)
+            elif kind == b"unsubscribe":
+                self._left(push[1].decode())
+
+    async def _acknowledged(self, channel: str, subscriber: Subscriber) -> None:
+        topic = self._topics.get(channel)
+        if topic is None:
+            return
+        topic.unacknowledged -= 1
+        if topic.unacknowledged > 0:
+            return
+        if not topic.mailboxes:  # its readers left meanwhile
+            await subscriber.send("UNSUBSCRIBE", channel)
+            return
+        if topic.cut_off:
+            topic.cut_off = False
+            for mailbox in topic.mailboxes:
+                mailbox.miss()
+        topic.ready.set()
+
+    def _left(self, channel: str) -> None:
+        topic = self._topics.get(channel)
+        if topic is not None and not topic.mailboxes and topic.unacknowledged <= 0:
+            del self._topics[channel]

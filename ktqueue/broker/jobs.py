@@ -1,0 +1,187 @@
+"""Jobs from the client's side: submit, look up, cancel, list, depth. Knows nothing of who runs them."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
+from ktqueue.broker.scripts import Refused, Scripts
+from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
+from ktqueue.core.codec import encode_request
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import (
+    IdempotencyConflict,
+    InvalidRequest,
+    JobConflict,
+    JobNotFound,
+    KtqueueError,
+    ModelNotFound,
+    QueueFull,
+    RequestTooLarge,
+    Unavailable,
+)
+from ktqueue.core.events import JobState
+from ktqueue.core.request import GenerationRequest, JobClass
+
+__all__ = ["JobRecord", "Jobs", "QueueDepth"]
+
+MAX_LISTED = 1_000
+MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
+RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
+RETRY_NO_WORKER = 5.0  # seconds
+
+_JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Jobs of one model: waiting by class, and running."""
+
+    model: str
+    interactive: int
+    batch: int
+    running: int
+
+
+JobRecords = list[JobRecord]  # inside Jobs, `list` is a method
+QueueDepths = list[QueueDepth]
+
+
+class Jobs:
+    """All jobs of an installation. Every call raises Unavailable when Redis is away."""
+
+    def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
+        self._scripts = scripts
+        self._config = config
+        self._terminal = Terminal.of(config)
+
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        job_id: str | None = None,
+        idempotency_key: str | None = None,
+        tenant: str = "default",
+    ) -> JobRecord:
+        """Put a job into its queue. Once this has returned, the job ends in exactly one terminal state.
+
+        The same `job_id`, or the same `idempotency_key` of a tenant, returns the job that is there already.
+        A request without a seed is given one, so that a resumed job repeats its noise.
+
+        Raises ModelNotFound; Unavailable while no model is known; QueueFull; RequestTooLarge; IdempotencyConflict
+        when the id or key was used with another request; JobConflict when the key's job has been forgotten.
+        """
+        body = encode_request(request)
+        if len(body) > self._config.max_request_bytes:
+            raise RequestTooLarge(
+                f"the request has {len(body)} bytes, at most {self._config.max_request_bytes} are allowed",
+                limit=self._config.max_request_bytes,
+                value=len(body),
+            )
+        job_id = f"job-{secrets.token_hex(12)}" if job_id is None else _checked(job_id)
+        stored, stored_body = request, body
+        if request.sampling.seed is None:
+            stored = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+            stored_body = encode_request(stored)
+        cap = {
+            JobClass.INTERACTIVE: self._config.max_queued_interactive,
+            JobClass.BATCH: self._config.max_queued_batch,
+        }[request.job_class]
+        try:
+            reply = await self._scripts.call(
+                "submit",
+                job_id,
+                request.model,
+                request.job_class.value,
+                tenant,
+                stored_body,
+                hashlib.sha256(body).hexdigest(),
+                "" if request.expires_in is None else microseconds(request.expires_in),
+                "" if idempotency_key is None else _digest(tenant, idempotency_key),
+                milliseconds(self._config.idempotency_ttl),
+                cap,
+            )
+        except Refused as refused:
+            raise _submit_error(refused, request, cap) from refused
+        if reply[0] == 0:
+            return decode_job(reply[1].decode(), reply[2])
+        created_at = int(reply[1]) / MICROSECONDS
+        return JobRecord(
+            id=job_id,
+            state=JobState.QUEUED,
+            model=request.model,
+            job_class=request.job_class,
+            tenant=tenant,
+            created_at=created_at,
+            deadline=None if request.expires_in is None else created_at + request.expires_in,
+            position=reply[2] + 1,
+            request=stored,
+        )
+
+    async def get(self, job_id: str) -> JobRecord:
+        """One job. Raises JobNotFound."""
+        return _found(job_id, await self._scripts.call("job", job_id))
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        """Stop a job: a queued one ends at once, a running one within a step, an ended one stays as it is.
+
+        Raises JobNotFound.
+        """
+        terminal = self._terminal
+        reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
+        return _found(job_id, reply)
+
+    async def list(self, *, state: JobState | None = None, limit: int = 100) -> JobRecords:
+        """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big."""
+        reply = await self._scripts.call(
+            "list", min(limit, MAX_LISTED), "" if state is None else state.value, MAX_LISTED_BYTES
+        )
+        return [decode_job(job_id.decode(), described) for job_id, described in reply]
+
+    async def depth(self) -> QueueDepths:
+        """How much waits and runs, by model, for every model that is known or has jobs."""
+        reply = await self._scripts.call("depth")
+        return sorted((QueueDepth(model.decode(), *counts) for model, *counts in reply), key=lambda depth: depth.model)
+
+
+def _checked(job_id: str) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise InvalidRequest(
+            f"job_id must be 1 to 128 letters, digits or _ . : -, got {job_id[:80]!r}",
+            param="job_id",
+            limit="1 to 128 letters, digits or _ . : -",
+            value=job_id[:80],
+        )
+    return job_id
+
+
+def _digest(tenant: str, key: str) -> str:
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
+
+
+def _found(job_id: str, reply: Sequence[object] | None) -> JobRecord:
+    if reply is None:
+        raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
+    return decode_job(job_id, reply)
+
+
+def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> KtqueueError:
+    match refused.code:
+        case "CONFLICT":
+            return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")
+        case "GONE":
+            return JobConflict(f"job {refused.detail} of this idempotency key has ended and its record has expired")
+        case "MODEL_UNKNOWN":
+            return ModelNotFound(f"no worker serves the model {request.model!r}", param="model", value=request.model)
+        case "NO_MODELS":
+            return Unavailable("no worker serves any model yet", retry_after=RETRY_NO_WORKER)
+        case "QUEUE_FULL":
+            return QueueFull(
+                f"{refused.detail} {request.job_class} jobs of {request.model!r} wait, at most {cap} may",
+                limit=cap,
+                value=int(refused.detail),
+                retry_after=RETRY_AFTER[request.job_class],
+            )
+    raise refused

@@ -1,0 +1,117 @@
+"""Reading journals: replay what is there, follow what comes. Knows nothing of who writes them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from ktqueue.broker.hub import Hub
+from ktqueue.broker.keys import Keys
+from ktqueue.broker.scripts import Scripts
+from ktqueue.core.codec import decode_event
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
+from ktqueue.core.events import JobState, TokenEvent
+
+PAGE = 1_000  # entries read at once
+QUIET_SECONDS, LONGEST_QUIET = 1.0, 8.0  # a reader that hears nothing looks at the journal, ever less often
+OUTAGE_SECONDS = 60.0  # how long a reader waits for Redis to come back
+OUTAGE_PAUSE = 0.25  # seconds between its tries
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Entries after a seq; the seq of the last entry there is; has the job ended."""
+
+    events: list[TokenEvent]
+    tail: int
+    ended: bool
+
+
+class Journal:
+    """The journals of all jobs."""
+
+    def __init__(self, scripts: Scripts, hub: Hub, keys: Keys, config: BrokerConfig, max_mailbox_bytes: int) -> None:
+        self._scripts = scripts
+        self._hub = hub
+        self._keys = keys
+        self._config = config
+        self._max_mailbox_bytes = max_mailbox_bytes
+
+    async def replay(self, job_id: str, after: int = 0) -> list[TokenEvent]:
+        """The events after seq `after` that are there now.
+
+        Raises JobNotFound; JournalRegressed when `after` is more than there is; Unavailable.
+        """
+        events: list[TokenEvent] = []
+        while True:
+            last = events[-1].seq if events else after
+            page = await self._page(job_id, last)
+            events += page.events
+            if not page.events or page.events[-1].seq == page.tail:
+                return events
+
+    async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[TokenEvent]:
+        """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
+
+        Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
+        Raises JobNotFound; JournalRegressed when `after` is more than there is.
+        """
+        mailbox = await self._hub.subscribe(
+            self._keys.journal_channel(job_id),
+            max_bytes=self._max_mailbox_bytes,
+            seconds=self._config.operation_timeout,
+        )
+        last = after
+        look, quiet = True, QUIET_SECONDS
+        try:
+            while True:
+                while look:
+                    page = await self._page_after_outage(job_id, last)
+                    for event in page.events:
+                        last = event.seq
+                        yield event
+                        if event.state is not None:
+                            return
+                    look = bool(page.events) and last < page.tail
+                mail = await mailbox.take(quiet)
+                quiet = QUIET_SECONDS if mail.messages else min(quiet * 2, LONGEST_QUIET)
+                look = mail.missed or not mail.messages
+                for message in mail.messages:
+                    head, _, body = message.partition(b":")
+                    seq = int(head)
+                    if seq <= last:
+                        continue
+                    if seq > last + 1:
+                        look = True
+                        break
+                    event = decode_event(seq, body)
+                    last = seq
+                    yield event
+                    if event.state is not None:
+                        return
+        finally:
+            await self._hub.unsubscribe(mailbox)
+
+    async def _page_after_outage(self, job_id: str, after: int) -> _Page:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + OUTAGE_SECONDS
+        while True:
+            try:
+                return await self._page(job_id, after)
+            except Unavailable:
+                if loop.time() > end:
+                    raise
+            await asyncio.sleep(OUTAGE_PAUSE)
+
+    async def _page(self, job_id: str, after: int) -> _Page:
+        state, tail, entries = await self._scripts.call("read", job_id, after, PAGE)
+        if state is None and tail == 0:
+            raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
+        ended = state is not None and JobState(state.decode()).terminal
+        if ended and tail == 0:
+            raise JobNotFound(f"the journal of job {job_id} has expired", param="job_id")
+        if after > tail:
+            raise JournalRegressed(
+                f"the journal of job {job_id} ends at {tail}, before {after}", limit=tail, value=after
+            )
+        return _Page([decode_event(int(key.split(b"-")[0]), fields[1]) for key, fields in entries], tail, ended)

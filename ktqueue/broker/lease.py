@@ -1,0 +1,176 @@
+"""One incarnation of a worker: its right to run jobs, and what it may do under that right.
+
+The lease's id is the fencing token: every call that changes a job carries it, and the scripts refuse it once the
+lease has lapsed by the server's clock. A worker that has lost its lease drops its jobs and registers anew.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ktqueue.broker.hub import Mailbox
+from ktqueue.broker.job_record import MICROSECONDS
+from ktqueue.broker.scripts import Refused
+from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
+from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card, encode_event
+from ktqueue.core.errors import LeaseLost, Unavailable
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from ktqueue.broker.broker import Broker
+
+OUTAGE_LEASES = 30  # a worker waits so many lease times for Redis to come back; the scripts bridge no longer gap
+MAX_EVENTS = 1_000  # in one script call; a longer commit is several
+WAKE_BYTES = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A job to run. `events` is its journal so far: go on at the next seq. `deadline` in Unix seconds."""
+
+    job_id: str
+    request: GenerationRequest
+    attempt: int
+    events: list[TokenEvent]
+    deadline: float | None
+
+
+class Lease:
+    """Made by `register`. Calls may overlap; every one raises LeaseLost, after which none succeeds."""
+
+    def __init__(self, broker: "Broker", lease_id: str, card: ModelCard, mailbox: Mailbox) -> None:
+        self.id = lease_id
+        self.card = card
+        self._broker = broker
+        self._mailbox = mailbox
+        self._terminal = Terminal.of(broker.config)
+        self._lease = microseconds(broker.config.lease_seconds)
+        self._patience = OUTAGE_LEASES * broker.config.lease_seconds
+        self._claims = 0
+        self._steps = 0
+        self._claiming = asyncio.Lock()
+        self._stepping = asyncio.Lock()
+
+    @classmethod
+    async def register(cls, broker: "Broker", card: ModelCard) -> "Lease":
+        """Become a worker of the model under a new identity. Raises Unavailable."""
+        host = socket.gethostname()
+        name = re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
+        lease_id = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
+        mailbox = await broker.hub.subscribe(
+            broker.keys.wake_channel(card.name), max_bytes=WAKE_BYTES, seconds=broker.config.operation_timeout
+        )
+        lease = cls(broker, lease_id, card, mailbox)
+        try:
+            await broker.scripts.call(
+                "register",
+                lease_id,
+                lease._lease,
+                card.name,
+                encode_card(card),
+                dumps({"host": host, "pid": os.getpid()}),
+                milliseconds(broker.config.model_ttl),
+            )
+        except BaseException:
+            await broker.hub.unsubscribe(mailbox)
+            raise
+        return lease
+
+    async def beat(self, stats: Mapping[str, float]) -> None:
+        """Renew the lease and tell the worker's statistics; call it every quarter of the lease time."""
+        await self._call("beat", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
+
+    async def claim(self, limit: int) -> list[Claim]:
+        """Take up to `limit` waiting jobs of the model.
+
+        A claim that failed half-way leaves jobs with this lease: LeaseLost, and they go elsewhere once it lapses.
+        """
+        config, terminal = self._broker.config, self._terminal
+        async with self._claiming:
+            self._claims += 1
+            reply = await self._call(
+                "claim",
+                self._claims,
+                limit,
+                microseconds(config.ageing_seconds),
+                config.batch_share,
+                terminal.expired,
+                terminal.job_ttl,
+                terminal.journal_ttl,
+            )
+        return [
+            Claim(
+                job_id=job_id.decode(),
+                request=decode_request(request),
+                attempt=attempt,
+                events=[decode_event(int(key.split(b"-")[0]), fields[1]) for key, fields in entries],
+                deadline=None if deadline is None else int(deadline) / MICROSECONDS,
+            )
+            for job_id, request, attempt, deadline, entries in reply
+        ]
+
+    async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
+        """Append a step's events to their journals; a job whose event has a state ends with it.
+
+        Returns the ids of jobs to stop: cancelled, expired, or no longer this worker's. Events of a job that has
+        ended are dropped, and its id is among the returned. The events of a job come in order of seq.
+        """
+        stop: set[str] = set()
+        async with self._stepping:
+            for start in range(0, max(len(events), 1), MAX_EVENTS):
+                self._steps += 1
+                arguments: list[bytes | str | int] = []
+                for job_id, event in events[start : start + MAX_EVENTS]:
+                    arguments += (job_id, event.seq, encode_event(event), event.state or "")
+                reply = await self._call(
+                    "commit", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
+                )
+                stop.update(job_id.decode() for job_id in reply)
+        return stop
+
+    async def release(self, job_ids: Iterable[str]) -> None:
+        """Put running jobs back at their old place in the queue without using up a try."""
+        await self._release("", tuple(job_ids))
+
+    async def close(self) -> None:
+        """Leave: jobs still running go back to the queue. A lease that is lost already is left to the reaper."""
+        try:
+            await self._release("1", ())
+        except (LeaseLost, Unavailable):
+            pass
+        finally:
+            await self._broker.hub.unsubscribe(self._mailbox)
+
+    async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109
+        """Return when a job was queued since the last call, or after `timeout` seconds."""
+        await self._mailbox.take(timeout)
+
+    async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
+        terminal = self._terminal
+        await self._call(
+            "release",
+            leave,
+            terminal.cancelled,
+            terminal.expired,
+            terminal.job_ttl,
+            terminal.journal_ttl,
+            *job_ids,
+            patience=self._broker.config.connect_timeout if leave else None,
+        )
+
+    async def _call(self, name: str, *arguments: bytes | str | int, patience: float | None = None) -> Any:
+        try:
+            return await self._broker.scripts.call(
+                name, self.id, self._lease, *arguments, patience=self._patience if patience is None else patience
+            )
+        except Unavailable as error:
+            raise LeaseLost(f"the lease of {self.id} has lapsed: {error}") from error
+        except Refused as refused:  # a hole in a journal: the server has lost what it had acknowledged
+            raise LeaseLost(f"the journal does not fit: {refused}") from refused

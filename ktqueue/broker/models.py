@@ -1,0 +1,54 @@
+"""Which models are served, and by whom."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktqueue.broker.job_record import MICROSECONDS
+from ktqueue.broker.scripts import Scripts
+from ktqueue.core.codec import decode_card, loads
+from ktqueue.core.model_card import ModelCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A live worker incarnation. `stats` are what it told with its last beat; `started_at` in Unix seconds."""
+
+    worker_id: str
+    model: str
+    max_num_seqs: int
+    running: int
+    host: str
+    pid: int
+    started_at: float
+    stats: Mapping[str, float]
+
+
+class Models:
+    """Models and workers of an installation. Every call raises Unavailable when Redis is away."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+
+    async def cards(self) -> list[ModelCard]:
+        """Models with a live worker, or that had one within the model TTL; by name."""
+        cards = [decode_card(card) for card in await self._scripts.call("models")]
+        return sorted(cards, key=lambda card: card.name)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Workers whose lease lives; by id."""
+        workers = []
+        for worker_id, card_bytes, facts_bytes, stats, started, running in await self._scripts.call("workers"):
+            card, facts = decode_card(card_bytes), loads(facts_bytes)
+            workers.append(
+                WorkerInfo(
+                    worker_id=worker_id.decode(),
+                    model=card.name,
+                    max_num_seqs=card.max_num_seqs,
+                    running=running,
+                    host=facts["host"],
+                    pid=facts["pid"],
+                    started_at=int(started) / MICROSECONDS,
+                    stats=loads(stats),
+                )
+            )
+        return sorted(workers, key=lambda worker: worker.worker_id)

@@ -1,0 +1,54 @@
+"""The housekeeping loop that every worker and gateway runs: dead leases, deadlines, trimming."""
+
+import asyncio
+import logging
+
+from ktqueue.broker.scripts import Scripts
+from ktqueue.broker.terminal import Terminal, microseconds
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import Unavailable
+
+TICK_SECONDS = 0.25
+MAX_EXPIRED = 256  # deadlines that one call handles
+
+logger = logging.getLogger(__name__)
+
+
+class Reaper:
+    """Runs the `reap` script four times a second; any number of them may run at once."""
+
+    def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
+        self._scripts = scripts
+        self._config = config
+        self._terminal = Terminal.of(config)
+
+    async def run(self) -> None:
+        """Until cancelled. Goes on over outages of Redis."""
+        away = False
+        while True:
+            try:
+                while (await self.reap())[1] >= MAX_EXPIRED:
+                    pass
+                away = False
+            except Unavailable as error:
+                if not away:
+                    logger.warning("%s", error)
+                away = True
+            await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
+
+    async def reap(self) -> tuple[int, int]:
+        """One tick. Returns the jobs taken from dead workers and the jobs expired. Raises Unavailable."""
+        terminal = self._terminal
+        orphans, expired = await self._scripts.call(
+            "reap",
+            microseconds(self._config.lease_seconds),
+            self._config.max_attempts,
+            terminal.cancelled,
+            terminal.expired,
+            terminal.poison,
+            terminal.job_ttl,
+            terminal.journal_ttl,
+        )
+        if orphans:
+            logger.warning("took %d jobs from dead workers", orphans)
+        return orphans, expired

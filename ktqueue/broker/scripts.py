@@ -1,0 +1,78 @@
+"""The Lua scripts and how they are called. Every change of shared state is one script.
+
+Every script is idempotent by construction (by job id, claim number or step number), so a call whose reply was lost
+is simply sent again.
+"""
+
+import asyncio
+import hashlib
+from importlib import resources
+from typing import Any
+
+from ktqueue.broker.connection import Connection, ReplyError
+from ktqueue.broker.keys import Keys
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import LeaseLost, Unavailable
+
+NAMES = (
+    "submit",
+    "cancel",
+    "job",
+    "list",
+    "depth",
+    "read",
+    "models",
+    "workers",
+    "register",
+    "beat",
+    "claim",
+    "commit",
+    "release",
+    "reap",
+)
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between tries
+
+
+class Refused(Exception):
+    """A script said no before it wrote anything. `code` is one of those in the scripts' headers."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{code} {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class Scripts:
+    """Calls the scripts of one shard."""
+
+    def __init__(self, connection: Connection, keys: Keys, config: BrokerConfig) -> None:
+        folder = resources.files("ktqueue.broker").joinpath("scripts")
+        prelude = folder.joinpath("prelude.lua").read_text(encoding="utf-8")
+        self._sources = {name: prelude + folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in NAMES}
+        self._digests = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in self._sources.items()}
+        self._connection = connection
+        self._tag = keys.tag
+        self._patience = config.connect_timeout
+
+    async def call(self, name: str, *arguments: bytes | str | int, patience: float | None = None) -> Any:
+        """Run a script and return its reply.
+
+        While Redis is away the call is repeated for `patience` seconds (None: the connect timeout).
+        Raises Refused, LeaseLost, Unavailable.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._patience if patience is None else patience)
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._connection.evaluate(self._digests[name], self._sources[name], self._tag, arguments)
+            except Unavailable:
+                if loop.time() + pause > end:
+                    raise
+            except ReplyError as error:
+                code, _, detail = str(error).partition(" ")
+                if code == "LEASE_LOST":
+                    raise LeaseLost(f"the lease of {detail} has lapsed") from error
+                raise Refused(code, detail) from error
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)

@@ -1,0 +1,18 @@
+-- A worker renews its lease and tells its statistics.
+-- ARGV: worker id, lease in us, statistics (JSON), model TTL in ms.
+-- Promises: a lapsed lease is never renewed.
+local worker, lease = ARGV[1], tonumber(ARGV[2])
+local now = now_us()
+if not lease_lives(worker, now, lease) then return lease_lost(worker) end
+tick(now, lease)
+local record = TAG .. 'worker:' .. worker
+local field = redis.call('HMGET', record, 'model', 'card')
+if not field[1] then return lease_lost(worker) end
+redis.call('ZADD', TAG .. 'leases', now + lease, worker)
+redis.call('HSET', record, 'stats', ARGV[3])
+redis.call('PEXPIRE', record, math.floor(lease * 30 / 1000))
+redis.call('HSET', TAG .. 'models', field[1], field[2])
+redis.call('ZADD', TAG .. 'models:seen', now + ARGV[4] * 1000, field[1])
+redis.call('PEXPIRE', TAG .. 'models', ARGV[4])
+redis.call('PEXPIRE', TAG .. 'models:seen', ARGV[4])
+return 1

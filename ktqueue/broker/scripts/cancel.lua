@@ -1,0 +1,15 @@
+-- A client wants a job stopped.
+-- ARGV: id, cancelled event, job TTL in ms, journal TTL in ms.
+-- Replies the job, or false when there is none.
+-- Promises: a queued job ends now; a running job's worker is told by its next step; an ended job stays as it is.
+local id = ARGV[1]
+local job = TAG .. 'job:' .. id
+local field = redis.call('HMGET', job, 'state', 'class', 'model', 'worker')
+if field[1] == 'queued' then
+  redis.call('ZREM', TAG .. 'queue:' .. field[2] .. ':' .. field[3], id)
+  finish(id, 'cancelled', ARGV[2], tail_of(id) + 1, now_us(), ARGV[3], ARGV[4])
+elseif field[1] == 'running' then
+  redis.call('HSET', job, 'cancel', 1)
+  redis.call('HSETNX', TAG .. 'cancels:' .. field[4], id, 0)
+end
+return describe(id)

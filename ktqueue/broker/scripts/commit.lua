@@ -1,0 +1,75 @@
+-- One engine step of a worker: append and publish its events, end the jobs whose last event is among them.
+-- ARGV: worker id, lease in us, step number, job TTL in ms, journal TTL in ms, then (job id, seq, event, state or '')*.
+-- Replies the ids of jobs that the worker must stop: cancelled, expired, or no longer its own.
+-- Promises: all or nothing; only under a live lease; each seq once and in order; the same step number again changes
+-- nothing; a cancel is told again until the job has ended and the worker has seen the reply.
+local worker, lease, step = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local now = now_us()
+if not lease_lives(worker, now, lease) then return lease_lost(worker) end
+local record, running, cancels = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker
+local done = tonumber(redis.call('HGET', record, 'step') or -1)
+local stop = {}
+if done ~= step then
+  -- A hole in the step numbers: the server has lost a step that it had acknowledged.
+  if done ~= step - 1 then return lease_lost(worker) end
+  local ids, index = {}, {}
+  for i = 6, #ARGV, 4 do
+    if not index[ARGV[i]] then
+      ids[#ids + 1] = ARGV[i]
+      index[ARGV[i]] = #ids
+    end
+  end
+  local tails = {}
+  if #ids > 0 then tails = redis.call('HMGET', running, unpack(ids)) end
+  local next_seq = {}
+  for i = 6, #ARGV, 4 do
+    local id = ARGV[i]
+    local tail = tails[index[id]]
+    if tail then
+      next_seq[id] = (next_seq[id] or tonumber(tail) + 1)
+      if tonumber(ARGV[i + 1]) ~= next_seq[id] then
+        return redis.error_reply('SEQUENCE ' .. id .. ' wants ' .. next_seq[id] .. ', got ' .. ARGV[i + 1])
+      end
+      next_seq[id] = next_seq[id] + 1
+    else
+      stop[id] = true
+    end
+  end
+  local written, ended = {}, {}
+  for i = 6, #ARGV, 4 do
+    local id, seq, event, state = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3]
+    if not stop[id] and not ended[id] then
+      if state ~= '' then
+        finish(id, state, event, seq, now, ARGV[4], ARGV[5])
+        redis.call('HDEL', running, id)
+        redis.call('HDEL', cancels, id)
+        ended[id] = true
+      else
+        append(id, seq, event)
+        written[id] = seq
+      end
+    end
+  end
+  local flat = {}
+  for id, seq in pairs(written) do
+    if not ended[id] then
+      flat[#flat + 1] = id
+      flat[#flat + 1] = seq
+    end
+  end
+  if #flat > 0 then redis.call('HSET', running, unpack(flat)) end
+  redis.call('HSET', record, 'step', step)
+end
+local told = redis.call('HGETALL', cancels)
+for i = 1, #told, 2 do
+  local id, at = told[i], tonumber(told[i + 1])
+  if at > 0 and at < step and redis.call('HEXISTS', running, id) == 0 then
+    redis.call('HDEL', cancels, id) -- ended, and the reply that said so was received
+  else
+    redis.call('HSET', cancels, id, step)
+    stop[id] = true
+  end
+end
+local reply = {}
+for id in pairs(stop) do reply[#reply + 1] = id end
+return reply

@@ -1,0 +1,107 @@
+-- Joined in front of every script.
+-- KEYS[1]: the hash tag that begins every key of the shard ("{ktq:s0}").
+-- All times are microseconds since 1970 by the server's clock; events are opaque bytes.
+-- A script that refuses replies with an error "CODE detail" before it has written anything.
+local TAG = KEYS[1] .. ':'
+local MAX_ENDED = 10000 -- ended jobs kept in the listing
+
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+-- Lua's own conversion keeps 14 digits only.
+local function digits(number)
+  return string.format('%.0f', number)
+end
+
+-- The seq of a journal's last event; 0 when there is none.
+local function tail_of(id)
+  local last = redis.call('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1)
+  if #last == 0 then return 0 end
+  return tonumber(string.match(last[1][1], '^%d+'))
+end
+
+-- Journal first, then publish: no reader can see what the journal does not hold.
+local function append(id, seq, event)
+  local key = TAG .. 'journal:' .. id
+  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)
+  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
+end
+
+-- The one way into a terminal state. `seq` is the seq of `event`, the job's last.
+local function finish(id, state, event, seq, now, job_ttl, journal_ttl)
+  local job = TAG .. 'job:' .. id
+  append(id, seq, event)
+  redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
+  redis.call('PEXPIRE', job, job_ttl)
+  redis.call('PEXPIRE', TAG .. 'journal:' .. id, journal_ttl)
+  redis.call('ZREM', TAG .. 'live', id)
+  redis.call('ZREM', TAG .. 'deadlines', id)
+  redis.call('ZADD', TAG .. 'ended', now + job_ttl * 1000, id)
+  redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
+  redis.call('PEXPIRE', TAG .. 'ended', job_ttl)
+  local model = redis.call('HGET', job, 'model')
+  if redis.call('HINCRBY', TAG .. 'backlog', model, -1) <= 0 then
+    redis.call('HDEL', TAG .. 'backlog', model)
+  end
+end
+
+-- A running job whose worker is gone or lets go of it: ended if it was cancelled, is too late or was tried too
+-- often, else back to its old place in the queue. `refund`: the try is not counted.
+local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, journal_ttl)
+  local job = TAG .. 'job:' .. id
+  local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel')
+  if field[6] then
+    return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
+  elseif field[5] and tonumber(field[5]) <= now then
+    return finish(id, 'expired', events.expired, seq + 1, now, job_ttl, journal_ttl)
+  elseif refund then
+    redis.call('HINCRBY', job, 'attempts', -1)
+  elseif tonumber(field[4]) >= max_attempts then
+    return finish(id, 'failed', events.poison, seq + 1, now, job_ttl, journal_ttl)
+  end
+  redis.call('HSET', job, 'state', 'queued')
+  redis.call('HDEL', job, 'worker')
+  redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3], id)
+  redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
+end
+
+-- `tick` is the last time that anybody beat or reaped. A long gap means that the server or all of us were away,
+-- so that nobody could renew: whoever held a lease when the gap began gets one more.
+local function bridge_outage(now, lease)
+  local tick = redis.call('GET', TAG .. 'tick')
+  if not tick or now - tick <= lease / 2 then return end
+  for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. tick, '+inf')) do
+    redis.call('ZADD', TAG .. 'leases', 'GT', now + lease, worker)
+  end
+  redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.floor(lease * 30 / 1000))
+end
+
+local function tick(now, lease)
+  bridge_outage(now, lease)
+  redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.floor(lease * 30 / 1000))
+end
+
+-- The fence: does this worker's lease live, by the server's clock, now?
+local function lease_lives(worker, now, lease)
+  bridge_outage(now, lease)
+  local expiry = redis.call('ZSCORE', TAG .. 'leases', worker)
+  return expiry and tonumber(expiry) > now
+end
+
+local function lease_lost(worker)
+  return redis.error_reply('LEASE_LOST ' .. worker)
+end
+
+-- A job as readers see it: {fields and values, place in the queue from 0 or false}.
+local function describe(id)
+  local fields = redis.call('HGETALL', TAG .. 'job:' .. id)
+  if #fields == 0 then return false end
+  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model')
+  local place = false
+  if at[1] == 'queued' then
+    place = redis.call('ZRANK', TAG .. 'queue:' .. at[2] .. ':' .. at[3], id)
+  end
+  return { fields, place }
+end

