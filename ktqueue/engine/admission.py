@@ -78,6 +78,7 @@ class Admission:
                 request.emitted_tokens += len(emitted[index].token_ids)
             else:
                 request.sequences.append(self._sequence(request, index, stops))
+        request.open = len(request.sequences)
         return request
 
     def _sequence(self, request: Request, index: int, stops: StopStrings | None) -> Sequence:

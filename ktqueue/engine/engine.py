@@ -239,8 +239,7 @@ class Engine:
         request = sequence.request
         done = False
         if finish is not None:
-            self._scheduler.remove(sequence)
-            done = self._close_if_done(request)
+            done = self._end(sequence)
         return SequenceOutput(
             request_id=request.id,
             index=sequence.index,
@@ -254,8 +253,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, fault: KtqueueError) -> SequenceOutput:
         request = sequence.request
-        self._scheduler.remove(sequence)
-        done = self._close_if_done(request)
+        done = self._end(sequence)
         return SequenceOutput(
             request_id=request.id,
             index=sequence.index,
@@ -264,8 +262,12 @@ class Engine:
             usage=self._usage(request) if done else None,
         )
 
-    def _close_if_done(self, request: Request) -> bool:
-        if not request.done:
+    def _end(self, sequence: Sequence) -> bool:
+        """The choice has ended. Whether its request is done by that."""
+        request = sequence.request
+        self._scheduler.remove(sequence)
+        request.open -= 1
+        if request.open:
             return False
         del self._requests[request.id]
         return True

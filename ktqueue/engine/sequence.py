@@ -38,6 +38,7 @@ class Request:
         "id",
         "job_class",
         "max_tokens",
+        "open",
         "prompt",
         "sampling",
         "seed",
@@ -68,6 +69,7 @@ class Request:
         self.max_tokens = max_tokens  # per choice, bounded by the context
         self.end_ids = end_ids  # stop ids, and end-of-text ids unless ignored
         self.sequences: list[Sequence] = []  # those that were unfinished when the request came
+        self.open = 0  # choices that have not ended
         self.emitted_tokens = 0  # of choices that had ended before the request came here
         self.cached_tokens: int | None = None  # None until the first lookup
 
@@ -75,11 +77,6 @@ class Request:
     def completion_tokens(self) -> int:
         """Generated tokens of all choices, those of earlier workers included."""
         return self.emitted_tokens + sum(one.generated for one in self.sequences)
-
-    @property
-    def done(self) -> bool:
-        """Every choice has ended."""
-        return all(one.status is Status.FINISHED for one in self.sequences)
 
 
 class Sequence:

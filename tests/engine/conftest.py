@@ -1,0 +1,196 @@
+"""A vocabulary of byte strings and a model whose next token is a hash of everything in its cache."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ErrorInfo
+from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.step import StepContext
+
+VOCAB = 97
+EOS = 96
+
+
+class ByteVocabulary:
+    """Ids to byte strings; the last id ends a text and has no bytes."""
+
+    def __init__(self, pieces: Sequence[bytes] | None = None) -> None:
+        self.pieces = list(pieces) if pieces is not None else [bytes([33 + i]) for i in range(VOCAB - 1)] + [b""]
+
+    @property
+    def size(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset({len(self.pieces) - 1})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+
+def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
+    """Logits [vocab] as a function of the whole context; the end token is never the best."""
+    seed = 0
+    for token in context:
+        seed = (seed * 1_000_003 + int(token) + 1) % (2**61 - 1)
+    scores = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * 3
+    scores[vocab - 1] = -20.0
+    return scores
+
+
+class CacheModel:
+    """Writes token ids through the slot mapping and reads each row's context back through its page table.
+
+    A page that is wrong, lost or overwritten changes the output. `poison` contexts get NaN logits.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []  # rows, tokens
+        self.computed_tokens = 0
+        self.poison: Callable[[Sequence[int]], bool] = lambda context: False
+        self.scores: Callable[[Sequence[int]], np.ndarray] = next_scores
+
+    def __call__(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        use_cache: bool,
+        logits_to_keep: torch.Tensor,
+        step: StepContext,
+    ) -> Any:
+        assert use_cache is False
+        tokens = input_ids.shape[1]
+        starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
+        assert starts[0] == 0 and starts[-1] == tokens == position_ids.shape[1] == len(step.slot_mapping)
+        assert len(set(step.slot_mapping.tolist())) == tokens, "two tokens share a slot"
+        self.steps.append((len(lengths), tokens))
+        self.computed_tokens += tokens
+        step.kv.write(0, step.slot_mapping, input_ids[0].view(-1, 1, 1).float(), position_ids[0].view(-1, 1, 1).float())
+        page_size = step.kv.layout.page_size
+        rows = []
+        scored = logits_to_keep.tolist()
+        for row, length in enumerate(lengths):
+            assert position_ids[0, starts[row] : starts[row + 1]].tolist() == list(
+                range(length - (starts[row + 1] - starts[row]), length)
+            )
+            if starts[row + 1] - 1 not in scored:
+                continue
+            pages = step.page_table[row, : -(-length // page_size)].long()
+            context = step.kv.keys[0][pages].view(-1)[:length].int().tolist()
+            assert step.kv.values[0][pages].view(-1)[:length].int().tolist() == list(range(length))
+            rows.append(np.full(VOCAB, np.nan, np.float32) if self.poison(context) else self.scores(context))
+        assert len(rows) == len(scored)
+        return SimpleNamespace(logits=torch.tensor(np.array(rows, np.float32)).view(1, len(rows), VOCAB))
+
+
+class Result:
+    """All that came out for one choice."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[PositionLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: ErrorInfo | None = None
+        self.usage: Usage | None = None
+        self.outputs: list[SequenceOutput] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+def gather(results: dict[tuple[str, int], Result], outputs: Sequence[SequenceOutput]) -> None:
+    """Add a step's outputs up, and assert that nothing follows an end."""
+    for one in outputs:
+        result = results.setdefault((one.request_id, one.index), Result())
+        assert not result.ended or (one.request_done and not one.token_ids), "output after the end"
+        result.outputs.append(one)
+        result.token_ids += one.token_ids
+        result.text += one.text
+        result.logprobs += one.logprobs
+        result.finish_reason = one.finish_reason or result.finish_reason
+        result.error = one.error or result.error
+        result.usage = one.usage or result.usage
+        assert (one.usage is not None) == one.request_done
+
+
+@pytest.fixture
+def vocabulary() -> ByteVocabulary:
+    return ByteVocabulary()
+
+
+@pytest.fixture
+def make_vocabulary() -> type[ByteVocabulary]:
+    return ByteVocabulary
+
+
+@pytest.fixture
+def model() -> CacheModel:
+    return CacheModel()
+
+
+@pytest.fixture
+def make_model() -> type[CacheModel]:
+    return CacheModel
+
+
+@pytest.fixture
+def scores() -> Callable[..., np.ndarray]:
+    return next_scores
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., Engine]:
+    """Engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
+
+    def make(
+        model: Any,
+        vocabulary: Any,
+        *,
+        num_pages: int = 64,
+        max_model_len: int = 128,
+        page_size: int = 4,
+        clock: Callable[[], float] = lambda: 0.0,
+        **settings: Any,
+    ) -> Engine:
+        layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
+        config = EngineConfig(page_size=page_size, **settings)
+        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, clock=clock)
+
+    return make
+
+
+@pytest.fixture
+def run() -> Callable[..., dict[tuple[str, int], Result]]:
+    """Step an engine until it has no work; what came out, by (request id, index)."""
+
+    def go(engine: Engine, *, limit: int = 10_000) -> dict[tuple[str, int], Result]:
+        results: dict[tuple[str, int], Result] = {}
+        for _ in range(limit):
+            if not engine.has_work:
+                break
+            gather(results, engine.step())
+            engine.check()
+        assert not engine.has_work, "the engine never finished"
+        stats = engine.stats()
+        assert stats.free_pages == stats.total_pages and stats.running == stats.waiting == 0
+        return results
+
+    return go
+
+
+@pytest.fixture
+def gather_outputs() -> Callable[..., None]:
+    return gather

@@ -1,0 +1,390 @@
+"""The engine over a model that reads its whole context back from the cache."""
+
+import numpy as np
+import pytest
+
+from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
+from ktqueue.core.events import FinishReason
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.outputs import EmittedChoice
+
+PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
+
+
+@pytest.fixture
+def greedy(scores):
+    """The greedy continuation of a prompt, computed without any cache."""
+
+    def go(prompt, count):
+        context = list(prompt)
+        for _ in range(count):
+            context.append(int(np.argmax(scores(context))))
+        return context[len(prompt) :]
+
+    return go
+
+
+@pytest.mark.parametrize("budget", [2, 3, 16, 512])
+@pytest.mark.parametrize("caching", [True, False])
+def test_greedy_in_any_chunks(model, vocabulary, make_engine, run, greedy, budget, caching):
+    engine = make_engine(
+        model, vocabulary, max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=caching
+    )
+    prompts = [PROMPT[: 1 + i] * (1 + i % 3) for i in range(8)]
+    for i, prompt in enumerate(prompts):
+        engine.add(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    results = run(engine)
+    for i, prompt in enumerate(prompts):
+        assert results[f"r{i}", 0].token_ids == greedy(prompt, 12)
+        assert results[f"r{i}", 0].finish_reason is FinishReason.LENGTH
+        assert results[f"r{i}", 0].usage.prompt_tokens == len(prompt)
+        assert results[f"r{i}", 0].usage.completion_tokens == 12
+    assert max(tokens for _, tokens in model.steps) <= budget
+
+
+def test_prefix_is_reused_but_never_the_last_token(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary)
+    prompt = PROMPT[:8]  # exactly two pages
+    for name, cached in (("first", 0), ("again", 4)):
+        before = model.computed_tokens
+        engine.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=3))
+        result = run(engine)[name, 0]
+        assert result.token_ids == greedy(prompt, 3)
+        assert result.usage.cached_tokens == cached
+        assert model.computed_tokens - before == 8 - cached + 2
+    longer = prompt + greedy(prompt, 3) + [1]
+    engine.add("chat", longer, SamplingParams(temperature=0.0, max_tokens=3))
+    result = run(engine)["chat", 0]
+    assert result.token_ids == greedy(longer, 3)
+    assert result.usage.cached_tokens == 8  # 10 were computed: two full pages
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 4, 7, 8])
+def test_choices_share_the_prompt(model, vocabulary, make_engine, run, caching, length):
+    engine = make_engine(model, vocabulary, enable_prefix_caching=caching, max_num_batched_tokens=8)
+    sampling = SamplingParams(temperature=1.0, seed=7, n=5, max_tokens=6)
+    engine.add("many", PROMPT[:length], sampling)
+    results = run(engine)
+    assert model.computed_tokens == length + 5 * 5  # the prompt once, then all but the last token of each
+    assert len({tuple(results["many", i].token_ids) for i in range(5)}) == 5
+    usages = [results["many", i].usage for i in range(5)]
+    assert [u for u in usages if u] == [u for u in usages if u][:1]
+    (usage,) = [u for u in usages if u]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (length, 30)
+
+
+def test_choices_with_few_pages_are_what_they_are_with_many(make_model, vocabulary, make_engine, run):
+    answers = []
+    for pages, caching in ((200, False), (11, False), (11, True)):
+        engine = make_engine(make_model(), vocabulary, num_pages=pages, enable_prefix_caching=caching)
+        engine.add("a", PROMPT, SamplingParams(seed=3, n=4, max_tokens=20))
+        engine.add("b", PROMPT, SamplingParams(seed=4, n=3, max_tokens=20))
+        results = run(engine)
+        answers.append({key: result.token_ids for key, result in results.items()})
+        assert (engine.stats().preemptions > 0) == (pages == 11)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_seeded_choices_repeat(make_model, vocabulary, make_engine, run):
+    alone = make_engine(make_model(), vocabulary)
+    alone.add("x", PROMPT, SamplingParams(seed=-5, max_tokens=20, top_p=0.9, temperature=0.8))
+    expected = run(alone)["x", 0]
+    crowd = make_engine(make_model(), vocabulary, max_num_batched_tokens=40, num_pages=60)
+    for i in range(31):
+        crowd.add(f"o{i}", PROMPT[: 1 + i % 9], SamplingParams(seed=i, max_tokens=20, temperature=1.3, top_k=i))
+    crowd.add("x", PROMPT, SamplingParams(seed=-5, max_tokens=20, top_p=0.9, temperature=0.8))
+    found = run(crowd)["x", 0]
+    assert crowd.stats().preemptions > 0
+    assert found.token_ids == expected.token_ids and found.text == expected.text
+
+
+def test_a_seed_is_drawn_when_none_is_given(model, vocabulary, make_engine, run):
+    engine = make_engine(model, vocabulary)
+    for i in range(3):
+        engine.add(f"r{i}", PROMPT, SamplingParams(max_tokens=20))
+    assert len({tuple(result.token_ids) for result in run(engine).values()}) == 3
+
+
+RESUMED = SamplingParams(
+    seed=11,
+    temperature=1.2,
+    top_p=0.95,
+    n=2,
+    max_tokens=18,
+    min_tokens=4,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias={4: 2.0, 60: -3.0},
+    logprobs=1,
+    stop=("QqQ", "zz"),
+)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_resume_at_every_token(make_model, vocabulary, make_engine, run, gather_outputs, caching):
+    whole = make_engine(make_model(), vocabulary)
+    whole.add("x", PROMPT, RESUMED)
+    expected = run(whole)
+    for cut in range(19):
+        first = make_engine(make_model(), vocabulary)
+        first.add("x", PROMPT, RESUMED)
+        journal = {}
+        for _ in range(cut):
+            gather_outputs(journal, first.step())
+        emitted = []
+        for index in range(2):
+            one = journal.get(("x", index))
+            emitted.append(
+                EmittedChoice(
+                    token_ids=tuple(one.token_ids), text_length=len(one.text), finish_reason=one.finish_reason
+                )
+                if one
+                else EmittedChoice()
+            )
+        model = make_model()
+        second = make_engine(model, vocabulary, enable_prefix_caching=caching, max_num_batched_tokens=6)
+        second.add("x", PROMPT, RESUMED, emitted=emitted)
+        rest = run(second)
+        usage = None
+        for index in range(2):
+            old, new, want = journal.get(("x", index)), rest.get(("x", index)), expected["x", index]
+            assert (old.token_ids if old else []) + (new.token_ids if new else []) == want.token_ids
+            assert (old.text if old else "") + (new.text if new else "") == want.text
+            assert (old.logprobs if old else []) + (new.logprobs if new else []) == want.logprobs
+            assert ((new and new.finish_reason) or (old and old.finish_reason)) == want.finish_reason
+            usage = usage or (new and new.usage)
+        assert usage.completion_tokens == sum(len(expected["x", i].token_ids) for i in range(2))
+
+
+def test_resume_with_uneven_choices(make_model, vocabulary, make_engine, run):
+    sampling = SamplingParams(seed=2, n=4, max_tokens=10)
+    whole = make_engine(make_model(), vocabulary)
+    whole.add("x", PROMPT, sampling)
+    expected = run(whole)
+    tokens = [expected["x", i].token_ids for i in range(4)]
+    text = [expected["x", i].text for i in range(4)]
+    for cuts in ((3, 0, 10, 7), (0, 5, 0, 1), (10, 10, 10, 10), (10, 10, 0, 0), (0, 0, 0, 9), (9, 9, 9, 9)):
+        emitted = [
+            EmittedChoice(
+                token_ids=tuple(tokens[i][:cut]),
+                text_length=len("".join(vocabulary.token_bytes(t).decode() for t in tokens[i][:cut])),
+                finish_reason=FinishReason.LENGTH if cut == 10 else None,
+            )
+            for i, cut in enumerate(cuts)
+        ]
+        engine = make_engine(make_model(), vocabulary, max_num_batched_tokens=5)
+        engine.add("x", PROMPT, sampling, emitted=emitted)
+        rest = run(engine)
+        for i, cut in enumerate(cuts):
+            if ("x", i) in rest:
+                assert tokens[i][:cut] + rest["x", i].token_ids == tokens[i]
+                assert text[i].endswith(rest["x", i].text)
+        (usage,) = [result.usage for result in rest.values() if result.usage]
+        assert usage.completion_tokens == 40
+
+
+def test_resumed_choice_that_had_ended_without_saying_so(model, vocabulary, make_engine, run):
+    engine = make_engine(model, vocabulary)
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, n=2)
+    full = EmittedChoice(token_ids=(1, 2, 3), text_length=2)
+    engine.add("x", PROMPT, sampling, emitted=[full, full])
+    results = run(engine)
+    assert model.computed_tokens == 0
+    for index in range(2):
+        assert results["x", index].finish_reason is FinishReason.LENGTH
+        assert results["x", index].token_ids == [] and results["x", index].text == chr(33 + 3)
+    assert [results["x", i].usage is not None for i in range(2)] == [False, True]
+
+
+def test_end_token(model, vocabulary, make_engine, run, greedy, scores):
+    expected = greedy(PROMPT, 20)
+    end = expected[6]
+    first = expected.index(end)
+
+    def with_end(context):
+        row = scores(context)
+        if int(np.argmax(row)) == end:
+            row[-1] = 99.0
+        return row
+
+    stop = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(end,))
+    engine = make_engine(model, vocabulary)
+    engine.add("stop id", PROMPT, stop)
+    result = run(engine)["stop id", 0]
+    assert result.token_ids == expected[: first + 1] and result.finish_reason is FinishReason.STOP
+    assert result.text == "".join(vocabulary.token_bytes(t).decode() for t in expected[:first])
+
+    model.scores = with_end
+    engine.add("eos", PROMPT, SamplingParams(temperature=0.0, max_tokens=20))
+    result = run(engine)["eos", 0]
+    assert result.token_ids == [*expected[:first], 96] and result.finish_reason is FinishReason.STOP
+
+    engine.add("ignored", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    result = run(engine)["ignored", 0]
+    assert len(result.token_ids) == 20 and result.token_ids[: first + 1] == [*expected[:first], 96]
+
+    engine.add("later", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=first + 1))
+    result = run(engine)["later", 0]
+    assert result.token_ids[: first + 1] == expected[: first + 1], "the next best token is taken"
+
+    engine.add("least", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20, stop_token_ids=(end,)))
+    result = run(engine)["least", 0]
+    assert len(result.token_ids) == 20 and not {96, end} & set(result.token_ids)
+
+
+def test_stop_string_and_min_tokens(model, vocabulary, make_engine, run, greedy):
+    text = "".join(vocabulary.token_bytes(t).decode() for t in greedy(PROMPT, 20))
+    stop = text[4:7]
+    assert text.find(stop) == 4
+    engine = make_engine(model, vocabulary)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop=(stop,)))
+    engine.add("y", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop=(stop,), min_tokens=6))
+    engine.add("z", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop=(stop,), min_tokens=7))
+    results = run(engine)
+    for name in ("x", "y"):
+        assert results[name, 0].text == text[:4] and results[name, 0].finish_reason is FinishReason.STOP
+        assert len(results[name, 0].token_ids) == 7
+    assert results["z", 0].text == text and results["z", 0].finish_reason is FinishReason.LENGTH
+
+
+def test_context_length_ends_a_choice(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_model_len=20)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0))
+    engine.add("y", PROMPT, SamplingParams(temperature=0.0, max_tokens=1000))
+    engine.add("z", [1] * 19, SamplingParams(temperature=0.0))
+    results = run(engine)
+    assert results["x", 0].token_ids == results["y", 0].token_ids == greedy(PROMPT, 11)
+    assert len(results["z", 0].token_ids) == 1
+    assert {results[name, 0].finish_reason for name in "xyz"} == {FinishReason.LENGTH}
+
+
+def test_refusals_change_nothing(model, vocabulary, make_engine, run):
+    engine = make_engine(model, vocabulary, max_model_len=20, max_num_seqs=4)
+    for prompt, sampling, kind, param in (
+        ([1] * 20, SamplingParams(), ContextLengthExceeded, "prompt"),
+        ([], SamplingParams(), InvalidRequest, "prompt"),
+        ([1, 97], SamplingParams(), InvalidRequest, "prompt"),
+        ([1, -1], SamplingParams(), InvalidRequest, "prompt"),
+        ([1], SamplingParams(n=5), InvalidRequest, "n"),
+        ([1], SamplingParams(logit_bias={97: 1.0}), InvalidRequest, "logit_bias"),
+    ):
+        with pytest.raises(kind) as caught:
+            engine.add("bad", prompt, sampling)
+        assert caught.value.param == param and caught.value.limit is not None and caught.value.value is not None
+        assert not engine.has_work
+    with pytest.raises(InvalidRequest, match="emitted"):
+        engine.add("bad", [1], SamplingParams(), emitted=[EmittedChoice(token_ids=(200,))])
+    engine.add("good", [1], SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="already"):
+        engine.add("good", [1], SamplingParams(max_tokens=1))
+    assert run(engine)["good", 0].finish_reason is FinishReason.LENGTH
+
+
+def test_logits_that_are_not_finite_end_one_sequence(model, vocabulary, make_engine, run, greedy):
+    other = [1, 2, 3]
+    model.poison = lambda context: context[: len(PROMPT)] == PROMPT and len(context) == len(PROMPT) + 4
+    engine = make_engine(model, vocabulary)
+    engine.add("bad", PROMPT, SamplingParams(temperature=0.0, max_tokens=12, n=2))
+    engine.add("good", other, SamplingParams(seed=1, max_tokens=12, temperature=0.0))
+    results = run(engine)
+    assert results["good", 0].token_ids == greedy(other, 12)
+    for index in range(2):
+        assert results["bad", index].token_ids == greedy(PROMPT, 4)
+        assert results["bad", index].error.code == "engine_failure" and results["bad", index].finish_reason is None
+    model.poison = lambda context: len(context) == 4
+    engine.add("drawn", other, SamplingParams(seed=1, max_tokens=12, logprobs=3, logit_bias={3: 1.0}, top_p=0.5))
+    engine.add("shared", [*other, 5], SamplingParams(seed=1, n=3))
+    results = run(engine)
+    assert len(results["drawn", 0].token_ids) == 1 and results["drawn", 0].error is not None
+    assert all(results["shared", i].error is not None for i in range(3))
+
+
+def test_a_sequence_that_can_never_fit_fails_alone(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, num_pages=5, max_num_batched_tokens=8)  # 20 tokens
+    engine.add("grows", PROMPT, SamplingParams(temperature=0.0, max_tokens=100))
+    engine.add("small", [1, 2], SamplingParams(temperature=0.0, max_tokens=17))
+    engine.add("huge", [3] * 30, SamplingParams(temperature=0.0, n=3))
+    engine.add("last", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=17))
+    results = run(engine)
+    assert results["small", 0].token_ids == greedy([1, 2], 17)
+    assert results["last", 0].token_ids == greedy([1, 2, 3], 17)
+    assert results["grows", 0].token_ids == greedy(PROMPT, 12)
+    assert results["grows", 0].error.code == "engine_failure" and results["grows", 0].error.limit == 20
+    assert all(results["huge", i].error.value == 30 for i in range(3))
+
+
+def test_abort_gives_everything_back_at_once(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=6, max_num_batched_tokens=6)
+    engine.add("a", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
+    engine.add("b", PROMPT * 3, SamplingParams(n=3))
+    engine.add("c", PROMPT, SamplingParams(n=4))
+    engine.step()
+    engine.step()
+    for name in ("b", "c", "never", "b"):
+        engine.abort(name)
+        engine.check()
+    results = run(engine)
+    assert set(results) <= {("a", 0)} and results["a", 0].token_ids == greedy(PROMPT, 9)
+    engine.add("x", PROMPT, SamplingParams(n=3))
+    for _ in range(5):
+        engine.step()
+    engine.abort("x")
+    assert not engine.has_work and engine.stats().free_pages == engine.stats().total_pages
+    assert engine.step() == [] and engine.free_seqs == 6
+
+
+def test_logprobs_are_of_the_raw_distribution(model, vocabulary, make_engine, run, scores):
+    engine = make_engine(model, vocabulary)
+    sampling = SamplingParams(
+        seed=5, temperature=0.7, max_tokens=8, logprobs=4, logit_bias={7: 50.0}, repetition_penalty=2.0
+    )
+    engine.add("x", PROMPT, sampling)
+    engine.add("zero", PROMPT, SamplingParams(temperature=0.0, max_tokens=2, logprobs=0))
+    results = run(engine)
+    context = list(PROMPT)
+    assert len(results["x", 0].logprobs) == 8
+    for token, told in zip(results["x", 0].token_ids, results["x", 0].logprobs, strict=True):
+        raw = scores(context).astype(np.float64)
+        expected = raw - np.log(np.exp(raw).sum())
+        assert told.chosen.token_id == token and told.chosen.token_bytes == vocabulary.token_bytes(token)
+        assert told.chosen.logprob == pytest.approx(expected[token], abs=1e-6)
+        assert [one.token_id for one in told.top] == np.argsort(-expected)[:4].tolist()
+        assert [one.logprob for one in told.top] == pytest.approx(np.sort(expected)[::-1][:4].tolist(), abs=1e-6)
+        context.append(token)
+    assert [one.top for one in results["zero", 0].logprobs] == [(), ()]
+
+
+def test_a_forward_that_fails_reaches_the_caller(model, vocabulary, make_engine):
+    def broken(context):
+        raise RuntimeError("device lost")
+
+    model.scores = broken
+    engine = make_engine(model, vocabulary)
+    engine.add("x", PROMPT, SamplingParams())
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.step()
+
+
+def test_columns_beyond_the_vocabulary_are_never_chosen(model, make_vocabulary, make_engine, run):
+    small = make_vocabulary([bytes([65 + i]) for i in range(20)] + [b""])
+    engine = make_engine(model, small)
+    for i in range(10):
+        engine.add(f"r{i}", [i], SamplingParams(seed=i, temperature=2.0 * (i % 2), max_tokens=20, ignore_eos=True))
+    assert all(max(result.token_ids) <= 20 for result in run(engine).values())
+
+
+def test_profile_writes_a_line_a_step(model, vocabulary, make_engine, run, tmp_path):
+    from ktqueue.core.codec import loads
+    from ktqueue.engine.profile import Profile
+
+    engine = make_engine(model, vocabulary)
+    engine.profile = Profile(tmp_path / "steps.jsonl")
+    engine.add("x", PROMPT, SamplingParams(max_tokens=4))
+    run(engine)
+    engine.close()
+    lines = [loads(line) for line in (tmp_path / "steps.jsonl").read_bytes().splitlines()]
+    assert len(lines) == engine.stats().steps == 4
+    assert [line["tokens"] for line in lines] == [9, 1, 1, 1]
+    assert engine.stats().forward_seconds == pytest.approx(sum(line["forward"] for line in lines))
