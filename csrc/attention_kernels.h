@@ -1,9 +1,10 @@
 // Causal attention of a block of query vectors over pages, for any vector type.
 // Included only by translation units of one instruction set, after a vector header; internal linkage.
 //
-// Online softmax: keys come in tiles, in order of position, and a tile never crosses a page. A vector's result depends on
-// its own query, its own range of keys and the page size alone: the tiles lie at fixed positions, a vector's sums run over
-// its own keys in order, and vectors share a tile (four at a time, for the loads) only where they see the same keys of it.
+// Online softmax: keys come in tiles, in order of position, and a tile never crosses a page. A vector's result depends
+// on its own query, its own range of keys and the page size alone: the tiles lie at fixed positions, a vector's sums
+// run over its own keys in order, and vectors share a tile (four at a time, for the loads) only where they see the same
+// keys of it.
 #pragma once
 
 #include <algorithm>
@@ -110,8 +111,7 @@ void attention(const AttentionTask& task) {
         for (size_t slot = 0; slot < task.page_size; slot += kTile) {
             const size_t start = page * task.page_size + slot;
             const size_t end = page * task.page_size + std::min(slot + kTile, task.page_size);
-            const size_t offset =
-                (static_cast<size_t>(task.pages[page]) * task.page_size + slot) * task.slot_stride;
+            const size_t offset = (static_cast<size_t>(task.pages[page]) * task.page_size + slot) * task.slot_stride;
             size_t begin[kMaxVectors], count[kMaxVectors];
             for (size_t v = 0; v < task.vectors; ++v) {
                 begin[v] = std::clamp(task.first_key[v], start, end) - start;

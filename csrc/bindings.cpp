@@ -24,7 +24,8 @@ constexpr int64_t kAny = -1;
 
 std::string shape_text(const auto& shape) {
     std::string text = "[";
-    for (int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + (extent == kAny ? "any" : std::to_string(extent));
+    for (int64_t extent : shape)
+        text += (text.size() > 1 ? ", " : "") + (extent == kAny ? "any" : std::to_string(extent));
     return text + "]";
 }
 
@@ -39,13 +40,13 @@ void require(const auto& array, const char* name, std::initializer_list<int64_t>
     }
     if (!fits)
         throw std::invalid_argument(std::string(name) + " must have shape " + shape_text(shape) + ", got " + got + "]");
-    if (array.dtype() != nb::dtype<T>())
-        throw std::invalid_argument(std::string(name) + " has the wrong element type");
+    if (array.dtype() != nb::dtype<T>()) throw std::invalid_argument(std::string(name) + " has the wrong element type");
     int64_t expected = 1;
     for (size_t i = array.ndim(); i-- > 0;) {
         const bool last = i + 1 == array.ndim();
         if ((dense || last) && array.shape(i) > 1 && array.stride(i) != expected)
-            throw std::invalid_argument(std::string(name) + (dense ? " must be contiguous" : " must have a dense last dimension"));
+            throw std::invalid_argument(std::string(name) +
+                                        (dense ? " must be contiguous" : " must have a dense last dimension"));
         expected *= static_cast<int64_t>(array.shape(i));
     }
 }
@@ -67,10 +68,9 @@ size_t stride(const ReadOnly& array, size_t dimension) {
 
 // (quant name, rows, columns, one uint8 array an expert). `keep` holds the arrays for as long as the layer lives.
 ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, nb::list& keep) {
-    if (packed.size() != 4)
-        throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays)");
-    ExpertMatrices matrices{parse_quant(nb::cast<std::string>(packed[0])), nb::cast<size_t>(packed[1]),
-                            nb::cast<size_t>(packed[2]), {}};
+    if (packed.size() != 4) throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays)");
+    ExpertMatrices matrices{
+        parse_quant(nb::cast<std::string>(packed[0])), nb::cast<size_t>(packed[1]), nb::cast<size_t>(packed[2]), {}};
     const size_t bytes = matrices.rows * row_bytes(matrices.quant, matrices.columns);
     for (nb::handle one : packed[3]) {
         const auto array = nb::cast<ReadOnly>(one);
@@ -180,8 +180,9 @@ NB_MODULE(_kernels, module) {
     module.def("threads", [] { return shared_pool().threads(); });
     module.def("set_threads", &set_shared_pool, nb::arg("threads"), nb::arg("spin_microseconds"),
                nb::call_guard<nb::gil_scoped_release>());
-    module.def("row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
-               nb::arg("quant"), nb::arg("columns"));
+    module.def(
+        "row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
+        nb::arg("quant"), nb::arg("columns"));
     module.def("dequantize", &bound_dequantize, nb::arg("quant"), nb::arg("data"), nb::arg("out"), nb::arg("isa") = "");
     module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),

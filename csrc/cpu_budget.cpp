@@ -53,7 +53,8 @@ double cgroup_cpus() {
         std::string path = line.substr(second + 1);
         while (!path.empty() && path.back() == '/') path.pop_back();
         for (;;) {
-            limit = std::min(limit, version2 ? quota_v2("/sys/fs/cgroup" + path) : quota_v1("/sys/fs/cgroup/cpu" + path));
+            limit =
+                std::min(limit, version2 ? quota_v2("/sys/fs/cgroup" + path) : quota_v1("/sys/fs/cgroup/cpu" + path));
             if (path.empty()) break;
             path.erase(path.rfind('/'));
         }

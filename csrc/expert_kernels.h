@@ -33,6 +33,7 @@ inline void dot_tile(const uint8_t* weights, size_t stride, size_t columns, cons
     for (size_t b = 0; b < blocks; ++b) {
         Decoder decoder[Rows] = {};
         for (size_t r = 0; r < Rows; ++r) decoder[r] = Decoder(weights + r * stride + b * Decoder::kBytes);
+#pragma GCC unroll 8
         for (size_t g = 0; g < Decoder::kBlock / kGroup; ++g)
             accumulate<Decoder, Rows, Tokens>(decoder, g, x, b * Decoder::kBlock + g * kGroup, sums);
     }
@@ -63,8 +64,8 @@ template <class Decoder>
 void matrix(const uint8_t* weights, size_t rows, size_t columns, const float* const* x, size_t tokens, float* y,
             size_t y_stride) {
     // For a row that ends inside a 32-weight block the bytes per weight are whole (F32, F16, BF16).
-    const size_t stride = columns / Decoder::kBlock * Decoder::kBytes +
-                          columns % Decoder::kBlock * (Decoder::kBytes / Decoder::kBlock);
+    const size_t stride =
+        columns / Decoder::kBlock * Decoder::kBytes + columns % Decoder::kBlock * (Decoder::kBytes / Decoder::kBlock);
     size_t t = 0;
     for (; t + 4 <= tokens; t += 4)
         dot_rows<Decoder, 1, 4>(weights, stride, rows, columns, x + t, y + t * y_stride, y_stride);

@@ -43,14 +43,14 @@ struct ExpertLayer::Span {
 // A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs expert by expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
-    std::vector<size_t> starts;           // [experts + 1] first position of each expert
-    std::vector<size_t> position;         // [pairs] where a pair stands in sorted order
-    std::vector<const float*> input;      // [pairs] activations, sorted
-    std::vector<const float*> mid_row;    // [pairs] rows of mid, sorted
-    std::vector<float> padded;            // [tokens, hidden up to 32], used if hidden is not a multiple of 32
-    std::vector<float> mid;               // [pairs, intermediate up to 32], sorted
-    std::vector<float> partial;           // [pairs, hidden], sorted
-    std::vector<Span> spans;              // experts that have pairs
+    std::vector<size_t> starts;         // [experts + 1] first position of each expert
+    std::vector<size_t> position;       // [pairs] where a pair stands in sorted order
+    std::vector<const float*> input;    // [pairs] activations, sorted
+    std::vector<const float*> mid_row;  // [pairs] rows of mid, sorted
+    std::vector<float> padded;          // [tokens, hidden up to 32], used if hidden is not a multiple of 32
+    std::vector<float> mid;             // [pairs, intermediate up to 32], sorted
+    std::vector<float> partial;         // [pairs, hidden], sorted
+    std::vector<Span> spans;            // experts that have pairs
     size_t mid_stride = 0;
 };
 

@@ -21,9 +21,10 @@ class ExpertLayer {
     // gate, up: [intermediate, hidden]; down: [hidden, intermediate]. Throws std::invalid_argument if shapes disagree.
     ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const KernelTable& kernels);
 
-    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is written,
-    // if an id is not in 0..experts-1. Results do not depend on the number of threads or on the other tokens.
-    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out) const;
+    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is
+    // written, if an id is not in 0..experts-1. Results do not depend on the number of threads or on the other tokens.
+    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
+                 float* out) const;
 
     size_t experts() const { return gate_.data.size(); }
     size_t hidden() const { return gate_.columns; }

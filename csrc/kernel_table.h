@@ -53,8 +53,8 @@ const KernelTable& portable_kernels();
 const KernelTable& avx2_kernels();
 #endif
 
-// The best table for this CPU, not above the environment variable KTQUEUE_ISA (scalar | avx2) where that is set; decided
-// at the first call. Throws std::invalid_argument if the variable's value is not known.
+// The best table for this CPU, not above the environment variable KTQUEUE_ISA (scalar | avx2) where that is set;
+// decided at the first call. Throws std::invalid_argument if the variable's value is not known.
 const KernelTable& best_kernels();
 
 // The table of that name; empty: best_kernels(). Throws std::invalid_argument if it is unknown or this CPU lacks it.

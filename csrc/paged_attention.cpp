@@ -63,8 +63,8 @@ void write_cache(const AttentionStep& step) {
         }
 }
 
-// Tokens `first`..`last`-1 (of the packed batch), all of one row, at query heads head .. head + heads - 1, which share a
-// key/value head.
+// Tokens `first`..`last`-1 (of the packed batch), all of one row, at query heads head .. head + heads - 1, which share
+// a key/value head.
 struct Piece {
     size_t row, first, last, head, heads;
 };
@@ -89,7 +89,8 @@ void attend(const AttentionStep& step, const Piece& piece, const KernelTable& ke
                        step.kv_heads * step.head_dim, step.head_dim, step.scaling});
 }
 
-// Cuts the step into pieces of at most kMaxVectors query vectors, longest contexts first: they make the last tasks short.
+// Cuts the step into pieces of at most kMaxVectors query vectors, longest contexts first: they make the last tasks
+// short.
 void cut(const AttentionStep& step, std::vector<Piece>& pieces) {
     const size_t group = step.heads / step.kv_heads;
     const size_t heads_at_once = std::min(group, kMaxVectors);

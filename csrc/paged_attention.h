@@ -25,8 +25,8 @@ struct AttentionStep {
     float* output;          // [tokens, heads, head_dim]
 };
 
-// Throws std::invalid_argument, before anything is written, if an index or a size is out of range. A token's result does
-// not depend on the other rows, on the chunks in which its row was fed, or on the number of threads.
+// Throws std::invalid_argument, before anything is written, if an index or a size is out of range. A token's result
+// does not depend on the other rows, on the chunks in which its row was fed, or on the number of threads.
 void paged_attention(const AttentionStep& step, const KernelTable& kernels);
 
 }  // namespace ktqueue

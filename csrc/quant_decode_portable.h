@@ -1,8 +1,9 @@
 // Decoders of the weight formats in plain C++. Layouts: quant_format.h.
 // Included only by translation units of one instruction set; everything has internal linkage.
 //
-// Each decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, w) which gives
-// the 32 weights of a group as four vectors. Products round as in the `gguf` package, so the values are equal bit for bit.
+// Each decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, w) which
+// gives the 32 weights of a group as four vectors. Products round as in the `gguf` package, so the values are equal bit
+// for bit.
 #pragma once
 
 #include "quant_format.h"

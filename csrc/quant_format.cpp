@@ -21,7 +21,8 @@ Quant parse_quant(std::string_view name) {
     std::string known;
     for (size_t i = 0; i < kQuantCount; ++i) {
         if (name == kFormats[i].name) return static_cast<Quant>(i);
-        known += std::string(i ? ", " : "") + kFormats[i].name;
+        if (i) known += ", ";
+        known += kFormats[i].name;
     }
     throw std::invalid_argument("quant must be one of " + known + ", got '" + std::string(name) + "'");
 }

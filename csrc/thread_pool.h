@@ -1,13 +1,14 @@
 // A persistent pool that runs `count` independent tasks and returns when all are done. Knows nothing of the tasks.
 //
-// The caller works too, so a pool of n threads has n - 1 workers. Tasks are handed out one at a time, in order, to whoever
-// is free; a worker that sleeps or is descheduled never holds a job up, because a job ends when its tasks have ended,
-// not when all workers have reported.
+// The caller works too, so a pool of n threads has n - 1 workers. Tasks are handed out one at a time, in order, to
+// whoever is free; a worker that sleeps or is descheduled never holds a job up, because a job ends when its tasks have
+// ended, not when all workers have reported.
 //
-// How a job is handed out without a lock: `ticket_` holds (job number << 32 | tasks not yet started). The fields of a job
-// are written while that count is 0, before the new ticket is published. A worker reads a ticket with tasks left, reads the
-// fields, then claims a task by a compare-exchange on the ticket. If that succeeds the job had an unstarted task all the
-// time between, so it cannot have ended and its fields cannot have been overwritten; if it fails they are not used.
+// How a job is handed out without a lock: `ticket_` holds (job number << 32 | tasks not yet started). The fields of a
+// job are written while that count is 0, before the new ticket is published. A worker reads a ticket with tasks left,
+// reads the fields, then claims a task by a compare-exchange on the ticket. If that succeeds the job had an unstarted
+// task all the time between, so it cannot have ended and its fields cannot have been overwritten; if it fails they are
+// not used.
 //
 // Waiting workers spin (with a yield after some pauses, for two spinners may share one CPU), then sleep in a futex.
 #pragma once
@@ -33,8 +34,8 @@ class ThreadPool {
 
     size_t threads() const { return workers_.size() + 1; }
 
-    // Runs task(context, 0..count-1). One job at a time: a second caller waits. The first exception that a task throws is
-    // thrown here after the job has ended; tasks not yet started by then are skipped. count < 2^32.
+    // Runs task(context, 0..count-1). One job at a time: a second caller waits. The first exception that a task throws
+    // is thrown here after the job has ended; tasks not yet started by then are skipped. count < 2^32.
     void run(size_t count, Task task, void* context);
 
     // Runs body(index) for 0..count-1.

@@ -29,7 +29,7 @@ def experts(
     out[t] = sum over slots s of top_k_weights[t, s] * down(silu(gate x) * (up x)) of expert top_k_index[t, s].
     """
     out = torch.zeros_like(hidden_states)
-    for expert in top_k_index.unique().tolist():
+    for expert in torch.unique(top_k_index).tolist():
         gate, up, down = (
             expert_matrix(part, expert, dequantize).to(hidden_states.dtype)
             for part in (weights.gate, weights.up, weights.down)
