@@ -8,7 +8,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_checkpoint import open_gguf
 from ktqueue.loading.safetensors_file import open_folder
-from ktqueue.loading.stored import StoredExperts
+from ktqueue.operators.packed import ExpertWeights
 
 DEMO = "demo"
 
@@ -30,7 +30,7 @@ class Checkpoint(Protocol):
 
     def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
-    def experts(self, module: str) -> StoredExperts: ...
+    def experts(self, module: str) -> ExpertWeights: ...
 
     def expert_modules(self) -> list[str]: ...
 

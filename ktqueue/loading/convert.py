@@ -16,9 +16,10 @@ from ktqueue.loading.families import Family, family_of_model_type, metadata_from
 from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
 from ktqueue.loading.quants import BLOCKS, Bytes
 from ktqueue.loading.safetensors_file import open_folder
-from ktqueue.loading.stored import StoredCheckpoint, StoredStack, decode, permute
+from ktqueue.loading.stored import StoredCheckpoint, decode, permute
 from ktqueue.loading.tokenizer_files import vocabulary_of_folder
 from ktqueue.loading.vocabulary_data import to_metadata
+from ktqueue.operators.packed import PackedExperts
 
 Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name of the next one
 
@@ -31,7 +32,7 @@ class _Output:
     quant: str
     shape: tuple[int, ...]
     source: str | None = None
-    stack: StoredStack | None = None
+    stack: PackedExperts | None = None
     heads: int = 0  # rows go to GGUF's rotary order for that many heads
 
 

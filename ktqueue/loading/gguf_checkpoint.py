@@ -9,7 +9,8 @@ from ktqueue.loading.families import Family, config_from_metadata, family_of_arc
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
 from ktqueue.loading.names import gguf_names, split_expert_name
-from ktqueue.loading.stored import StoredCheckpoint, StoredExperts, StoredStack, StoredTensor
+from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -114,7 +115,7 @@ def _fitted(tensor: StoredTensor, name: str, family: Family, config: dict[str, A
     return StoredTensor(tensor.name, tensor.quant, shape, tensor.data, heads)
 
 
-def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> StoredExperts:
+def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
     if missing := {"gate", "up", "down"} - set(parts):
         raise CheckpointError(f"{path}: {module} has no {' and no '.join(sorted(missing))} weights")
     for tensor in parts.values():
@@ -122,7 +123,7 @@ def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> StoredE
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, 3 dimensions expected"
             )
-    return StoredExperts(**{part: StoredStack(t.quant, *t.shape[1:], t.matrices()) for part, t in parts.items()})
+    return ExpertWeights(**{part: PackedExperts(t.quant, *t.shape[1:], t.matrices()) for part, t in parts.items()})
 
 
 def _finish_config(

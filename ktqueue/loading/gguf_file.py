@@ -46,12 +46,6 @@ def quantize(values: Floats, quant: str) -> Bytes:
     return result
 
 
-def dequantize(packed: Bytes, quant: str) -> Floats:
-    """[rows, row bytes] to [rows, columns] float32, for each type of quants.BLOCKS."""
-    result: Floats = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[quant])
-    return result
-
-
 class NameMap:
     """HF module names to GGUF tensor names for one architecture, through the library's own tables."""
 

@@ -12,7 +12,8 @@ from typing import Any
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_header import map_file
-from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredExperts, StoredStack, StoredTensor
+from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 _TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -98,7 +99,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredT
     return tensor
 
 
-def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, StoredExperts]]:
+def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, ExpertWeights]]:
     """Dense tensors, and the experts of each module in expert order."""
     dense: dict[str, StoredTensor] = {}
     single: dict[str, dict[str, dict[int, StoredTensor]]] = {}
@@ -117,7 +118,7 @@ def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, St
     return dense, experts
 
 
-def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTensor]]) -> StoredExperts:
+def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTensor]]) -> ExpertWeights:
     count = max(len(found) for found in parts.values())
     stacks = {}
     for part, found in parts.items():
@@ -131,11 +132,11 @@ def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTen
             raise CheckpointError(
                 f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, a matrix is expected"
             )
-        stacks[part] = StoredStack(first.quant, *first.shape, [found[i].data for i in range(count)])
-    return StoredExperts(**stacks)
+        stacks[part] = PackedExperts(first.quant, *first.shape, [found[i].data for i in range(count)])
+    return ExpertWeights(**stacks)
 
 
-def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> StoredExperts:
+def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
     if missing := {GATE_UP, DOWN} - set(parts):
         raise CheckpointError(f"{folder}: {module} has no {' and no '.join(sorted(missing))}")
     gate_up, down = parts[GATE_UP], parts[DOWN]
@@ -144,12 +145,12 @@ def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> St
     return split_fused(gate_up, down)
 
 
-def split_fused(gate_up: StoredTensor, down: StoredTensor) -> StoredExperts:
+def split_fused(gate_up: StoredTensor, down: StoredTensor) -> ExpertWeights:
     """Fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] to three stacks of views."""
     _, rows, columns = gate_up.shape
     halves = [matrix.reshape(2, -1) for matrix in gate_up.matrices()]
-    return StoredExperts(
-        gate=StoredStack(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
-        up=StoredStack(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
-        down=StoredStack(down.quant, *down.shape[1:], down.matrices()),
+    return ExpertWeights(
+        gate=PackedExperts(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
+        up=PackedExperts(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
+        down=PackedExperts(down.quant, *down.shape[1:], down.matrices()),
     )

@@ -4,7 +4,7 @@ Names are those of the transformers module tree; GGUF and safetensors readers do
 hand over views into their file maps. Dense tensors are decoded on request, expert weights never.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf_file import dequantize
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats, row_bytes, tensor_bytes
+from ktqueue.operators.native import dequantize
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 CHUNK_ELEMENTS = 4 << 20  # decoded at a time: bounds the float32 scratch to 16 MiB
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # the fused parameters of a transformers experts module
@@ -76,35 +77,10 @@ class StoredTensor:
         return out.view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredStack:
-    """One projection of all experts of a layer: `rows` x `columns` each, one byte view an expert."""
-
-    quant: str
-    rows: int
-    columns: int
-    data: Sequence[Bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredExperts:
-    """The three projections of one experts module."""
-
-    gate: StoredStack
-    up: StoredStack
-    down: StoredStack
-
-
 def decode(data: Bytes, quant: str, columns: int) -> Floats:
     """Packed rows to [rows, columns] float32, always a copy."""
-    if quant == "F32":
-        return data.view(np.float32).reshape(-1, columns).copy()
-    if quant == "F16":
-        return data.view(np.float16).reshape(-1, columns).astype(np.float32)
-    if quant == "BF16":
-        wide = data.view(np.uint16).astype(np.uint32) << 16
-        return wide.view(np.float32).reshape(-1, columns)
-    return dequantize(data.reshape(-1, row_bytes(quant, columns)), quant).reshape(-1, columns)
+    count = data.size // row_bytes(quant, columns) * columns
+    return dequantize(quant, data, count).reshape(-1, columns)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -128,7 +104,7 @@ class StoredCheckpoint:
         path: str,
         config: dict[str, Any],
         tensors: Mapping[str, StoredTensor],
-        experts: Mapping[str, StoredExperts],
+        experts: Mapping[str, ExpertWeights],
     ) -> None:
         self.path = path
         self._config = config
@@ -183,7 +159,7 @@ class StoredCheckpoint:
         """The tensor as it lies in the file. Raises CheckpointError for an unknown name."""
         return self._tensor(name)
 
-    def experts(self, module: str) -> StoredExperts:
+    def experts(self, module: str) -> ExpertWeights:
         """The packed weights of the experts module of that name. Raises CheckpointError for an unknown one."""
         try:
             return self._experts[module]
@@ -205,13 +181,13 @@ class StoredCheckpoint:
         except KeyError:
             raise CheckpointError(f"{self.path}: no tensor for {name}") from None
 
-    def _fused(self, name: str) -> tuple[StoredExperts, str] | None:
+    def _fused(self, name: str) -> tuple[ExpertWeights, str] | None:
         module, _, part = name.rpartition(".")
         if part in (GATE_UP, DOWN) and module in self._experts:
             return self._experts[module], part
         return None
 
 
-def _fill(out: torch.Tensor, stack: StoredStack) -> None:
+def _fill(out: torch.Tensor, stack: PackedExperts) -> None:
     for expert, data in enumerate(stack.data):
         out[expert] = torch.from_numpy(decode(data, stack.quant, stack.columns))

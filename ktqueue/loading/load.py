@@ -1,0 +1,110 @@
+"""A model file to a model that runs: checkpoint -> skeleton -> plan -> inject -> materialize."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
+from ktqueue.loading.inject import inject
+from ktqueue.loading.materialize import Progress, check, materialize
+from ktqueue.loading.plan import Plan, make_plan
+from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+from ktqueue.loading.skeleton import Config, build_config, build_skeleton
+from ktqueue.operators import experts as _experts  # noqa: F401  (enters its operators in the registry)
+from ktqueue.operators.base import registry
+from ktqueue.operators.kv_cache import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """What the model card says of the weights. `quantization`: the type that most bytes are stored in."""
+
+    architecture: str
+    quantization: str
+    max_position_embeddings: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model in eval mode, its attention and experts ours, and its config.
+
+    Call: module(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False,
+    logits_to_keep=rows to score, step=StepContext).logits -> [1, rows, vocab].
+    """
+
+    module: nn.Module
+    config: Config
+    card_facts: CardFacts
+    dtype: torch.dtype
+
+    def kv_layout(self, page_size: int) -> KVLayout:
+        """The cache that the model's attention needs, for pages of `page_size` tokens."""
+        heads = self.config.num_attention_heads
+        return KVLayout(
+            layers=self.config.num_hidden_layers,
+            kv_heads=getattr(self.config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
+            page_size=page_size,
+            dtype=self.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked skeleton with its plan; nothing is loaded yet."""
+
+    checkpoint: Checkpoint
+    config: Config
+    skeleton: nn.Module
+    plan: Plan
+
+
+def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> Prepared:
+    """Open, build the skeleton, compare it with the file and plan. Raises CheckpointError, RuleError."""
+    checkpoint = open_checkpoint(path)
+    config = build_config(checkpoint.config(), checkpoint.path)
+    skeleton = build_skeleton(config, dtype, checkpoint.path)
+    check(skeleton, checkpoint)
+    modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
+    plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device)
+    return Prepared(checkpoint, config, skeleton, plan)
+
+
+def load_model(
+    path: str,
+    *,
+    rules: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a .gguf file, a Hugging Face folder or `demo`; `rules` None: rules/default.yaml.
+
+    Raises CheckpointError naming file and tensor, RuleError naming file:line.
+    """
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
+    operators = inject(prepared.skeleton, prepared.plan)
+    materialize(prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
+    facts = card_facts(prepared.config, prepared.checkpoint)
+    prepared.checkpoint.close()
+    return LoadedModel(prepared.skeleton, prepared.config, facts, dtype)
+
+
+def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
+    """The facts for the model card. Raises CheckpointError where the config lacks one."""
+    stored: Counter[str] = Counter()
+    for name in checkpoint.names():
+        stored[checkpoint.quant(name)] += checkpoint.nbytes(name)
+    try:
+        return CardFacts(
+            architecture=(config.architectures or [type(config).__name__])[0],
+            quantization=stored.most_common(1)[0][0],
+            max_position_embeddings=int(config.max_position_embeddings),
+            vocab_size=int(config.vocab_size),
+        )
+    except (AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{checkpoint.path}: the config is not complete: {error}") from error

@@ -1,0 +1,142 @@
+"""Rule files: which modules of the model are replaced by which operators (the door to yaml).
+
+Reads and checks the language of rules/README.md; every error begins with file:line. Knows no model.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from ktqueue.core.errors import RuleError
+
+KEEP = "default"  # the op that leaves a module as it is
+DEFAULT_RULES = Path(__file__).parents[2] / "rules" / "default.yaml"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`name` is searched in a module's dotted path, `class_name` in its class name; both given: both must match.
+    `device` None: the model's. `options` go to the operator. `source` is file:line."""
+
+    name: re.Pattern[str] | None
+    class_name: re.Pattern[str] | None
+    op: str
+    device: str | None
+    options: dict[str, Any]
+    recursive: bool
+    source: str
+
+    def matches(self, name: str, class_name: str) -> bool:
+        """Whether the rule speaks of a module."""
+        return (self.name is None or self.name.search(name) is not None) and (
+            self.class_name is None or self.class_name.search(class_name) is not None
+        )
+
+
+def load_rules(path: str | Path, operators: Iterable[str]) -> list[Rule]:
+    """The rules of a file, first to last. `operators`: the names that `op` may have beside `default`.
+
+    Raises RuleError with file:line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuleError(f"{path}:1: {error}") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise RuleError(f"{path}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    reader = _Reader(str(path), sorted({KEEP, *operators}))
+    if not isinstance(root, yaml.SequenceNode) or not root.value:
+        raise RuleError(f"{path}:1: a list of rules is expected")
+    return [reader.rule(node) for node in root.value]
+
+
+class _Reader:
+    def __init__(self, path: str, operators: list[str]) -> None:
+        self._path = path
+        self._operators = operators
+
+    def rule(self, node: yaml.Node) -> Rule:
+        fields = self._fields(node, "a rule", ("match", "replace", "recursive"))
+        for key in ("match", "replace"):
+            if key not in fields:
+                self._fail(node, f"a rule needs {key}")
+        match = self._fields(fields["match"], "match", ("name", "class"))
+        if not match:
+            self._fail(fields["match"], "match needs name or class, or both")
+        replace = self._fields(fields["replace"], "replace", None)
+        if "op" not in replace:
+            self._fail(fields["replace"], "replace needs op")
+        op = self._text(replace.pop("op"), "op", self._operators)
+        device = None
+        if "device" in replace:
+            device = self._text(replace["device"], "device", None)
+            if not _DEVICE.fullmatch(device):
+                self._fail(replace["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
+            del replace["device"]
+        if op == KEEP and replace:
+            self._fail(next(iter(replace.values())), f"op {KEEP} takes no option {next(iter(replace))!r}")
+        return Rule(
+            name=self._pattern(match["name"], "name") if "name" in match else None,
+            class_name=self._pattern(match["class"], "class") if "class" in match else None,
+            op=op,
+            device=device,
+            options={key: self._value(value, key) for key, value in replace.items()},
+            recursive=self._flag(fields["recursive"], "recursive") if "recursive" in fields else True,
+            source=f"{self._path}:{node.start_mark.line + 1}",
+        )
+
+    def _fields(self, node: yaml.Node, what: str, known: tuple[str, ...] | None) -> dict[str, yaml.Node]:
+        if not isinstance(node, yaml.MappingNode):
+            self._fail(node, f"{what} must be a mapping")
+        fields: dict[str, yaml.Node] = {}
+        for key_node, value in node.value:
+            key = self._text(key_node, f"a key of {what}", list(known) if known else None)
+            if key in fields:
+                self._fail(key_node, f"{key!r} is given twice")
+            fields[key] = value
+        return fields
+
+    def _text(self, node: yaml.Node, what: str, known: list[str] | None) -> str:
+        value = self._value(node, what)
+        if not isinstance(value, str):
+            self._fail(node, f"{what} must be a text, got {value!r}")
+        if known is not None and value not in known:
+            close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            self._fail(node, f"unknown {what.removeprefix('a ')} {value!r}; {hint}known: {', '.join(known)}")
+        return value
+
+    def _flag(self, node: yaml.Node, what: str) -> bool:
+        value = self._value(node, what)
+        if not isinstance(value, bool):
+            self._fail(node, f"{what} must be true or false, got {value!r}")
+        return value
+
+    def _pattern(self, node: yaml.Node, what: str) -> re.Pattern[str]:
+        text = self._text(node, what, None)
+        try:
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            self._fail(node, f"{what} is no regular expression: {error}")
+
+    def _value(self, node: yaml.Node, what: str) -> Any:
+        if node.tag not in {f"tag:yaml.org,2002:{tag}" for tag in _TAGS}:
+            self._fail(node, f"{what} has the type {node.tag}, which rules do not use")
+        try:
+            return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            self._fail(node, f"{what}: {error}")
+
+    def _fail(self, node: yaml.Node, message: str) -> NoReturn:
+        raise RuleError(f"{self._path}:{node.start_mark.line + 1}: {message}")
