@@ -1,0 +1,144 @@
+"""`ktqueue batch run`: a file of OpenAI batch lines in, a file of answers out."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ktqueue.cli.console import results, write_json
+from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, UsageFault
+from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.request import JobClass
+
+
+def application() -> typer.Typer:
+    """The `batch` noun."""
+    app = typer.Typer(no_args_is_help=True, help="Run a file of requests.", epilog=EXIT_CODES_HELP)
+    app.callback()(lambda: None)
+    app.command("run")(run)
+    return app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """What to run, and how. `window` None: twice the rows of all workers."""
+
+    source: Path
+    target: Path
+    model: str | None = None
+    window: int | None = None
+    job_class: JobClass = JobClass.BATCH
+    overwrite: bool = False
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a batch stands when its run ends. `tokens` and times are this run's alone; times in seconds."""
+
+    total: int
+    answered: int
+    failed: int
+    skipped: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    first_token_p50: float | None
+    first_token_p95: float | None
+    interrupted: bool
+    output: str
+    errors: str | None
+
+
+@expand
+def run(
+    common: CommonFlags,
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch lines.")],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the answers go.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Stands in for the lines' own model.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--max-concurrency", min=1, metavar="N", help="Lines in flight.", show_default="twice the workers' rows"
+        ),
+    ] = None,
+    job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.BATCH,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed lines again.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget earlier answers.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run OpenAI batch lines (/v1/chat/completions, /v1/completions); the same command again goes on where it stopped.
+
+    Answers are appended to OUT.jsonl as they come, failures to OUT.errors.jsonl, in any order. The exit code is 1 if
+    a line failed, 130 if it was interrupted: Ctrl-C waits for the lines in flight, a second one leaves them to Redis,
+    where the next run finds them.
+    """
+    if not source.is_file():
+        raise UsageFault(f"{source}: no such file")
+    if target.exists() and target.samefile(source):
+        raise UsageFault(f"{target}: is the input")
+    job = BatchJob(
+        source=source,
+        target=target,
+        model=model,
+        window=max_concurrency,
+        job_class=job_class,
+        overwrite=overwrite,
+        retry_failed=retry_failed,
+    )
+    summary = run_batch(settings(common).broker, job)
+    if as_json:
+        write_json(_plain(summary))
+    else:
+        _show(summary)
+    if summary.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if summary.failed:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
+    """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
+    from ktqueue.cli.batch_input import survey
+    from ktqueue.cli.batch_output import BatchOutput
+    from ktqueue.cli.batch_session import session
+
+    found = survey(job.source, model=job.model)
+    output = BatchOutput(job.target, overwrite=job.overwrite, retry_failed=job.retry_failed)
+    try:
+        strangers = output.strangers(found.ids)
+        if strangers:
+            raise UsageFault(
+                f"{job.target} has answers that {job.source} does not ask for, such as {strangers[0]!r}: "
+                "choose another output, or --overwrite"
+            )
+        return asyncio.run(session(broker, job, found, output))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        output.close(finished=len(output.ids) == found.lines)
+
+
+def _plain(summary: Summary) -> dict[str, Any]:
+    return {name: getattr(summary, name) for name in Summary.__slots__}
+
+
+def _show(summary: Summary) -> None:
+    console = results()
+    done = summary.answered + summary.failed
+    parts = [f"{done} of {summary.total} lines"]
+    if summary.skipped:
+        parts.append(f"{summary.skipped} of them earlier")
+    parts += [f"{summary.failed} failed"] * bool(summary.failed)
+    parts += [f"{summary.tokens} tokens in {summary.seconds:.1f} s", f"{summary.tokens_per_second:.0f} tok/s"]
+    console.print(", ".join(parts), markup=False)
+    console.print(f"answers   {summary.output}", markup=False)
+    if summary.errors:
+        console.print(f"failures  {summary.errors}", markup=False)
+    if done < summary.total:
+        console.print("the same command again goes on from here", style="dim")

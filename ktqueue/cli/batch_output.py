@@ -1,0 +1,161 @@
+"""The output of a batch: OpenAI batch output lines, appended as answers come, and what a later run finds of them.
+
+`OUT.jsonl` gets the answers, `OUT.errors.jsonl` the failures, `OUT.jsonl.run` the name of the run while it is not
+finished: job ids are made from it, so that a run that was killed finds its jobs again. One process at a time may
+hold an output (flock). A record is one write of one line; a torn last line is cut off when the file is opened.
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.id_set import IdSet
+from ktqueue.core.codec import CodecError, dumps, loads
+
+SYNC_SECONDS = 1.0
+RUN_NAME_BYTES = 6
+_TAIL_BYTES = 1 << 16
+
+
+class RecordFile:
+    """One append-only file of JSON lines, each with a custom_id."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file, lock it and mend its end. Raises UsageFault, OSError."""
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._handle)
+            raise UsageFault(f"{path}: another batch run is writing to it") from error
+        self._mend()
+        self._synced = time.monotonic()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """What the file holds. Raises UsageFault naming the line that is no batch output line."""
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.strip():
+                    continue
+                try:
+                    value = loads(raw)
+                except CodecError as error:
+                    raise UsageFault(f"{self.path}:{number}: {error.message}") from error
+                if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str):
+                    raise UsageFault(f"{self.path}:{number}: not a batch output line (--overwrite starts anew)")
+                yield value
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one line at once; the disk has it within a second or so."""
+        data = memoryview(dumps(record) + b"\n")
+        while data:
+            data = data[os.write(self._handle, data) :]
+        now = time.monotonic()
+        if now - self._synced > SYNC_SECONDS:
+            os.fdatasync(self._handle)
+            self._synced = now
+
+    def clear(self) -> None:
+        """Forget every line."""
+        os.ftruncate(self._handle, 0)
+
+    def close(self, *, remove_if_empty: bool = False) -> None:
+        """Sync, unlock and close."""
+        os.fdatasync(self._handle)
+        if remove_if_empty and not os.fstat(self._handle).st_size:
+            self.path.unlink()
+        os.close(self._handle)
+
+    def _mend(self) -> None:
+        """Cut a torn last line; end a whole one that only lacks its newline."""
+        size = end = os.fstat(self._handle).st_size
+        tail = b""
+        while end and b"\n" not in tail:
+            start = max(0, end - _TAIL_BYTES)
+            tail = os.pread(self._handle, end - start, start) + tail
+            end = start
+        torn = tail[tail.rfind(b"\n") + 1 :]
+        if not torn:
+            return
+        try:
+            loads(torn)
+        except CodecError:
+            os.ftruncate(self._handle, size - len(torn))
+        else:
+            os.write(self._handle, b"\n")
+
+
+class BatchOutput:
+    """The files of one batch. `answered` and `failed` count what they hold, of earlier runs too."""
+
+    def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
+        """Open the files and read which custom_ids they hold. Raises UsageFault, OSError."""
+        self._run_path = path.with_name(path.name + ".run")
+        self.error_path = path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}")
+        self._answers = RecordFile(path)
+        self._errors = RecordFile(self.error_path)
+        self.ids = IdSet()
+        self.answered = self.failed = 0
+        self.run = self._name_run(anew=overwrite or retry_failed)  # first: old job ids must not be found again
+        if overwrite:
+            self._answers.clear()
+        if overwrite or retry_failed:
+            self._errors.clear()
+        for record in self._answers.records():
+            self.answered += self.ids.add(record["custom_id"])
+        for record in self._errors.records():
+            self.failed += self.ids.add(record["custom_id"])
+
+    def strangers(self, expected: IdSet) -> list[str]:
+        """Some custom_ids of the output that the input does not have."""
+        found: list[str] = []
+        for file in (self._answers, self._errors):
+            for record in file.records():
+                if record["custom_id"] not in expected:
+                    found.append(record["custom_id"])
+                    if len(found) == 3:
+                        return found
+        return found
+
+    def answer(self, record: dict[str, Any]) -> None:
+        """Add an answer, once for each custom_id."""
+        if self.ids.add(record["custom_id"]):
+            self._answers.append(record)
+            self.answered += 1
+
+    def fail(self, record: dict[str, Any]) -> None:
+        """Add a failure, once for each custom_id."""
+        if self.ids.add(record["custom_id"]):
+            self._errors.append(record)
+            self.failed += 1
+
+    def close(self, *, finished: bool) -> None:
+        """Close the files. A finished batch needs its run's name no more."""
+        if finished:
+            self._run_path.unlink(missing_ok=True)
+        self._answers.close()
+        self._errors.close(remove_if_empty=True)
+
+    def _name_run(self, *, anew: bool) -> str:
+        if not anew:
+            try:
+                value = loads(self._run_path.read_bytes())
+                return str(value["run"])
+            except FileNotFoundError:
+                pass
+            except (CodecError, TypeError, KeyError) as error:
+                raise UsageFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
+        run = secrets.token_hex(RUN_NAME_BYTES)
+        draft = self._run_path.with_name(self._run_path.name + ".new")
+        with draft.open("wb") as file:
+            file.write(dumps({"run": run}))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._run_path)
+        return run

@@ -1,0 +1,164 @@
+"""Runs the lines of a batch: a window of jobs in Redis, each line's record written as soon as it is known.
+
+Job ids are derived from the run and the line, so that a run that was interrupted finds its jobs again
+instead of computing them twice. Knows neither files' formats nor the terminal.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ktqueue.broker.broker import Broker
+from ktqueue.cli.batch_input import BatchLine
+from ktqueue.cli.batch_output import BatchOutput
+from ktqueue.cli.batch_work import Work, failed, failure_record, work_id
+from ktqueue.core.errors import (
+    InvalidRequest,
+    JobNotFound,
+    JournalRegressed,
+    KtqueueError,
+    ModelNotFound,
+    QueueFull,
+    RequestTooLarge,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.request import GenerationRequest, JobClass
+
+PATIENCE = 60.0  # seconds that Redis may be away before the run gives up
+FIRST_PAUSE = 0.2  # seconds; doubles up to
+LONGEST_PAUSE = 5.0
+MAX_ATTEMPTS = 3  # a job whose journal is gone is run again so often
+KEPT_DELAYS = 10_000
+SKIPS_PER_BREATH = 1_000
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a run did. Times in seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    tokens: int = 0
+    in_flight: int = 0
+    away_since: float | None = None  # since when Redis does not answer
+    first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DELAYS))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def first_token_percentile(self, part: float) -> float | None:
+        """Time from submission to first token that this part of the jobs kept under."""
+        ordered = sorted(self.first_token)
+        return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
+
+
+class BatchRun:
+    """One run. `model` stands in for the lines' own; `window` is how many lines are in Redis at once."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        output: BatchOutput,
+        *,
+        window: int,
+        model: str | None = None,
+        job_class: JobClass = JobClass.BATCH,
+    ) -> None:
+        self.statistics = Statistics()
+        self._broker = broker
+        self._output = output
+        self._model = model
+        self._job_class = job_class
+        self._window = asyncio.Semaphore(window)
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Submit no more; `run` returns when the lines in flight are written."""
+        self._stopping = True
+
+    async def run(self, lines: Iterable[BatchLine]) -> None:
+        """Run every line that the output does not have. Raises Unavailable after PATIENCE, OSError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for count, line in enumerate(lines):
+                    if line.custom_id in self._output.ids:
+                        if count % SKIPS_PER_BREATH == 0:
+                            await asyncio.sleep(0)
+                        continue
+                    await self._window.acquire()
+                    if self._stopping:
+                        return
+                    group.create_task(self._line(line))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _line(self, line: BatchLine) -> None:
+        self.statistics.in_flight += 1
+        try:
+            await self._answer(line)
+        except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
+            self._output.fail(failure_record(work_id(line, self._output.run), line.custom_id, error.info()))
+        finally:
+            self.statistics.in_flight -= 1
+            self._window.release()
+
+    async def _answer(self, line: BatchLine) -> None:
+        work = Work(line, self._output.run, model=self._model, job_class=self._job_class)
+        jobs = [self._job(work, place, request) for place, request in enumerate(work.requests)]
+        results = await asyncio.gather(*jobs)
+        for _, journal in results:
+            fault = failed(journal[-1])
+            if fault is not None:
+                self._output.fail(failure_record(work.id, work.custom_id, fault))
+                return
+        events = [(place, event) for place, (_, journal) in enumerate(results) for event in journal]
+        self._output.answer(work.answer(events, created=int(results[0][0])))
+
+    async def _job(self, work: Work, place: int, request: GenerationRequest) -> tuple[float, list[TokenEvent]]:
+        """Run one job to its end: when it was made, and all its events."""
+        for attempt in range(MAX_ATTEMPTS):
+            job_id = work.job_id(place, attempt)
+            began = time.monotonic()
+            created = await self._submit(request, job_id)
+            try:
+                events = await self._follow(job_id, began)
+            except (JobNotFound, JournalRegressed):  # it ended so long ago, or Redis lost it
+                continue
+            if events and events[0].seq == 1:
+                return created, events
+        raise KtqueueError(f"the journal of job {job_id} was lost {MAX_ATTEMPTS} times")
+
+    async def _submit(self, request: GenerationRequest, job_id: str) -> float:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                record = await self._broker.jobs.submit(request, job_id=job_id)
+            except QueueFull as error:
+                await asyncio.sleep(error.retry_after or pause)
+            except Unavailable:
+                now = time.monotonic()
+                self.statistics.away_since = self.statistics.away_since or now
+                if now - self.statistics.away_since > PATIENCE:
+                    raise
+                await asyncio.sleep(pause)
+            else:
+                self.statistics.away_since = None
+                return record.created_at
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _follow(self, job_id: str, began: float) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        async for event in self._broker.journal.follow(job_id):
+            if event.token_ids:
+                if not self.statistics.tokens or not any(one.token_ids for one in events):
+                    self.statistics.first_token.append(time.monotonic() - began)
+                self.statistics.tokens += len(event.token_ids)
+            events.append(event)
+        return events

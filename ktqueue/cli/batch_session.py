@@ -1,0 +1,128 @@
+"""A batch run in front of a person: its progress bar, its signals, its summary."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ktqueue.broker.broker import Broker
+from ktqueue.cli.batch import BatchJob, Summary
+from ktqueue.cli.batch_input import Survey, read_lines
+from ktqueue.cli.batch_output import BatchOutput
+from ktqueue.cli.batch_run import BatchRun
+from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.progress import Bar
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import Unavailable
+
+REFRESH_SECONDS = 0.2
+WORKER_CHECK_SECONDS = 3.0
+LEAST_WINDOW = 16
+LARGEST_WINDOW = 1024
+
+
+async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: BatchOutput) -> Summary:
+    """Run the batch. A first SIGINT or SIGTERM lets the lines in flight end; a second cancels.
+
+    Raises UsageFault for a model that nobody serves, Unavailable, OSError, CancelledError.
+    """
+    skipped = len(output.ids)
+    began = time.monotonic()
+    broker = await Broker.open(config)
+    try:
+        if skipped < found.lines:
+            await _check_models(broker, found, job)
+        run = BatchRun(
+            broker, output, window=job.window or await _window(broker), model=job.model, job_class=job.job_class
+        )
+        interrupted = False
+        with Bar("batch", found.lines) as bar:
+            task = asyncio.current_task()
+
+            def interrupt() -> None:
+                nonlocal interrupted
+                if interrupted and task is not None:
+                    task.cancel()
+                elif run.statistics.in_flight:
+                    bar.say(f"finishing {run.statistics.in_flight} lines in flight; Ctrl-C again leaves them to Redis")
+                interrupted = True
+                run.stop()
+
+            with _signals(interrupt):
+                watcher = asyncio.create_task(_watch(broker, run, output, bar))
+                try:
+                    await run.run(read_lines(job.source))
+                finally:
+                    watcher.cancel()
+                    _refresh(run, output, bar, "")
+    finally:
+        await broker.close()
+    numbers = run.statistics
+    return Summary(
+        total=found.lines,
+        answered=output.answered,
+        failed=output.failed,
+        skipped=skipped,
+        tokens=numbers.tokens,
+        seconds=round(time.monotonic() - began, 3),
+        tokens_per_second=round(numbers.tokens_per_second, 1),
+        first_token_p50=numbers.first_token_percentile(0.5),
+        first_token_p95=numbers.first_token_percentile(0.95),
+        interrupted=interrupted and len(output.ids) < found.lines,
+        output=str(job.target),
+        errors=str(output.error_path) if output.failed else None,
+    )
+
+
+@contextmanager
+def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+async def _check_models(broker: Broker, found: Survey, job: BatchJob) -> None:
+    """A batch whose model nobody serves is a mistake; better told now than in each line."""
+    served = sorted(card.name for card in await broker.models.cards())
+    if not served:
+        raise Unavailable("no worker serves a model yet")
+    for model, number in found.models.items():
+        if model not in served:
+            where = "--model" if job.model is not None else f"{job.source}:{number}"
+            hint = "" if job.model is not None else " (--model NAME stands in for the lines' own)"
+            raise UsageFault(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")
+
+
+async def _window(broker: Broker) -> int:
+    rows = sum(worker.max_num_seqs for worker in await broker.models.workers())
+    return min(max(2 * rows, LEAST_WINDOW), LARGEST_WINDOW)
+
+
+async def _watch(broker: Broker, run: BatchRun, output: BatchOutput, bar: Bar) -> None:
+    """Keep the bar up to date; say when no worker or no Redis is there."""
+    checked = time.monotonic()
+    trouble = ""
+    while True:
+        _refresh(run, output, bar, trouble)
+        await asyncio.sleep(REFRESH_SECONDS)
+        if time.monotonic() - checked > WORKER_CHECK_SECONDS:
+            try:
+                trouble = "" if await broker.models.workers() else "waiting for a worker"
+            except Unavailable:
+                trouble = "waiting for Redis"
+            checked = time.monotonic()
+
+
+def _refresh(run: BatchRun, output: BatchOutput, bar: Bar, trouble: str) -> None:
+    note = f"{run.statistics.tokens_per_second:.0f} tok/s"
+    if output.failed:
+        note = f"{output.failed} failed, {note}"
+    bar.update(output.answered + output.failed, note=trouble or note)

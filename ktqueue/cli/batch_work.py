@@ -1,0 +1,76 @@
+"""One batch line to generation requests, and their events to the line's record in the output. Pure.
+
+The bodies are made by the gateway's own conversions, so a batch answers exactly as HTTP does.
+A record: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": {"code", "message"}}, where
+response or error is null (OpenAI API reference, Batch, "request output object").
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from ktqueue.cli.batch_input import CHAT_URL, BatchLine
+from ktqueue.core.codec import dumps
+from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.gateway.faults import error_body, failure, status_of
+from ktqueue.gateway.openai_choices import Choices
+from ktqueue.gateway.openai_replies import ChatReply, CompletionReply, Reply
+from ktqueue.gateway.openai_requests import parse_chat, parse_completion
+
+EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+
+
+class Work:
+    """What one line asks for. `requests` has one for each of its prompts."""
+
+    def __init__(self, line: BatchLine, run: str, *, model: str | None, job_class: JobClass) -> None:
+        """`run` names the batch run, `model` stands in for the line's own. Raises InvalidRequest."""
+        self.custom_id = line.custom_id
+        self.id = work_id(line, run)
+        self._chat = line.url == CHAT_URL
+        body = {**line.body, "model": model} if model is not None else line.body
+        asked = (parse_chat(body).request(),) if self._chat else parse_completion(body).requests()
+        self.requests: tuple[GenerationRequest, ...] = tuple(replace(one, job_class=job_class) for one in asked)
+
+    def job_id(self, place: int, attempt: int = 0) -> str:
+        """The name of the job of one prompt: the same in each try of the run, so that its job is found again."""
+        again = f"-r{attempt}" if attempt else ""
+        return f"{self.id}-{place}{again}"
+
+    def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> dict[str, Any]:
+        """The record of a line whose jobs are done. `events` are (place of the prompt, event)."""
+        first = self.requests[0]
+        kind, prefix = (ChatReply, "chatcmpl") if self._chat else (CompletionReply, "cmpl")
+        reply: Reply = kind(f"{prefix}-{self.id}", created, first.model, first.sampling.logprobs is not None)
+        choices = Choices(len(self.requests), first.sampling.n)
+        whole = choices.whole(events)
+        return record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
+
+
+def work_id(line: BatchLine, run: str) -> str:
+    """A line's name in its run; another body under the same custom_id has another name."""
+    digest = blake2b(dumps([line.custom_id, line.url, line.body]), digest_size=12)
+    return f"batch-{run}-{digest.hexdigest()}"
+
+
+def record(name: str, custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """A record with an HTTP response, good or bad."""
+    response = {"status_code": status, "request_id": name, "body": body}
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def failure_record(name: str, custom_id: str, info: ErrorInfo) -> dict[str, Any]:
+    """The record of a line that failed. An expired job has no HTTP response, as in OpenAI's batches."""
+    if info.code == DeadlineExceeded.code:
+        error = {"code": "batch_expired", "message": EXPIRED_MESSAGE}
+        return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": None, "error": error}
+    return record(name, custom_id, status_of(info), error_body(info))
+
+
+def failed(event: TokenEvent) -> ErrorInfo | None:
+    """The error with which a job ended, None if it is done or goes on."""
+    fault = failure(event)
+    return fault.info() if fault is not None else None

@@ -1,0 +1,206 @@
+"""What `ktqueue doctor` looks at: one function a finding. Each finding has a level, a fact and perhaps a hint.
+
+Looks only: starts no server, loads no weights, changes nothing.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktqueue.cli.connection import ask
+from ktqueue.core.config import Config
+from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from ktqueue.broker.broker import Broker
+
+PYTHONS = ((3, 11), (3, 12))
+CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
+GATEWAY_PACKAGES = ("starlette", "uvicorn", "pydantic")
+WORKER_PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "numpy", "pyyaml")
+LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to its file
+
+
+class Level(StrEnum):
+    """How bad a finding is. Only `FAIL` makes the doctor fail."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    level: Level
+    fact: str
+    hint: str = ""
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """All findings, in the order in which they are to be read."""
+    yield _python()
+    yield _packages("client packages", CLIENT_PACKAGES, Level.FAIL, "pip install ktqueue")
+    yield _packages("gateway packages", GATEWAY_PACKAGES, Level.WARN, "pip install 'ktqueue[gateway]'")
+    yield _packages("worker packages", WORKER_PACKAGES, Level.WARN, "pip install 'ktqueue[worker]'")
+    yield _kernels()
+    yield _cores()
+    yield _memory(config)
+    yield _model(config)
+    yield _state_dir(config)
+    yield _redis_server(config)
+    yield _redis_reachable(config)
+    yield _port(config)
+
+
+def _python() -> Finding:
+    fact = f"{sys.version.split()[0]} ({sys.executable})"
+    if sys.version_info[:2] in PYTHONS:
+        return Finding("python", Level.OK, fact)
+    return Finding("python", Level.FAIL, fact, "use Python 3.11 or 3.12")
+
+
+def _packages(name: str, wanted: tuple[str, ...], level: Level, hint: str) -> Finding:
+    found: list[str] = []
+    missing: list[str] = []
+    for package in wanted:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Finding(name, level, f"missing: {', '.join(missing)}", hint)
+    return Finding(name, Level.OK, ", ".join(found))
+
+
+def _kernels() -> Finding:
+    try:
+        from ktqueue.operators import native
+
+        return Finding("kernels", Level.OK, f"instruction set {native.isa()}")
+    except ImportError as error:
+        return Finding("kernels", Level.WARN, str(error), "reinstall ktqueue to compile them; only a worker needs them")
+
+
+def _cores() -> Finding:
+    machine, ours = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    fact = f"{ours} of {machine} usable" + (f", quota {quota:g}" if quota is not None else "")
+    if quota is not None and quota < ours:
+        hint = f"a CPU quota below the cores throttles: set --threads {max(1, int(quota))}"
+        return Finding("cores", Level.WARN, fact, hint)
+    return Finding("cores", Level.OK, fact)
+
+
+def _cgroup_quota() -> float | None:
+    """CPUs that the control group (version 2) allows, if it limits them."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory() -> int:
+    """Bytes that new work may take: what the kernel calls available, within the control group's limit."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such group, or "max"
+        return available
+    return min(available, limit - used)
+
+
+def _memory(config: Config) -> Finding:
+    available = available_memory()
+    cache = config.engine.kv_cache_bytes
+    fact = f"{format_bytes(available)} available, {format_bytes(cache)} wanted for the cache"
+    if cache > available:
+        return Finding("memory", Level.FAIL, fact, "lower --kv-cache-bytes")
+    return Finding("memory", Level.OK, fact)
+
+
+def _model(config: Config) -> Finding:
+    name = config.engine.model
+    try:
+        from ktqueue.loading.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(name)
+        try:
+            tensors = len(checkpoint.names())
+            architecture = checkpoint.config().get("model_type", "unknown architecture")
+        finally:
+            checkpoint.close()
+    except ImportError as error:
+        return Finding("model", Level.WARN, f"{name}: not read ({error})", "pip install 'ktqueue[worker]'")
+    except (KtqueueError, OSError) as error:
+        return Finding("model", Level.FAIL, str(error), "give a .gguf file, a Hugging Face folder or demo as --model")
+    return Finding("model", Level.OK, f"{name}: {architecture}, {tensors} tensors")
+
+
+def _state_dir(config: Config) -> Finding:
+    folder = Path(config.broker.state_dir).absolute()
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Finding("state folder", Level.FAIL, f"{folder}: {place} is not writable", "choose another --state-dir")
+    disk = os.statvfs(place)
+    free = disk.f_bavail * disk.f_frsize
+    fact = f"{folder}, {format_bytes(free)} free"
+    if free < LEAST_FREE_DISK:
+        return Finding("state folder", Level.WARN, fact, "the journal file of the private Redis needs room")
+    return Finding("state folder", Level.OK, fact)
+
+
+def _redis_server(config: Config) -> Finding:
+    from ktqueue.broker.server import find_program
+
+    try:
+        return Finding("redis program", Level.OK, find_program())
+    except Unavailable as error:
+        level = Level.WARN if config.broker.url is not None else Level.FAIL
+        return Finding("redis program", level, error.message, "pip install 'ktqueue[embedded]'")
+
+
+def _redis_reachable(config: Config) -> Finding:
+    from ktqueue.broker.server import running_url
+
+    if config.broker.url is None and running_url(config.broker.state_dir) is None:
+        return Finding("redis", Level.OK, "none runs yet; `ktqueue up` starts a private one")
+    try:
+        workers, models = ask(config, _served)
+    except KtqueueError as error:
+        return Finding("redis", Level.FAIL, error.message, "check --redis-url and the server")
+    if not workers:
+        return Finding("redis", Level.WARN, "reachable, but no worker is up", "start one with `ktqueue worker`")
+    return Finding("redis", Level.OK, f"reachable, {workers} worker(s) serve {', '.join(models)}")
+
+
+async def _served(broker: "Broker") -> tuple[int, list[str]]:
+    workers = await broker.models.workers()
+    return len(workers), sorted({worker.model for worker in workers})
+
+
+def _port(config: Config) -> Finding:
+    host, port = config.gateway.host, config.gateway.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            fact = f"{host}:{port}: {error.strerror}"
+            return Finding("port", Level.WARN, fact, "a gateway may run there already; else choose another --port")
+    return Finding("port", Level.OK, f"{host}:{port} is free")

@@ -1,0 +1,212 @@
+"""`ktqueue demo`: all of ktqueue on one page: start it, stream a tale over HTTP, run a batch, sum up, stop it."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ktqueue.cli.console import plain_text, results, write
+from ktqueue.cli.failures import ExitCode
+from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.core.config import Config
+from ktqueue.core.errors import KtqueueError, Unavailable
+
+if TYPE_CHECKING:
+    from ktqueue.cli.batch import Summary
+
+STATE_DIR = ".state/demo"
+QUESTION = "Tell me a story about a fox and a crow."
+TALE_TOKENS = 200
+BATCH_TOKENS = 96
+ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
+PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
+LONGEST_LINE = 88  # columns of the tale
+
+
+@dataclass(frozen=True, slots=True)
+class Tale:
+    """How the streamed tale went. Times in seconds."""
+
+    tokens: int
+    first_token: float
+    seconds: float
+
+
+@expand
+def demo(common: CommonFlags, engine: EngineFlags) -> None:
+    """Start everything, stream a tale over HTTP, run a batch of 32 prompts, sum up, stop everything."""
+    common = replace(common, state_dir=common.state_dir or STATE_DIR)
+    config = settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0))
+    if asyncio.run(_demo(config)):
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+async def _demo(config: Config) -> bool:
+    """Run the demo; True if it was interrupted in the batch."""
+    from ktqueue.cli.batch import BatchJob
+    from ktqueue.cli.batch_input import survey
+    from ktqueue.cli.batch_output import BatchOutput
+    from ktqueue.cli.batch_session import session
+    from ktqueue.cli.up import Waiting, served_models
+    from workers.supervise import Supervisor
+
+    console = results()
+    began = time.monotonic()
+    with Waiting() as waiting:
+        supervisor = Supervisor(config, workers=1, report=waiting.say)
+        await supervisor.__aenter__()
+    try:
+        config = supervisor.config
+        model = (await served_models(config))[0]
+        console.print(f"Redis, gateway and worker are up after {time.monotonic() - began:.1f} s.\n", markup=False)
+        console.print(f"[bold]1  A tale over HTTP[/]  [dim]POST {supervisor.url}/v1/chat/completions[/]\n")
+        tale = await _stream_tale(supervisor.url, model, next(iter(config.gateway.api_keys), None))
+        source = Path(config.broker.state_dir) / "prompts.jsonl"
+        lines = _write_prompts(source, model)
+        console.print(f"[bold]2  A batch of {lines}[/]  [dim]ktqueue batch run {source} -o ...[/]\n", soft_wrap=True)
+        job = BatchJob(source=source, target=source.with_name("answers.jsonl"), overwrite=True)
+        output = BatchOutput(job.target, overwrite=True)
+        try:
+            summary = await session(config.broker, job, survey(source, model=None), output)
+        finally:
+            output.close(finished=True)
+    finally:
+        await supervisor.stop()
+    if summary.interrupted:
+        return True
+    _sum_up(tale, summary)
+    if summary.failed:
+        raise KtqueueError(f"{summary.failed} of the batch's lines failed: {summary.errors}")
+    return False
+
+
+async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
+    """Ask for a tale and write it as it comes. Raises Unavailable, KtqueueError."""
+    import httpx
+
+    write(f"> {QUESTION}\n\n")
+    body = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": TALE_TOKENS,
+        "temperature": 0.7,
+        "seed": 7,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    page = Wrapped(min(results().width, LONGEST_LINE))
+    began = time.monotonic()
+    first: float | None = None
+    tokens = 0
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                document = _document(line)
+                for choice in document.get("choices", ()):
+                    if text := choice["delta"].get("content"):
+                        first = first if first is not None else time.monotonic() - began
+                        page.add(text)
+                if document.get("usage"):
+                    tokens = document["usage"]["completion_tokens"]
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url}: {error or type(error).__name__}") from error
+    page.end()
+    return Tale(tokens, first or 0.0, time.monotonic() - began)
+
+
+def _document(line: str) -> dict[str, Any]:
+    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+    if not data or data == "[DONE]":
+        return {}
+    document: dict[str, Any] = json.loads(data)
+    if document.get("error"):
+        raise KtqueueError(document["error"]["message"])
+    return document
+
+
+class Wrapped:
+    """Writes a stream of text, broken between words."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._column = 0
+        self._word = ""
+
+    def add(self, text: str) -> None:
+        """Write the whole words of what has come."""
+        for character in plain_text(text):
+            if character in " \n":
+                self._flush()
+                write(character)
+                self._column = 0 if character == "\n" else self._column + 1
+            else:
+                self._word += character
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Write the last word, and an empty line."""
+        self._flush()
+        write("\n\n")
+
+    def _flush(self) -> None:
+        if self._column + len(self._word) > self._width:
+            write("\n")
+            self._column = 0
+        write(self._word)
+        self._column += len(self._word)
+        self._word = ""
+
+
+def _write_prompts(path: Path, model: str) -> int:
+    prompts = [f"Tell me a story about a {animal} {place}." for animal in ANIMALS for place in PLACES]
+    with path.open("w", encoding="utf-8") as file:
+        for number, prompt in enumerate(prompts, 1):
+            body = {
+                "model": model,
+                "max_tokens": BATCH_TOKENS,
+                "temperature": 0.7,
+                "seed": number,
+                "messages": [{"role": "user", "content": prompt}],
+            }
+            line = {"custom_id": f"tale-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    return len(prompts)
+
+
+def _sum_up(tale: Tale, summary: "Summary") -> None:
+    from rich.table import Table
+
+    alone = (tale.tokens - 1) / max(tale.seconds - tale.first_token, 1e-9)
+    rows = Table.grid(padding=(0, 3))
+    rows.add_row("jobs", f"{1 + summary.answered} done, {summary.failed} failed")
+    rows.add_row("tokens", f"{tale.tokens + summary.tokens}")
+    rows.add_row("tale", f"first token after {1000 * tale.first_token:.0f} ms, then {alone:.0f} tok/s")
+    if summary.first_token_p50 is not None and summary.first_token_p95 is not None:
+        rows.add_row(
+            "batch",
+            f"first token after {1000 * summary.first_token_p50:.0f} ms (p50), "
+            f"{1000 * summary.first_token_p95:.0f} ms (p95); {summary.tokens_per_second:.0f} tok/s",
+        )
+    rows.add_row("answers", summary.output)
+    console = results()
+    console.print("\n[bold]3  Summary[/]\n")
+    console.print(rows, markup=False)
+    console.print(
+        """
+Everything is stopped. To go on from here:
+  ktqueue up                   leave it running, for curl and the openai client
+  ktqueue chat --local         talk with the model in this terminal
+  ktqueue up --model FILE.gguf serve a model of your own
+  ktqueue --help               all the rest""",
+        markup=False,
+    )

@@ -1,0 +1,74 @@
+"""What an exit code means, and how an error becomes one line on standard error.
+
+Knows the errors of core and the errno of the system; everything else is a fault of ours and says so.
+"""
+
+import sys
+import traceback
+from enum import IntEnum
+
+from ktqueue.core.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    KtqueueError,
+    RuleError,
+    Unavailable,
+)
+
+GATEWAY_PACKAGES = frozenset({"starlette", "uvicorn", "uvloop", "httptools", "pydantic", "pydantic_core"})
+
+
+class ExitCode(IntEnum):
+    """The process's exit status."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    INTERRUPTED = 130
+
+
+EXIT_CODES_HELP = (
+    "Exit codes: 0 ok, 1 failed, 2 wrong usage, settings or input, 3 server not reachable, 130 interrupted."
+)
+
+
+class UsageFault(KtqueueError):
+    """What the user gave cannot be used: a flag, a file, a line of input."""
+
+    code = "usage"
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """The exit code that an error stands for."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if isinstance(error, Unavailable):
+        return ExitCode.UNREACHABLE
+    if isinstance(error, UsageFault | InvalidRequest | ConfigError | CheckpointError | RuleError):
+        return ExitCode.USAGE
+    return ExitCode.FAILED
+
+
+def line(error: BaseException) -> str:
+    """What went wrong, by name, in one line; only a list of faults has more."""
+    if isinstance(error, KtqueueError):
+        text = error.message
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, ModuleNotFoundError) and error.name is not None:
+        extra = "gateway" if error.name.partition(".")[0] in GATEWAY_PACKAGES else "worker"
+        text = f"this needs the package {error.name}: pip install 'ktqueue[{extra}]'"
+    else:
+        text = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
+    return "\n  ".join(" ".join(part.split()) for part in text.splitlines() if part.strip())
+
+
+def report(error: BaseException, *, debug: bool) -> ExitCode:
+    """Write the error to standard error, with its traceback if `debug`, and return its exit code."""
+    if debug:
+        traceback.print_exception(error)
+    if not isinstance(error, KeyboardInterrupt):
+        sys.stderr.write(f"ktqueue: {line(error)}\n")
+    return exit_code(error)

@@ -1,0 +1,162 @@
+"""`ktqueue jobs`: list, show, follow, cancel."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktqueue.cli.console import results, table, write_json
+from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode
+from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
+from ktqueue.core.errors import JobNotFound
+from ktqueue.core.events import JobState
+
+if TYPE_CHECKING:
+    from ktqueue.broker.broker import Broker
+    from ktqueue.broker.jobs import JobRecord
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job.")]
+
+
+def application() -> typer.Typer:
+    """The `jobs` noun."""
+    app = typer.Typer(no_args_is_help=True, help="List, show, follow and cancel jobs.", epilog=EXIT_CODES_HELP)
+    app.command("list")(list_jobs)
+    app.command("show")(show)
+    app.command("follow")(follow)
+    app.command("cancel")(cancel)
+    return app
+
+
+@expand
+def list_jobs(
+    common: CommonFlags,
+    state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1_000, help="Most jobs to list.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    from ktqueue.cli.connection import ask
+    from ktqueue.gateway.openai_records import record_json
+
+    async def question(broker: "Broker") -> "Sequence[JobRecord]":
+        return await broker.jobs.list(state=state, limit=limit)
+
+    records = ask(settings(common), question)
+    if as_json:
+        write_json([record_json(record) for record in records])
+        return
+    if not records:
+        sys.stderr.write("no jobs\n")
+        return
+    now = time.time()
+    made = table(("id", "state", "class", "model", "age", "tokens", "tries"), right=("age", "tokens", "tries"))
+    for record in records:
+        tokens = str(record.usage.completion_tokens) if record.usage else ""
+        made.add_row(
+            record.id,
+            _coloured(record.state),
+            record.job_class.value,
+            record.model,
+            _age(now - record.created_at),
+            tokens,
+            str(record.attempts),
+        )
+    results().print(made)
+
+
+@expand
+def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
+    """Show one job: its record and what was asked."""
+    from ktqueue.cli.connection import ask
+    from ktqueue.gateway.openai_records import record_json
+
+    async def question(broker: "Broker") -> "JobRecord":
+        return await broker.jobs.get(job_id)
+
+    record = ask(settings(common), question)
+    document = {**record_json(record), "request": asdict(record.request)}
+    if as_json:
+        write_json(document)
+        return
+    made = table(("field", "value"))
+    for name, value in _lines(document):
+        made.add_row(name, value)
+    results().print(made, markup=False)
+
+
+@expand
+def follow(
+    common: CommonFlags,
+    job_id: JobId,
+    after: Annotated[int, typer.Option("--after", min=0, metavar="SEQ", help="Leave out events up to this one.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a job's tokens as they come, from its first. Ctrl-C leaves the job running."""
+    from ktqueue.cli.connection import client
+    from ktqueue.cli.submit import follow as write_events
+
+    with client(settings(common)) as connected:
+        write_events(
+            connected, connected.status(job_id), after=after, live=True, as_json=as_json, cancel_on_interrupt=False
+        )
+
+
+@expand
+def cancel(
+    common: CommonFlags,
+    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The jobs.")],
+    as_json: AsJson = False,
+) -> None:
+    """Cancel jobs: a queued one ends at once, a running one within a step."""
+    from ktqueue.cli.connection import ask
+    from ktqueue.gateway.openai_records import record_json
+
+    missing: list[str] = []
+
+    async def question(broker: "Broker") -> "list[JobRecord]":
+        found = []
+        for job_id in job_ids:
+            try:
+                found.append(await broker.jobs.cancel(job_id))
+            except JobNotFound as error:
+                missing.append(error.message)
+        return found
+
+    records = ask(settings(common), question)
+    if as_json:
+        write_json([record_json(record) for record in records])
+    else:
+        for record in records:
+            results().print(f"{record.id} {_coloured(record.state)}")
+    for message in missing:
+        sys.stderr.write(f"ktqueue: {message}\n")
+    if missing:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _coloured(state: JobState) -> str:
+    colour = {JobState.RUNNING: "cyan", JobState.DONE: "green", JobState.FAILED: "red"}.get(state, "default")
+    return f"[{colour}]{state.value}[/]"
+
+
+def _lines(document: object, prefix: str = "") -> list[tuple[str, str]]:
+    """A nested document as dotted names and texts; what is empty is left out."""
+    if isinstance(document, dict):
+        return [line for key, value in document.items() for line in _lines(value, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(document, list | tuple) and document and not isinstance(document[0], int | float | str):
+        return [line for i, value in enumerate(document) for line in _lines(value, f"{prefix}[{i}]")]
+    if document is None or document == () or document == []:
+        return []
+    return [(prefix, str(document))]
+
+
+def _age(seconds: float) -> str:
+    """A time span in two digits or so: 12 s, 3 min, 5 h."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

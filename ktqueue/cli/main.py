@@ -1,0 +1,89 @@
+"""`ktqueue`: registers the verbs, and turns whatever they raise into one line and an exit code.
+
+The verbs' modules import only typer and core at the top, so that `ktqueue --help` is quick.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ktqueue import __version__
+from ktqueue.cli import batch, chat, convert, demo, doctor, gateway, inspect, jobs, submit, up, worker
+from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, report
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"ktqueue {__version__}\n")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (may stand anywhere).")] = False,
+) -> None:
+    """A job queue that serves Mixture-of-Experts language models too big for the GPU at hand."""
+
+
+def application() -> typer.Typer:
+    """The command tree."""
+    app = typer.Typer(
+        name="ktqueue",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=EXIT_CODES_HELP,
+    )
+    app.callback()(_root)
+    serving, using, models = "Serve", "Use", "Models and machine"
+    app.command("up", rich_help_panel=serving)(up.up)
+    app.command("gateway", rich_help_panel=serving)(gateway.gateway)
+    app.command("worker", rich_help_panel=serving)(worker.worker)
+    app.command("submit", rich_help_panel=using)(submit.submit)
+    app.add_typer(jobs.application(), name="jobs", rich_help_panel=using)
+    app.add_typer(batch.application(), name="batch", rich_help_panel=using)
+    app.command("chat", rich_help_panel=using)(chat.chat)
+    app.command("demo", rich_help_panel=using)(demo.demo)
+    app.command("convert", rich_help_panel=models)(convert.convert)
+    app.command("inspect", rich_help_panel=models)(inspect.inspect)
+    app.command("doctor", rich_help_panel=models)(doctor.doctor)
+    return app
+
+
+def _usage(error: Any) -> ExitCode:
+    """A wrong command line: typer's error has a context that knows the verb."""
+    context = getattr(error, "ctx", None)
+    verb = context.command_path if context is not None else "ktqueue"
+    message = " ".join(error.format_message().split())
+    if message:  # none where the help was shown instead
+        sys.stderr.write(f"{verb}: {message} (see {verb} --help)\n")
+    return ExitCode.USAGE
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in ours
+    rest = [word for word in ours if word != "--debug"] + arguments[len(ours) :]
+    try:
+        code = application()(args=rest, prog_name="ktqueue", standalone_mode=False)
+        return int(code or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        if hasattr(error, "format_message"):  # the usage errors of typer, in whichever package it keeps them
+            return _usage(error)
+        return report(error, debug=debug)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A progress bar on standard error: moving on a terminal, now and then a plain line elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ktqueue.cli.console import notes
+from ktqueue.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_SECONDS = 10.0  # between two plain lines
+
+
+class Bar:
+    """One bar, used as a context. `update` is also the `progress` callback of loading and converting."""
+
+    def __init__(self, title: str, total: int | None = None, *, in_bytes: bool = False, quiet: bool = False) -> None:
+        self._title = title
+        self._total = total
+        self._done = 0
+        self._note = ""
+        self._quiet = quiet
+        self._in_bytes = in_bytes
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_line = time.monotonic()
+        self._shown = ""
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty() and not self._quiet:
+            self._progress = _progress(in_bytes=self._in_bytes)
+            self._task = self._progress.add_task(self._title, total=self._total, note="")
+            self._progress.start()
+        return self
+
+    def update(self, done: int, total: int | None = None, note: str = "") -> None:
+        """`done` of `total` are done; the note stands behind the bar."""
+        self._done, self._note = done, note
+        self._total = total if total is not None else self._total
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=self._total, note=note)
+        elif time.monotonic() - self._last_line > LINE_SECONDS:
+            self._write_line()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        elif not self._quiet:
+            sys.stderr.write(f"{text}\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        else:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        self._last_line = time.monotonic()
+        shown = format_bytes if self._in_bytes else str
+        total = f"/{shown(self._total)}" if self._total is not None else ""
+        line = f"{self._title}: {shown(self._done)}{total}" + (f", {self._note}" if self._note else "")
+        if line != self._shown and not self._quiet:
+            self._shown = line
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+def _progress(*, in_bytes: bool) -> "Progress":
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn(),
+        TextColumn("[dim]{task.fields[note]}[/]"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        console=notes(),
+    )

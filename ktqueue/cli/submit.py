@@ -1,0 +1,130 @@
+"""`ktqueue submit`: one job, straight into Redis."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktqueue.cli.console import plain_text, write, write_json
+from ktqueue.cli.failures import ExitCode, UsageFault
+from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
+from ktqueue.cli.requests import SamplingFlags, read_messages, read_text
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import GenerationRequest, JobClass
+
+if TYPE_CHECKING:
+    from ktqueue.broker.jobs import JobRecord
+    from ktqueue.client import SyncClient
+
+
+@expand
+def submit(
+    common: CommonFlags,
+    sampling: SamplingFlags,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say; - reads standard input, @FILE a file.", show_default=False)
+    ] = None,
+    messages: Annotated[
+        str | None,
+        typer.Option("--messages", metavar="JSON", help="A whole chat: JSON, - or @FILE.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="A system message.", show_default=False)
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--completion", help="Apply the chat template, or go on from the bare text.")
+    ] = True,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Model.", show_default="the one served")
+    ] = None,
+    job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.INTERACTIVE,
+    n: Annotated[int, typer.Option("-n", help="Choices.")] = 1,
+    expires_in: Annotated[
+        float | None,
+        typer.Option("--expires-in", metavar="SECONDS", help="Give up after this time.", show_default=False),
+    ] = None,
+    job_id: Annotated[
+        str | None,
+        typer.Option("--job-id", metavar="ID", help="Name the job: a retry finds it.", show_default=False),
+    ] = None,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Write tokens as they come.", show_default="on a terminal"),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Write the job's id and leave.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit one job and write its answer."""
+    from ktqueue.cli.connection import client, only_model
+
+    config = settings(common)
+    if messages is not None and (prompt is not None or system is not None or not chat):
+        raise UsageFault("--messages goes with none of PROMPT, --system and --completion")
+    if prompt is None and messages is None:
+        if sys.stdin.isatty():
+            raise UsageFault("give a PROMPT or --messages (- reads standard input)")
+        prompt = "-"
+    asked: dict[str, Any] = {"sampling": sampling.params(n=n), "job_class": job_class, "expires_in": expires_in}
+    if messages is not None:
+        asked["messages"] = read_messages(messages)
+    elif chat:
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        asked["messages"] = (*turns, {"role": "user", "content": read_text(prompt or "")})
+    else:
+        if system is not None:
+            raise UsageFault("--system needs --chat")
+        asked["prompt"] = read_text(prompt or "")
+    request = GenerationRequest(model=model or only_model(config), **asked)
+    with client(config) as connected:
+        record = connected.submit(request, job_id=job_id)
+        if detach:
+            if as_json:
+                write_json({"id": record.id, "state": record.state.value})
+            else:
+                write(f"{record.id}\n")
+            return
+        live = stream if stream is not None else sys.stdout.isatty()
+        follow(connected, record, live=live, as_json=as_json, cancel_on_interrupt=True)
+
+
+def follow(
+    connected: "SyncClient",
+    record: "JobRecord",
+    *,
+    after: int = 0,
+    live: bool,
+    as_json: bool,
+    cancel_on_interrupt: bool,
+) -> None:
+    """Write a job's text (or JSON) until it ends; `live` piece by piece. Exits FAILED unless the job is done."""
+    from ktqueue.gateway.openai_records import event_json, result_json
+
+    as_it_comes = live and (as_json or record.request.sampling.n == 1)
+    events: list[TokenEvent] = []
+    try:
+        for event in connected.stream(record.id, after=after):
+            events.append(event)
+            if as_it_comes and as_json:
+                write_json({"id": record.id, **event_json(event)}, indent=None)
+            elif as_it_comes:
+                write(plain_text(event.text))
+    except KeyboardInterrupt:
+        write("\n" * (as_it_comes and not as_json))
+        if cancel_on_interrupt:
+            connected.cancel(record.id)
+            sys.stderr.write(f"cancelled {record.id}\n")
+        raise
+    last = events[-1]
+    choices = result_json(record, events)
+    if as_it_comes:
+        write("\n" * (not as_json))
+    elif as_json:
+        ended = {key: value for key, value in event_json(last).items() if key in ("state", "usage", "error")}
+        write_json({"id": record.id, "model": record.model, "choices": choices, **ended})
+    else:
+        for choice in choices:
+            write(f"[{choice['index']}] " * (len(choices) > 1) + plain_text(choice["text"]) + "\n")
+    if last.state is not JobState.DONE:
+        message = last.error.message if last.error is not None else f"it is {last.state}"
+        sys.stderr.write(f"ktqueue: job {record.id}: {message}\n")
+        raise typer.Exit(ExitCode.FAILED)

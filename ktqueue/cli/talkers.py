@@ -1,0 +1,192 @@
+"""Who answers in `ktqueue chat`: a gateway over HTTP, workers through Redis, or an engine in this process.
+
+A talker's `answer` is a generator of text; Ctrl-C inside it stops that answer (cancels its job, frees its
+pages) and raises KeyboardInterrupt; nothing else is disturbed.
+"""
+
+import json
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ktqueue.cli.connection import one_model
+from ktqueue.core.errors import InvalidRequest, KtqueueError, Unavailable
+from ktqueue.core.request import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from ktqueue.client import SyncClient
+    from ktqueue.core.config import EngineConfig
+    from ktqueue.engine.engine import Engine
+    from ktqueue.loading.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class Talker(Protocol):
+    """Answers chats. `model` is the name of who talks."""
+
+    model: str
+
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+        """The next turn of the assistant, piece by piece. Raises KtqueueError, KeyboardInterrupt."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+class HttpTalker:
+    """Talks to any OpenAI-compatible gateway."""
+
+    def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
+        """`base_url` as the openai client takes it, with or without its /v1. Raises Unavailable."""
+        import httpx
+
+        base = base_url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0))
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        import httpx
+
+        try:
+            response = self._client.get("/v1/models")
+            _check(response)
+            served = [str(card["id"]) for card in response.json()["data"]]
+        except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+            raise Unavailable(f"{self._client.base_url}: {error}") from error
+        return one_model(served)
+
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+        """See Talker."""
+        import httpx
+
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
+        defaults = asdict(SamplingParams())
+        body |= {name: value for name, value in asdict(sampling).items() if value != defaults[name]}
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                _check(response)
+                for document in stream_documents(response):
+                    for choice in document["choices"]:
+                        if text := choice["delta"].get("content"):
+                            yield text
+        except httpx.TransportError as error:
+            raise Unavailable(f"{self._client.base_url}: {error or type(error).__name__}") from error
+
+    def close(self) -> None:
+        """See Talker."""
+        self._client.close()
+
+
+class RedisTalker:
+    """Talks to the workers behind a Redis."""
+
+    def __init__(self, client: "SyncClient", model: str) -> None:
+        self._client = client
+        self.model = model
+
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+        """See Talker."""
+        request = GenerationRequest(model=self.model, messages=tuple(messages), sampling=sampling)
+        job = self._client.submit(request)
+        ended = False
+        try:
+            for event in self._client.stream(job.id):
+                ended = event.state is not None
+                if event.error is not None:
+                    raise KtqueueError(event.error.message)
+                if event.text:
+                    yield event.text
+        finally:
+            if not ended:
+                self._client.cancel(job.id)
+
+    def close(self) -> None:
+        """See Talker."""
+        self._client.close()
+
+
+class LocalTalker:
+    """Runs an engine here, without Redis."""
+
+    def __init__(self, engine: "Engine", tokenizer: "Tokenizer", model: str) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._turn = 0
+        self.model = model
+
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+        """See Talker. A Ctrl-C waits for the end of the step, so that the engine stays whole."""
+        self._turn += 1
+        request_id = f"turn-{self._turn}"
+        request = GenerationRequest(model=self.model, messages=tuple(messages), sampling=sampling)
+        interrupted = False
+
+        def note(number: int, frame: object) -> None:
+            nonlocal interrupted
+            interrupted = True
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            self._engine.add(request_id, self._tokenizer.encode_request(request), sampling)
+            while self._engine.has_work and not interrupted:
+                for output in self._engine.step():
+                    if output.error is not None:
+                        raise KtqueueError(output.error.message)
+                    if output.text:
+                        yield output.text
+        finally:
+            self._engine.abort(request_id)
+            signal.signal(signal.SIGINT, before)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """See Talker."""
+
+
+def local_talker(config: "EngineConfig") -> LocalTalker:
+    """Load the model of the config, with a progress bar, and make its talker."""
+    from ktqueue.cli.progress import Bar
+    from workers.startup import build
+
+    with Bar("loading", in_bytes=True) as bar:
+        built = build(config, bar.update)
+    return LocalTalker(built.engine, built.tokenizer, built.card.name)
+
+
+def stream_documents(response: "httpx.Response") -> Iterator[dict[str, Any]]:
+    """The JSON documents of a server-sent event stream, up to [DONE]. Raises KtqueueError for one that is an error."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        document = json.loads(data)
+        if document.get("error"):
+            raise KtqueueError(str(document["error"].get("message")))
+        yield document
+
+
+def _check(response: "httpx.Response") -> None:
+    """Raise the error that an HTTP status stands for, with the message of its body."""
+    if not response.is_error:
+        return
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{response.url}: HTTP {response.status_code}"
+    if response.status_code == 503:
+        raise Unavailable(message)
+    if response.status_code in (400, 404, 413, 422):
+        raise InvalidRequest(message)
+    raise KtqueueError(message)
