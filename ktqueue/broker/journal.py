@@ -1,7 +1,7 @@
 """Reading journals: replay what is there, follow what comes. Knows nothing of who writes them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from ktqueue.broker.hub import Hub
@@ -50,7 +50,7 @@ class Journal:
             if not page.events or page.events[-1].seq == page.tail:
                 return events
 
-    async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[TokenEvent]:
+    async def follow(self, job_id: str, after: int = 0) -> AsyncGenerator[TokenEvent, None]:
         """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
 
         Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.

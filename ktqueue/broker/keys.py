@@ -3,23 +3,23 @@
 All keys begin with one hash tag, so that a job's keys lie in one slot of a Redis Cluster and a script may touch
 them together. The scripts build the same names from the tag (`KEYS[1]`).
 
-| key after the tag        | type       | content                                          | life                        |
-|--------------------------|------------|--------------------------------------------------|-----------------------------|
-| job:ID                   | hash       | a job's record and request                       | until job_ttl after end     |
-| journal:ID (channel too) | stream     | its events, ids `SEQ-0`, one field `e`           | until journal_ttl after end |
-| queue:CLASS:MODEL        | zset       | waiting job ids by arrival                       | while jobs wait             |
-| live                     | zset       | ids of queued and running jobs by arrival        | while there are any         |
-| ended                    | zset       | ids of ended jobs by the end of their record     | job_ttl; 10,000 entries     |
-| deadlines                | zset       | live job ids by deadline                         | while there are any         |
-| backlog                  | hash       | model to number of live jobs                     | while there are any         |
-| idempotency:DIGEST       | string     | request hash and job id                          | idempotency_ttl             |
-| leases                   | zset       | worker ids by the end of their lease             | while there are any         |
-| worker:WORKER            | hash       | a worker's card, facts, statistics, step numbers | 30 leases                   |
-| running:WORKER           | hash       | its jobs to the seq of their last event          | while it runs jobs          |
-| cancels:WORKER           | hash       | jobs it must stop to the step that told it so    | with the lease              |
-| models, models:seen      | hash, zset | model cards; when each is forgotten              | model_ttl                   |
-| tick                     | string     | when anybody last beat or reaped                 | 30 leases                   |
-| wake:MODEL               | channel    | a job was queued                                 |                             |
+| key after the tag        | type       | content                                       | life                      |
+|--------------------------|------------|-----------------------------------------------|---------------------------|
+| job:ID                   | hash       | a job's record and request                    | job_ttl after the end     |
+| journal:ID (channel too) | stream     | its events, ids `SEQ-0`, one field `e`        | journal_ttl after the end |
+| queue:CLASS:MODEL        | zset       | waiting job ids by arrival                    | while jobs wait           |
+| live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
+| ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
+| deadlines                | zset       | live job ids by deadline                      | while there are any       |
+| backlog                  | hash       | model to number of live jobs                  | while there are any       |
+| idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
+| leases                   | zset       | worker ids by the end of their lease          | while there are any       |
+| worker:WORKER            | hash       | card, facts, statistics, step numbers         | 30 leases                 |
+| running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
+| cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
+| models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
+| tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
+| wake:MODEL               | channel    | a job was queued                              |                           |
 """
 
 from dataclasses import dataclass

@@ -184,3 +184,14 @@ class RuleError(KtqueueError):
     """A rule file is wrong; the message begins with file:line."""
 
     code = "rule_error"
+
+
+def error_of(info: ErrorInfo) -> KtqueueError:
+    """The exception that an ErrorInfo stands for: of the class with its code, or a plain KtqueueError."""
+    known, waiting = {KtqueueError.code: KtqueueError}, [KtqueueError]
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            known.setdefault(kind.code, kind)
+            waiting.append(kind)
+    kind = known.get(info.code, KtqueueError)
+    return kind(info.message, param=info.param, limit=info.limit, value=info.value)

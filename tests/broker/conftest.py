@@ -1,6 +1,7 @@
 """Fixtures of the broker's tests: short times, an open broker, a model card."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,3 +44,16 @@ def make_request() -> Callable[..., GenerationRequest]:
         return GenerationRequest(model="tale", prompt=prompt, sampling=sampling or SamplingParams(), **fields)
 
     return make
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Awaitable[None]]:
+    """Wait until an async predicate is true; fails after some seconds."""
+
+    async def wait(predicate: Callable[[], Awaitable[bool]], seconds: float = 5.0) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while not await predicate():
+            assert asyncio.get_running_loop().time() < end, "it never became true"
+            await asyncio.sleep(0.01)
+
+    return wait

@@ -1,0 +1,196 @@
+"""The Python API over Redis: submit jobs, stream their tokens, fetch results. Async, and a blocking face of it.
+
+Needs Redis alone: no gateway, no torch. Everything raises Unavailable when Redis is away.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.completion import Completion, completion_of
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import Unavailable
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.request import GenerationRequest, SamplingParams
+
+__all__ = ["Client", "Completion", "SyncClient"]
+
+Result = TypeVar("Result")
+
+_SAMPLING = frozenset(one.name for one in fields(SamplingParams))
+_SUBMIT = frozenset({"job_id", "idempotency_key", "tenant"})
+
+
+def make_request(**settings: Any) -> GenerationRequest:
+    """A request from flat keywords: those of GenerationRequest and of SamplingParams together. Lists may be lists.
+
+    Raises InvalidRequest; TypeError for an unknown keyword.
+    """
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    sampling = {key: plain.pop(key) for key in _SAMPLING & plain.keys()}
+    if sampling:
+        base: SamplingParams = plain.get("sampling") or SamplingParams()
+        plain["sampling"] = replace(base, **sampling)
+    return GenerationRequest(**plain)
+
+
+class Client:
+    """`async with Client(url) as client:`, or `client = await Client.open(url)` and `await client.close()`.
+
+    Without a URL it finds the private server that `ktqueue up` runs on the state folder.
+    """
+
+    def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
+        config = config or BrokerConfig()
+        self._config = replace(config, url=url) if url is not None else config
+        self._broker: Broker | None = None
+
+    @classmethod
+    async def open(cls, url: str | None = None, *, config: BrokerConfig | None = None) -> Self:
+        """A connected client. Raises Unavailable."""
+        return await cls(url, config=config).__aenter__()
+
+    async def close(self) -> None:
+        """Drop the connections; jobs go on."""
+        if self._broker is not None:
+            await self._broker.close()
+            self._broker = None
+
+    async def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
+        """Queue a job: a request, or its fields and sampling parameters as keywords.
+
+        `job_id`, `idempotency_key` and `tenant` may be given beside them. Raises what `Jobs.submit` raises, and
+        InvalidRequest.
+        """
+        options = {key: settings.pop(key) for key in _SUBMIT & settings.keys()}
+        if request is None:
+            request = make_request(**settings)
+        elif settings:
+            raise TypeError(f"give a request or keywords, not both: {', '.join(sorted(settings))}")
+        return await self._open_broker().jobs.submit(request, **options)
+
+    def stream(self, job_id: str, after: int = 0) -> AsyncGenerator[TokenEvent, None]:
+        """A job's events after seq `after`, as they come, to its end. Raises JobNotFound, JournalRegressed."""
+        return self._open_broker().journal.follow(job_id, after)
+
+    async def result(self, job_id: str) -> Completion:
+        """Wait for a job's end. Raises JobNotFound, or the error that the job ended with."""
+        broker = self._open_broker()
+        record = await broker.jobs.get(job_id)
+        events = [event async for event in broker.journal.follow(job_id)]
+        return completion_of(job_id, record.request.sampling.n, events)
+
+    async def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:
+        """Submit and wait. Takes and raises what `submit` and `result` do."""
+        record = await self.submit(request, **settings)
+        return await self.result(record.id)
+
+    async def status(self, job_id: str) -> JobRecord:
+        """A job's record. Raises JobNotFound."""
+        return await self._open_broker().jobs.get(job_id)
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        """Stop a job; one that has ended stays as it is. Raises JobNotFound."""
+        return await self._open_broker().jobs.cancel(job_id)
+
+    def _open_broker(self) -> Broker:
+        if self._broker is None:
+            raise Unavailable("the client is not open")
+        return self._broker
+
+    async def __aenter__(self) -> Self:
+        self._broker = await Broker.open(self._config)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class SyncClient:
+    """The same calls, blocking: `with SyncClient(url) as client:`. Safe to use from several threads."""
+
+    def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ktqueue-client", daemon=True)
+        self._thread.start()
+        self._client = Client(url, config=config)
+        try:
+            self._wait(self._client.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+
+    @classmethod
+    def open(cls, url: str | None = None, *, config: BrokerConfig | None = None) -> Self:
+        """A connected client. Raises Unavailable."""
+        return cls(url, config=config)
+
+    def close(self) -> None:
+        """Drop the connections; jobs go on."""
+        if self._thread.is_alive():
+            self._wait(self._client.close())
+            self._stop()
+
+    def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
+        """See Client.submit."""
+        return self._wait(self._client.submit(request, **settings))
+
+    def stream(self, job_id: str, after: int = 0) -> Iterator[TokenEvent]:
+        """See Client.stream."""
+        events = self._client.stream(job_id, after)
+        try:
+            while True:
+                event = self._wait(_next(events))
+                if event is None:
+                    return
+                yield event
+        finally:
+            self._wait(events.aclose())
+
+    def result(self, job_id: str) -> Completion:
+        """See Client.result."""
+        return self._wait(self._client.result(job_id))
+
+    def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:
+        """See Client.generate."""
+        return self._wait(self._client.generate(request, **settings))
+
+    def status(self, job_id: str) -> JobRecord:
+        """See Client.status."""
+        return self._wait(self._client.status(job_id))
+
+    def cancel(self, job_id: str) -> JobRecord:
+        """See Client.cancel."""
+        return self._wait(self._client.cancel(job_id))
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _next(events: AsyncGenerator[TokenEvent, None]) -> TokenEvent | None:
+    return await anext(events, None)

@@ -1,0 +1,117 @@
+"""The Python API, async and blocking, against a worker that answers by the protocol."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.client import Client, SyncClient
+from ktqueue.core.errors import Cancelled, EngineFailure, InvalidRequest, JobNotFound, Unavailable
+from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
+
+
+@pytest.fixture
+async def echo_worker(config, card):
+    """Answers each job with the words of its prompt, a word an event, to every choice."""
+
+    async def work(broker):
+        lease = await Lease.register(broker, card)
+        ready.set()
+        while True:
+            for claim in await lease.claim(8):
+                words = claim.request.prompt.split()
+                events = []
+                for index in range(claim.request.sampling.n):
+                    events += [
+                        TokenEvent(seq=0, index=index, token_ids=(k,), text=word + " ") for k, word in enumerate(words)
+                    ]
+                    events.append(TokenEvent(seq=0, index=index, finish_reason=FinishReason.STOP))
+                usage = Usage(prompt_tokens=len(words), completion_tokens=len(words) * claim.request.sampling.n)
+                if "fail" in words:
+                    events = [TokenEvent(seq=0, state=JobState.FAILED, error=EngineFailure("no such word").info())]
+                else:
+                    events.append(TokenEvent(seq=0, state=JobState.DONE, usage=usage))
+                if "wait" in words:
+                    continue
+                for seq, event in enumerate(events, 1):
+                    await lease.commit([(claim.job_id, _numbered(event, seq))])
+            for job_id in await lease.commit([]):
+                await lease.commit([(job_id, TokenEvent(seq=1, state=JobState.CANCELLED, error=Cancelled("x").info()))])
+            await lease.beat({})
+            await lease.wait_for_work(0.05)
+
+    ready = asyncio.Event()
+    async with await Broker.open(config) as broker:
+        task = asyncio.create_task(work(broker))
+        await ready.wait()
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _numbered(event, seq):
+    return replace(event, seq=seq)
+
+
+async def test_generate_stream_status_cancel(config, echo_worker, eventually):
+    async with Client(config=config) as client:
+        answer = await client.generate(model="tale", prompt="a b c", n=2, temperature=0.5)
+        assert answer.texts == ("a b c ", "a b c ")
+        assert answer.text == "a b c "
+        assert answer.finish_reasons == (FinishReason.STOP, FinishReason.STOP)
+        assert answer.token_ids == ((0, 1, 2), (0, 1, 2))
+        assert answer.usage == Usage(prompt_tokens=3, completion_tokens=6)
+        assert [event.seq async for event in client.stream(answer.job_id, after=5)] == [6, 7, 8, 9]
+        assert (await client.status(answer.job_id)).state is JobState.DONE
+
+        record = await client.submit(model="tale", prompt="wait")
+
+        async def runs():
+            return (await client.status(record.id)).state is JobState.RUNNING
+
+        await eventually(runs)
+        await client.cancel(record.id)
+        with pytest.raises(Cancelled):
+            await client.result(record.id)
+        with pytest.raises(EngineFailure, match="no such word"):
+            await client.generate(model="tale", prompt="fail")
+
+
+async def test_the_client_refuses_what_is_wrong(config, echo_worker, make_request):
+    async with Client(config=config) as client:
+        with pytest.raises(InvalidRequest, match="temperature"):
+            await client.submit(model="tale", prompt="a", temperature=-1)
+        with pytest.raises(TypeError, match="colour"):
+            await client.submit(model="tale", prompt="a", colour="red")
+        with pytest.raises(TypeError, match="not both"):
+            await client.submit(make_request(), temperature=1)
+        with pytest.raises(JobNotFound):
+            await client.result("job-of-nobody")
+    with pytest.raises(Unavailable):
+        await client.submit(model="tale", prompt="a")
+
+
+async def test_the_blocking_client(config, echo_worker):
+    def use():
+        with SyncClient(config=config) as client:
+            record = client.submit(model="tale", prompt="a b", job_id="mine", stop=["."])
+            assert record.id == "mine"
+            assert record.request.sampling.stop == (".",)
+            assert [event.text for event in client.stream("mine")][:2] == ["a ", "b "]
+            assert client.result("mine").text == "a b "
+            assert client.generate(model="tale", prompt="x").text == "x "
+            assert client.status("mine").state is JobState.DONE
+            assert client.cancel("mine").state is JobState.DONE
+            stream = client.stream("mine")
+            next(stream)
+            stream.close()
+        client.close()
+
+    await asyncio.to_thread(use)
+
+
+def test_a_blocking_client_without_a_server_says_so(tmp_path):
+    with pytest.raises(Unavailable, match="away"):
+        SyncClient(f"unix://{tmp_path}/nothing.sock")
