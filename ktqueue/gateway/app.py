@@ -1,0 +1,110 @@
+"""The composition root of the gateway: routes, errors, and the life of what they share."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.codec import dumps
+from ktqueue.core.config import Config
+from ktqueue.core.errors import KtqueueError
+from ktqueue.gateway import health, jobs, models
+from ktqueue.gateway.chat import create_chat_completion
+from ktqueue.gateway.completions import create_completion
+from ktqueue.gateway.edge import Edge
+from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.openai_document import build_document
+from ktqueue.gateway.replies import error_response
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(config: Config, broker: Broker | None = None) -> Starlette:
+    """The gateway as an ASGI application.
+
+    Without a `broker` the lifespan opens one from `config.broker`, which raises Unavailable when there
+    is none. A given broker is left open.
+    """
+    gateway = Gateway(config, broker)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        opened = await gateway.open()
+        reaper = asyncio.create_task(_reap(gateway), name="reaper")
+        try:
+            yield
+        finally:
+            gateway.interrupt()
+            await gateway.settle()
+            reaper.cancel()
+            await asyncio.gather(reaper, return_exceptions=True)
+            if opened:
+                await gateway.broker.close()
+
+    app = Starlette(
+        routes=routes(),
+        middleware=[Middleware(Edge, gateway=gateway)],
+        exception_handlers={KtqueueError: _on_error, HTTPException: _on_http_error},
+        lifespan=lifespan,
+    )
+    app.state.gateway = gateway
+    app.state.openapi = dumps(build_document())
+    return app
+
+
+def routes() -> list[Route]:
+    """Every path of the gateway."""
+    return [
+        Route("/", health.pointer),
+        Route("/healthz", health.healthz),
+        Route("/readyz", health.readyz),
+        Route("/metrics", health.metrics),
+        Route("/openapi.json", health.openapi),
+        Route("/v1/models", models.list_models),
+        Route("/v1/models/{model_id:path}", models.get_model),
+        Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+        Route("/v1/completions", create_completion, methods=["POST"]),
+        Route("/v1/jobs", jobs.JobsEndpoint),
+        Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
+        Route("/v1/jobs/{job_id}/events", jobs.stream_events),
+    ]
+
+
+async def _reap(gateway: Gateway) -> None:
+    """Keep a reaper at work: jobs of dead workers and late jobs are everybody's business."""
+    while True:
+        try:
+            await gateway.broker.reaper().run()
+        except Exception:
+            logger.exception("the reaper stopped; starting it again")
+        await asyncio.sleep(1)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KtqueueError)
+    if error.info().status >= 500:
+        logger.warning("%s %s: %s", request.method, request.url.path, error.message)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        return error_response(RouteNotFound(f"there is no {path}; see /openapi.json", param="path", value=path))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal = MethodNotAllowed(
+            f"{path} takes {allowed}, not {request.method}", param="method", limit=allowed, value=request.method
+        )
+        return error_response(refusal, error.headers)
+    return error_response(KtqueueError(error.detail), error.headers)

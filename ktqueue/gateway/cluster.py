@@ -1,0 +1,64 @@
+"""What Redis tells of queues and workers, as metrics. Workers have no HTTP port: a gateway speaks for them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.models import WorkerInfo
+from ktqueue.gateway.metrics import Metric, counter, gauge
+
+# Key of a worker's stats, vLLM's metric name, what it is. Counters grow as long as one incarnation lives.
+_GAUGES = (
+    ("running", "num_requests_running", "Sequences that a worker runs."),
+    ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not begun."),
+    ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
+    ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
+)
+_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
+    ("generation_tokens", "generation_tokens", "Tokens generated."),
+    ("preemptions", "num_preemptions", "Sequences preempted for want of pages."),
+    ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("steps", "steps", "Steps of the engine."),
+)
+_PARTS = ("schedule", "forward", "sample", "commit")
+
+
+def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
+    """What waits in Redis and what runs, by model."""
+    queued = gauge("queue_depth", "Jobs queued in the broker.", ("model_name", "job_class"))
+    running = gauge("jobs_running", "Jobs held by workers.", ("model_name",))
+    for depth in depths:
+        queued.add_metric((depth.model, "interactive"), depth.interactive)
+        queued.add_metric((depth.model, "batch"), depth.batch)
+        running.add_metric((depth.model,), depth.running)
+    return [queued, running]
+
+
+def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
+    """What live workers say of themselves. Label `worker`: the incarnation's id."""
+    labels = ("model_name", "worker")
+    alive = gauge("workers", "Live workers.", ("model_name",))
+    for model in sorted({worker.model for worker in workers}):
+        alive.add_metric((model,), sum(worker.model == model for worker in workers))
+    result: list[Metric] = [alive]
+    for family, table in ((gauge, _GAUGES), (counter, _COUNTERS)):
+        for key, name, text in table:
+            metric = family(name, text, labels)
+            for worker in workers:
+                if key in worker.stats:
+                    metric.add_metric((worker.model, worker.worker_id), worker.stats[key])
+            result.append(metric)
+    usage = gauge("kv_cache_usage_perc", "Share of the KV cache's pages in use, 0 to 1.", labels)
+    seconds = counter("step_seconds", "Wall time of all steps, by part.", (*labels, "part"))
+    for worker in workers:
+        if worker.stats.get("total_pages"):
+            used = 1 - worker.stats.get("free_pages", 0) / worker.stats["total_pages"]
+            usage.add_metric((worker.model, worker.worker_id), used)
+        for part, value in _part_seconds(worker.stats):
+            seconds.add_metric((worker.model, worker.worker_id, part), value)
+    return [*result, usage, seconds]
+
+
+def _part_seconds(stats: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+    return ((part, stats[f"{part}_seconds"]) for part in _PARTS if f"{part}_seconds" in stats)

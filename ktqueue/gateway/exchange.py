@@ -1,0 +1,173 @@
+"""One OpenAI-style HTTP request from its GenerationRequests to its answer, streamed or whole.
+
+Submits the jobs, follows their journals, gives the first moments' errors an HTTP status of their own,
+and cancels the jobs when the client leaves. What the answer looks like is the Reply's business.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.codec import dumps
+from ktqueue.core.errors import JournalRegressed, KtqueueError
+from ktqueue.core.events import JobState
+from ktqueue.core.request import GenerationRequest
+from ktqueue.gateway.faults import failure
+from ktqueue.gateway.feed import Batch, Feed
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.headers import idempotency_key
+from ktqueue.gateway.openai_choices import Choices
+from ktqueue.gateway.openai_replies import Reply
+from ktqueue.gateway.sse import DONE, PING, EventStream, frame, watch
+from ktqueue.gateway.stopwatch import Stopwatch
+
+MakeReply = Callable[[JobRecord], Reply]
+
+
+async def answer(
+    request: Request,
+    generations: Sequence[GenerationRequest],
+    make_reply: MakeReply,
+    *,
+    stream: bool,
+    include_usage: bool,
+) -> Response:
+    """The response to one request. Raises KtqueueError where the answer is an error with its own status."""
+    gateway: Gateway = request.app.state.gateway
+    key = idempotency_key(request.headers)
+    records = await submit(gateway, generations, key)
+    exchange = Exchange(gateway, request, generations, records, make_reply(records[0]), keep=key is not None)
+    if stream:
+        return await exchange.stream(include_usage=include_usage)
+    return await exchange.whole()
+
+
+async def submit(gateway: Gateway, generations: Sequence[GenerationRequest], key: str | None) -> list[JobRecord]:
+    """Submit all jobs of a request, or none: when one is refused, those before it are cancelled."""
+    records: list[JobRecord] = []
+    try:
+        for place, generation in enumerate(generations):
+            one = key if key is None or len(generations) == 1 else f"{key}#{place}"
+            records.append(await gateway.broker.jobs.submit(generation, idempotency_key=one))
+    except BaseException as error:
+        gateway.abandon(record.id for record in records)
+        if isinstance(error, KtqueueError):
+            gateway.metrics.failures.labels(generations[0].model, error.info().code).inc()
+        raise
+    return records
+
+
+class Exchange:
+    """The jobs of one HTTP request and what their journals have told so far.
+
+    `keep`: an Idempotency-Key announces that the client may come back for the same job, so its jobs
+    are not cancelled when it leaves.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: Request,
+        generations: Sequence[GenerationRequest],
+        records: Sequence[JobRecord],
+        reply: Reply,
+        *,
+        keep: bool,
+    ) -> None:
+        self._gateway = gateway
+        self._reply = reply
+        self._keep = keep
+        self._job_ids = [record.id for record in records]
+        self._choices = Choices(len(records), generations[0].sampling.n)
+        self._stopwatch = Stopwatch(gateway.metrics, generations[0].model)
+        self._open = set(range(len(records)))
+        self._resources = ExitStack()
+        self._feed: Feed = self._resources.enter_context(gateway.feed(self._job_ids))
+        watcher = asyncio.create_task(watch(request.receive, self._feed))
+        self._resources.callback(watcher.cancel)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"x-job-id": ",".join(self._job_ids)}
+
+    async def whole(self) -> Response:
+        """The body once all jobs are done."""
+        try:
+            events: Batch = []
+            while self._open:
+                batch = await self._take(self._gateway.config.gateway.heartbeat_seconds)
+                self._raise_failure(batch)
+                events += batch
+            body = self._reply.whole(self._choices.whole(events), self._choices.usage())
+            return Response(dumps(body), media_type="application/json", headers=self._headers)
+        finally:
+            self._close()
+
+    async def stream(self, *, include_usage: bool) -> Response:
+        """The stream; an error among the first events is raised instead, for a status of its own."""
+        settings = self._gateway.config.gateway
+        try:
+            first = await self._take(min(settings.first_event_wait, settings.heartbeat_seconds))
+            self._raise_failure(first)
+        except BaseException:
+            self._close()
+            raise
+        self._gateway.metrics.streams.inc()
+        return EventStream(
+            self._frames(first, include_usage),
+            stall_seconds=settings.stall_seconds,
+            finished=self._end_stream,
+            headers=self._headers,
+        )
+
+    async def _frames(self, batch: Batch, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        while True:
+            deltas = self._choices.absorb(batch)
+            frames = b"".join(frame(chunk) for delta in deltas for chunk in self._reply.chunks(delta))
+            if frames:
+                yield frames
+            elif not batch:
+                yield PING
+            self._raise_failure(batch)
+            if not self._open:
+                break
+            batch = await self._take(self._gateway.config.gateway.heartbeat_seconds)
+        if include_usage:
+            yield frame(self._reply.usage_chunk(self._choices.usage()))
+        yield DONE
+
+    async def _take(self, timeout_seconds: float) -> Batch:
+        try:
+            batch = await self._feed.take(timeout_seconds)
+            if not batch and self._feed.ended:
+                raise JournalRegressed("a job's journal stopped before its last event")
+        except KtqueueError as error:
+            self._stopwatch.failed(error)
+            raise
+        self._stopwatch.saw(batch)
+        for place, event in batch:
+            if event.state is not None and event.state.terminal:
+                self._open.discard(place)
+                if event.state is JobState.DONE:
+                    self._stopwatch.done(event)
+        return batch
+
+    def _raise_failure(self, batch: Batch) -> None:
+        for _, event in batch:
+            error = failure(event)
+            if error is not None:
+                self._stopwatch.failed(error)
+                raise error
+
+    def _end_stream(self) -> None:
+        self._gateway.metrics.streams.dec()
+        self._close()
+
+    def _close(self) -> None:
+        self._resources.close()
+        if not self._keep:
+            self._gateway.abandon(self._job_ids[place] for place in self._open)

@@ -1,0 +1,82 @@
+"""The Gateway: what all requests of one process share. Knows no routes."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config
+from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.gateway.auth import Keys
+from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """Settings, broker, metrics, keys, and the open feeds of one process."""
+
+    def __init__(self, config: Config, broker: Broker | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.keys = Keys(config.gateway.api_keys)
+        self.draining = False
+        self._broker = broker
+        self._feeds: set[Feed] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+
+    @property
+    def broker(self) -> Broker:
+        """The broker. Raises Unavailable before the start and after the stop."""
+        if self._broker is None:
+            raise Unavailable("the gateway has no broker yet")
+        return self._broker
+
+    async def open(self) -> bool:
+        """Open a broker unless one was given; True if this gateway must close it. Raises Unavailable."""
+        if self._broker is not None:
+            return False
+        self._broker = await Broker.open(self.config.broker, max_mailbox_bytes=self.config.gateway.max_mailbox_bytes)
+        return True
+
+    @contextmanager
+    def feed(self, job_ids: Sequence[str], *, after: int = 0) -> Iterator[Feed]:
+        """The journals of these jobs; interrupted when the gateway stops, closed at the end of the block."""
+        feed = Feed(self.broker.journal, job_ids, after=after)
+        self._feeds.add(feed)
+        try:
+            yield feed
+        finally:
+            self._feeds.discard(feed)
+            self._chore(feed.close())
+
+    def abandon(self, job_ids: Iterable[str]) -> None:
+        """Cancel these jobs soon; nobody waits for them any more."""
+        for job_id in job_ids:
+            self._chore(self._cancel(job_id))
+
+    def interrupt(self) -> None:
+        """End all open streams: the time that they had to end by themselves is over."""
+        for feed in list(self._feeds):
+            feed.interrupt(ShuttingDown("the gateway is shutting down; try again"))
+
+    async def settle(self) -> None:
+        """Wait for what `abandon` began."""
+        while self._chores:
+            await asyncio.gather(*self._chores, return_exceptions=True)
+
+    async def _cancel(self, job_id: str) -> None:
+        try:
+            await self.broker.jobs.cancel(job_id)
+        except KtqueueError as error:
+            # The job then runs on to its end or its deadline; there is nobody to tell but the log.
+            logger.warning("job %s was left by its client and could not be cancelled: %s", job_id, error.message)
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)

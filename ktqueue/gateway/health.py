@@ -1,0 +1,59 @@
+"""Is it alive (/healthz), can it serve (/readyz), how is it doing (/metrics), and what is it (/)."""
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from ktqueue import __version__
+from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.gateway.cluster import queue_metrics, worker_metrics
+from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
+from ktqueue.gateway.replies import json_response
+
+
+async def healthz(request: Request) -> Response:
+    """200 as long as the process answers at all."""
+    return json_response({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """200 if a request would find a worker. Raises Unavailable without broker or live worker."""
+    gateway: Gateway = request.app.state.gateway
+    if gateway.draining:
+        raise ShuttingDown("the gateway is shutting down")
+    workers = await gateway.broker.models.workers()
+    if not workers:
+        raise Unavailable("no worker is alive", retry_after=2)
+    return json_response(
+        {"status": "ok", "workers": len(workers), "models": sorted({worker.model for worker in workers})}
+    )
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format: this gateway's own metrics, and the cluster's as Redis tells them."""
+    gateway: Gateway = request.app.state.gateway
+    snapshot: list[Metric] = []
+    up = gauge("broker_up", "Whether the broker answered.", ())
+    try:
+        depths = await gateway.broker.jobs.depth()
+        workers = await gateway.broker.models.workers()
+        up.add_metric((), 1)
+        snapshot = [*queue_metrics(depths), *worker_metrics(workers)]
+    except KtqueueError:
+        up.add_metric((), 0)
+    return Response(gateway.metrics.exposition([up, *snapshot]), headers={"content-type": CONTENT_TYPE})
+
+
+async def openapi(request: Request) -> Response:
+    """The description of this API, OpenAPI 3.1."""
+    return Response(request.app.state.openapi, media_type="application/json")
+
+
+async def pointer(request: Request) -> Response:
+    """What this is and where to look."""
+    return PlainTextResponse(
+        f"ktqueue {__version__}: an OpenAI-compatible gateway.\n"
+        "POST /v1/chat/completions, /v1/completions, /v1/jobs\n"
+        "GET /v1/models, /v1/jobs, /healthz, /readyz, /metrics, /openapi.json\n"
+    )

@@ -1,0 +1,143 @@
+"""The jobs API: submit now, read later, as often as you like. A reader that leaves cancels nothing."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, suppress
+
+from starlette.endpoints import HTTPEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
+from ktqueue.core.events import JobState
+from ktqueue.gateway.body import read_json
+from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.headers import idempotency_key, last_seq
+from ktqueue.gateway.openai_jobs import parse_job
+from ktqueue.gateway.openai_records import event_json, record_json, result_json
+from ktqueue.gateway.replies import json_response
+from ktqueue.gateway.sse import PING, EventStream, frame, watch
+
+MAX_LISTED = 1000
+RETRY = b"retry: 1000\n\n"  # ms: what a browser's EventSource waits before it comes back
+
+
+class JobsEndpoint(HTTPEndpoint):
+    """/v1/jobs."""
+
+    async def get(self, request: Request) -> Response:
+        """List jobs."""
+        return await list_jobs(request)
+
+    async def post(self, request: Request) -> Response:
+        """Submit a job."""
+        return await create_job(request)
+
+
+class JobEndpoint(HTTPEndpoint):
+    """/v1/jobs/{job_id}."""
+
+    async def get(self, request: Request) -> Response:
+        """Look a job up."""
+        return await get_job(request)
+
+    async def delete(self, request: Request) -> Response:
+        """Cancel a job."""
+        return await cancel_job(request)
+
+
+async def create_job(request: Request) -> Response:
+    """Submit a job: 202 and where it is found. Raises KtqueueError."""
+    gateway: Gateway = request.app.state.gateway
+    generation = parse_job(await read_json(request))
+    record = await gateway.broker.jobs.submit(generation, idempotency_key=idempotency_key(request.headers))
+    return json_response(
+        record_json(record), status=202, headers={"location": f"/v1/jobs/{record.id}", "x-job-id": record.id}
+    )
+
+
+async def list_jobs(request: Request) -> Response:
+    """Jobs, newest first; `?state=` and `?limit=` narrow the list. Raises InvalidRequest."""
+    gateway: Gateway = request.app.state.gateway
+    state = request.query_params.get("state")
+    limit = request.query_params.get("limit", "100")
+    if state is not None and state not in set(JobState):
+        known = ", ".join(JobState)
+        raise InvalidRequest(f"state must be one of {known}, got {state[:80]!r}", param="state", limit=known)
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        raise InvalidRequest(
+            f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
+            param="limit",
+            limit=MAX_LISTED,
+            value=limit[:80],
+        )
+    records = await gateway.broker.jobs.list(state=None if state is None else JobState(state), limit=int(limit))
+    return json_response({"object": "list", "data": [record_json(record) for record in records]})
+
+
+async def get_job(request: Request) -> Response:
+    """One job; with `result`, the text of its choices, once it has ended. Raises JobNotFound."""
+    gateway: Gateway = request.app.state.gateway
+    record = await gateway.broker.jobs.get(request.path_params["job_id"])
+    body = record_json(record)
+    body["result"] = None
+    if record.state.terminal:
+        with suppress(JobNotFound):  # the journal's time is over before the record's
+            body["result"] = result_json(record, await gateway.broker.journal.replay(record.id))
+    return json_response(body)
+
+
+async def cancel_job(request: Request) -> Response:
+    """Cancel a job; once more is no error. Raises JobNotFound, JobConflict if it ended otherwise."""
+    gateway: Gateway = request.app.state.gateway
+    record = await gateway.broker.jobs.cancel(request.path_params["job_id"])
+    if record.state.terminal and record.state is not JobState.CANCELLED:
+        raise JobConflict(
+            f"the job {record.id} is {record.state} already and cannot be cancelled",
+            param="job_id",
+            limit="a job that has not ended",
+            value=record.state.value,
+        )
+    return json_response(record_json(record))
+
+
+async def stream_events(request: Request) -> Response:
+    """The journal as SSE from `Last-Event-ID` on, until the event that ends the job.
+
+    204 when the reader has that event already: so a browser's EventSource stops coming back.
+    Raises JobNotFound, InvalidRequest.
+    """
+    gateway: Gateway = request.app.state.gateway
+    after = last_seq(request.headers, request.query_params)
+    record = await gateway.broker.jobs.get(request.path_params["job_id"])
+    if record.state.terminal:
+        journal = await gateway.broker.journal.replay(record.id)
+        if journal and journal[-1].seq == after:
+            return Response(status_code=204)
+    resources = ExitStack()
+    feed = resources.enter_context(gateway.feed([record.id], after=after))
+    watcher = asyncio.create_task(watch(request.receive, feed))
+    resources.callback(watcher.cancel)
+    gateway.metrics.streams.inc()
+    resources.callback(gateway.metrics.streams.dec)
+    return EventStream(
+        _frames(feed, gateway.config.gateway.heartbeat_seconds),
+        stall_seconds=gateway.config.gateway.stall_seconds,
+        finished=resources.close,
+        headers={"x-job-id": record.id},
+    )
+
+
+async def _frames(feed: Feed, heartbeat_seconds: float) -> AsyncGenerator[bytes, None]:
+    yield RETRY
+    while not feed.ended:
+        try:
+            batch = await feed.take(heartbeat_seconds)
+        except ShuttingDown:
+            return  # the reader comes back with Last-Event-ID and misses nothing
+        if batch:
+            yield b"".join(frame(event_json(event), seq=event.seq) for _, event in batch)
+        elif not feed.ended:
+            yield PING

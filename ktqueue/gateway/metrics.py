@@ -1,0 +1,89 @@
+"""What the gateway counts and times itself, in a registry of its own (the door to prometheus_client).
+
+Names and buckets are vLLM's with the prefix `ktqueue:`, so that its dashboards need one replacement.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Metric
+from prometheus_client.registry import Collector
+
+LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Counters, gauges and histograms of one gateway process. Label `model_name` is the served name."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "ktqueue:http_requests",
+            "HTTP requests answered.",
+            ["method", "handler", "status"],
+            registry=self._registry,
+        )
+        self.http_duration = Histogram(
+            "ktqueue:http_request_duration_seconds",
+            "From the request's head to the last byte of its answer.",
+            ["handler"],
+            buckets=LATENCY,
+            registry=self._registry,
+        )
+        self.http_in_progress = Gauge(
+            "ktqueue:http_requests_in_progress", "HTTP requests being answered.", registry=self._registry
+        )
+        self.streams = Gauge("ktqueue:open_streams", "SSE streams being sent.", registry=self._registry)
+        self.success = Counter(
+            "ktqueue:request_success",
+            "Choices that ended by themselves.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self.failures = Counter(
+            "ktqueue:request_failure",
+            "Requests that ended in an error.",
+            ["model_name", "code"],
+            registry=self._registry,
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", LATENCY
+        )
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between events with tokens.", PER_TOKEN)
+        self.end_to_end = self._histogram("e2e_request_latency_seconds", "From submission to the last event.", LATENCY)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"ktqueue:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
+
+    def exposition(self, snapshot: Iterable[Metric]) -> bytes:
+        """Everything in Prometheus' text format; `snapshot` is what the cluster tells at this moment."""
+        return generate_latest(_Exposition(self._registry, list(snapshot)))
+
+
+class _Exposition(Collector):
+    """Own metrics, then the snapshot; without the library's `_created` series, which nobody reads."""
+
+    def __init__(self, registry: CollectorRegistry, snapshot: list[Metric]) -> None:
+        self._registry = registry
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in (*self._registry.collect(), *self._snapshot):
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+def gauge(name: str, text: str, labels: tuple[str, ...]) -> GaugeMetricFamily:
+    """An empty gauge of a snapshot."""
+    return GaugeMetricFamily(f"ktqueue:{name}", text, labels=labels)
+
+
+def counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
+    """An empty counter of a snapshot."""
+    return CounterMetricFamily(f"ktqueue:{name}", text, labels=labels)

@@ -1,0 +1,166 @@
+"""The OpenAPI 3.1 description of the gateway, made from the pydantic models of bodies and answers. Pure."""
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+from ktqueue import __version__
+from ktqueue.gateway import openai_schema as shapes
+from ktqueue.gateway.openai_jobs import GenerationBody
+from ktqueue.gateway.openai_refusals import refused_fields
+from ktqueue.gateway.openai_requests import ChatBody, CompletionBody
+
+Json = dict[str, Any]
+
+_REQUESTS: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, GenerationBody)
+_ANSWERS: tuple[type[BaseModel], ...] = (
+    shapes.ChatCompletion,
+    shapes.ChatCompletionChunk,
+    shapes.Completion,
+    shapes.ModelList,
+    shapes.Model,
+    shapes.Job,
+    shapes.JobList,
+    shapes.JobEvent,
+    shapes.ErrorResponse,
+    shapes.Status,
+)
+_ERRORS = {
+    "400": "A field is wrong.",
+    "401": "No API key, or an unknown one.",
+    "404": "No such model or job.",
+    "409": "The job is in a state that does not allow this.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "422": "The idempotency key was used with another request.",
+    "429": "The queue is full; see Retry-After.",
+    "503": "No broker, no worker, or too many connections; see Retry-After.",
+    "504": "The deadline passed.",
+}
+_READ = ("401", "404", "503")
+_WRITE = ("400", "401", "404", "413", "415", "422", "429", "503", "504")
+
+
+def build_document() -> Json:
+    """The whole description as plain data."""
+    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in (*_REQUESTS, *_ANSWERS)]
+    _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "ktqueue",
+            "version": __version__,
+            "description": "A job queue for Mixture-of-Experts models with OpenAI's API. Fields that are refused "
+            f"when they ask for something: {', '.join(refused_fields())}.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "security": [{"bearer": []}, {"key": []}, {}],
+        "paths": _paths(),
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+    }
+
+
+def _paths() -> Json:
+    chat = _post("createChatCompletion", "Answer a conversation.", [ChatBody], shapes.ChatCompletion)
+    _add_stream(chat, shapes.ChatCompletionChunk)
+    completion = _post("createCompletion", "Go on from one or several prompts.", [CompletionBody], shapes.Completion)
+    _add_stream(completion, shapes.Completion)
+    submit = _post("createJob", "Submit a job.", [GenerationBody, ChatBody], shapes.Job, status="202")
+    submit["responses"]["202"]["headers"] = {"Location": _header("Where the job is found.")}
+    events = _get("streamJobEvents", "Follow a job's journal; a dropped reader goes on after Last-Event-ID.", None)
+    events["responses"]["200"] = {"description": "Server-sent events.", "content": _stream_of(shapes.JobEvent)}
+    events["responses"]["204"] = {"description": "The reader has had the last event already."}
+    events["parameters"] = [
+        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "integer", "minimum": 0}},
+        {"name": "after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+    ]
+    cancel = _get("cancelJob", "Cancel a job.", shapes.Job, errors=("401", "404", "409", "503"))
+    listing = _get("listJobs", "Jobs.", shapes.JobList, errors=("400", "401", "503"))
+    listing["parameters"] = [
+        {"name": "state", "in": "query", "schema": shapes.Job.model_json_schema()["properties"]["state"]},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}},
+    ]
+    job = [{"name": "job_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    model = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "/v1/chat/completions": {"post": chat},
+        "/v1/completions": {"post": completion},
+        "/v1/models": {"get": _get("listModels", "The models served.", shapes.ModelList, errors=("401", "503"))},
+        "/v1/models/{model_id}": {"get": _get("getModel", "One model.", shapes.Model), "parameters": model},
+        "/v1/jobs": {"get": listing, "post": submit},
+        "/v1/jobs/{job_id}": {
+            "get": _get("getJob", "One job, with its result once it has ended.", shapes.Job),
+            "delete": cancel,
+            "parameters": job,
+        },
+        "/v1/jobs/{job_id}/events": {"get": events, "parameters": job},
+        "/healthz": {"get": _get("healthz", "Does the process answer?", shapes.Status, errors=())},
+        "/readyz": {"get": _get("readyz", "Is there a broker and a live worker?", shapes.Status, errors=("503",))},
+        "/metrics": {"get": _text("metrics", "Prometheus metrics.")},
+        "/openapi.json": {"get": _text("openapi", "This description.", "application/json")},
+        "/": {"get": _text("pointer", "Where to look.")},
+    }
+
+
+def _ref(model: type[BaseModel]) -> Json:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _header(description: str) -> Json:
+    return {"description": description, "schema": {"type": "string"}}
+
+
+def _stream_of(model: type[BaseModel]) -> Json:
+    return {"text/event-stream": {"schema": _ref(model)}}
+
+
+def _responses(status: str, model: type[BaseModel] | None, errors: tuple[str, ...]) -> Json:
+    content = {} if model is None else {"content": {"application/json": {"schema": _ref(model)}}}
+    responses: Json = {status: {"description": "Done.", **content}}
+    for code in errors:
+        failed: Json = {
+            "description": _ERRORS[code],
+            "content": {"application/json": {"schema": _ref(shapes.ErrorResponse)}},
+        }
+        if code in ("429", "503"):
+            failed["headers"] = {"Retry-After": _header("Seconds.")}
+        responses[code] = failed
+    return responses
+
+
+def _get(operation: str, summary: str, model: type[BaseModel] | None, errors: tuple[str, ...] = _READ) -> Json:
+    return {"operationId": operation, "summary": summary, "responses": _responses("200", model, errors)}
+
+
+def _text(operation: str, summary: str, media_type: str = "text/plain") -> Json:
+    schema = {"type": "object"} if media_type == "application/json" else {"type": "string"}
+    content = {media_type: {"schema": schema}}
+    return {
+        "operationId": operation,
+        "summary": summary,
+        "responses": {"200": {"description": "Done.", "content": content}},
+    }
+
+
+def _post(
+    operation: str, summary: str, bodies: list[type[BaseModel]], answer: type[BaseModel], status: str = "200"
+) -> Json:
+    schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
+    return {
+        "operationId": operation,
+        "summary": summary,
+        "parameters": [{"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 255}}],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": _responses(status, answer, _WRITE),
+    }
+
+
+def _add_stream(operation: Json, chunk: type[BaseModel]) -> None:
+    operation["responses"]["200"]["content"].update(_stream_of(chunk))

@@ -1,0 +1,168 @@
+"""The fields that chat and completion bodies share, and their way into SamplingParams.
+
+Ranges are OpenAI's where it has the field (temperature up to 2), else vLLM's; null means the default.
+Unknown fields are ignored, as OpenAI-compatible servers do. Pure; knows no HTTP.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ktqueue.core.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    JobClass,
+    SamplingParams,
+)
+from ktqueue.gateway.faults import UnsupportedParameter
+from ktqueue.gateway.openai_errors import must_be
+
+MAX_ID = 2**31 - 1
+MAX_DEPTH = 32  # levels of lists and objects inside a free-form field
+MAX_METADATA = 16
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+
+
+def _stop(value: Any) -> Any:
+    strings = [value] if isinstance(value, str) else value
+    if value is None:
+        return None
+    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
+        raise must_be(f"a string or a list of at most {MAX_STOP_STRINGS} strings", value)
+    for text in strings:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise must_be(f"made of strings of 1 to {MAX_STOP_LENGTH} characters", text)
+    return strings
+
+
+def _logit_bias(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise must_be(f"an object of at most {MAX_LOGIT_BIAS} token ids", value)
+    for key, bias in value.items():
+        if not key.isdecimal() or int(key) > MAX_ID:
+            raise must_be("an object whose keys are token ids, strings are not supported", key)
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise must_be("an object whose values are numbers from -100 to 100", bias)
+    return value
+
+
+def _metadata(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise must_be(f"an object of at most {MAX_METADATA} strings", value)
+    for key, text in value.items():
+        if len(key) > 64 or not isinstance(text, str) or len(text) > 512:
+            raise must_be("made of keys up to 64 and strings up to 512 characters", {key: text})
+    return value
+
+
+def shallow(value: Any) -> Any:
+    """A free-form value as it is, if it is nested at most MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for one in level
+            if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return value
+    raise must_be(f"nested at most {MAX_DEPTH} levels deep", type(value).__name__)
+
+
+Stop = Annotated[list[str] | str | None, BeforeValidator(_stop)]
+LogitBias = Annotated[dict[str, float] | None, BeforeValidator(_logit_bias)]
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(_metadata)]
+FreeObject = Annotated[dict[str, Any], BeforeValidator(shallow)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="One last chunk with the token counts.")
+
+
+class CommonFields(BaseModel):
+    """Fields of both endpoints: OpenAI's, then vLLM's, then ours."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str = Field(min_length=1, max_length=256)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop = None
+    max_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = None
+    user: str | None = None
+    metadata: Metadata = None
+    service_tier: ServiceTier | None = Field(None, description="flex: the batch class; all others: interactive.")
+
+    top_k: int | None = Field(None, ge=-1, le=MAX_ID, description="0 or -1: off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_ID)
+    ignore_eos: bool | None = None
+    priority: int | None = Field(None, description="Accepted for vLLM's clients; the class decides.")
+
+    job_class: Literal["interactive", "batch"] | None = None
+    expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen. Raises InvalidRequest."""
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_k=max(0, self.top_k or 0),
+            # OpenAI allows 0, the likeliest token alone: which any positive mass that small also means.
+            top_p=max(math.ulp(0.0), _or(self.top_p, 1.0)),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            max_tokens=max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            n=self.n or 1,
+        )
+
+    def class_of_job(self) -> JobClass:
+        """`job_class` decides, else the service tier."""
+        if self.job_class is not None:
+            return JobClass(self.job_class)
+        return JobClass.BATCH if self.service_tier == "flex" else JobClass.INTERACTIVE
+
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk. Raises InvalidRequest for options without a stream."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise UnsupportedParameter(
+                "stream_options is allowed only with stream: true", param="stream_options", limit="stream: true"
+            )
+        return bool(self.stream_options.include_usage)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,111 @@
+"""The body of POST /v1/jobs: a GenerationRequest as JSON, or a chat body. Pure.
+
+A body with `sampling`, `prompt` or `prompt_token_ids` is a GenerationRequest, where an unknown field is
+an error, for nobody but us defines it. Any other is read as a chat body.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED, GenerationRequest, JobClass, SamplingParams
+from ktqueue.gateway.openai_errors import parse
+from ktqueue.gateway.openai_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
+from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
+from ktqueue.gateway.openai_requests import parse_chat
+
+_OWN = frozenset({"sampling", "prompt", "prompt_token_ids"})
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class SamplingBody(BaseModel):
+    """SamplingParams as JSON; its own checks give the ranges."""
+
+    model_config = _STRICT
+
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(0, ge=0, le=MAX_ID)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: LogitBias = None
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    stop: Stop = None
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_LOGIT_BIAS)
+    min_tokens: int = Field(0, ge=0, le=MAX_ID)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    ignore_eos: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+
+    def params(self) -> SamplingParams:
+        """The core's SamplingParams. Raises InvalidRequest."""
+        values = self.model_dump(exclude={"logit_bias", "stop", "stop_token_ids"})
+        return SamplingParams(
+            logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids),
+            **values,
+        )
+
+
+class GenerationBody(BaseModel):
+    """GenerationRequest as JSON."""
+
+    model_config = _STRICT
+
+    model: str = Field(min_length=1, max_length=256)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    sampling: SamplingBody | None = None
+    job_class: Literal["interactive", "batch"] = "interactive"
+    expires_in: float | None = Field(None, ge=0.001, le=366 * 86400)
+    tools: list[Tool] = Field([], max_length=128)
+    chat_template_kwargs: FreeObject = {}
+    user: str | None = None
+    metadata: Metadata = None
+
+    def request(self) -> GenerationRequest:
+        """The core's GenerationRequest. Raises InvalidRequest."""
+        ids = self.prompt_token_ids
+        return GenerationRequest(
+            model=self.model,
+            messages=None if self.messages is None else tuple(message.plain() for message in self.messages),
+            prompt=self.prompt,
+            prompt_token_ids=None if ids is None else tuple(ids),
+            sampling=(self.sampling or SamplingBody.model_validate({})).params(),
+            job_class=JobClass(self.job_class),
+            expires_in=self.expires_in,
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools),
+            chat_template_kwargs=dict(self.chat_template_kwargs),
+            user=self.user,
+            metadata=self.metadata or {},
+        )
+
+
+def parse_job(body: Mapping[str, Any]) -> GenerationRequest:
+    """The request of a job. Raises InvalidRequest."""
+    if not _OWN & body.keys():
+        chat = parse_chat(body)
+        chat.wants_usage()
+        return chat.request()
+    _check_names("", body, GenerationBody)
+    if isinstance(body.get("sampling"), dict):
+        _check_names("sampling.", body["sampling"], SamplingBody)
+    return parse(GenerationBody, dict(body)).request()
+
+
+def _check_names(prefix: str, body: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    known = [*kind.model_fields, *(f"sampling.{name}" for name in SamplingBody.model_fields if not prefix)]
+    for name in body:
+        if name not in kind.model_fields:
+            inside = [one for one in known if one == f"sampling.{name}"]
+            near = inside or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
+            raise InvalidRequest(f"unknown field {prefix}{name[:80]}{hint}", param=f"{prefix}{name[:80]}")

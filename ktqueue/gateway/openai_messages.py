@@ -1,0 +1,112 @@
+"""Chat messages: validated, and brought to the plain form that chat templates understand.
+
+Content parts of type text become one string; `developer` becomes `system`; the arguments of tool
+calls, JSON in a string over HTTP, become objects, as templates expect. Pure; knows no HTTP.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from ktqueue.core.codec import CodecError, loads
+from ktqueue.gateway.openai_errors import must_be
+from ktqueue.gateway.openai_fields import FreeObject, shallow
+
+MAX_MESSAGES = 4096
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class TextPart(BaseModel):
+    """One text of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise must_be('a string or a list of {"type": "text", "text": ...} parts', part)
+    elif value is not None and not isinstance(value, str):
+        raise must_be("a string or a list of text parts", value)
+    return value
+
+
+Content = Annotated[str | list[TextPart] | None, BeforeValidator(_content)]
+
+
+class FunctionCall(BaseModel):
+    """The function that a past assistant message called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(shallow)] = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in a past assistant message."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Role
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as a chat template reads it."""
+        text = self.content
+        if isinstance(text, list):
+            text = "\n".join(part.text for part in text)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            message["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+        return message
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: FreeObject | None = None
+
+
+class Tool(BaseModel):
+    """A tool offered to the model through its chat template."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str) and arguments.startswith("{"):
+        try:
+            arguments = shallow(loads(arguments))
+        except (CodecError, ValueError):
+            arguments = call.function.arguments  # not JSON: the template sees the text as it was given
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,71 @@
+"""Job records and journal events as JSON of the jobs API. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.events import TokenEvent, TokenLogprob
+from ktqueue.gateway.faults import error_body
+from ktqueue.gateway.openai_choices import Choices, alone, floor
+from ktqueue.gateway.openai_replies import usage_json
+
+Json = dict[str, Any]
+
+
+def record_json(record: JobRecord) -> Json:
+    """A job. Times in Unix seconds; `position` is its place in the queue, from 1."""
+    return {
+        "id": record.id,
+        "object": "job",
+        "state": record.state,
+        "model": record.model,
+        "job_class": record.job_class,
+        "created_at": record.created_at,
+        "started_at": record.started_at,
+        "finished_at": record.finished_at,
+        "attempts": record.attempts,
+        "worker_id": record.worker_id,
+        "position": record.position,
+        "user": record.request.user,
+        "metadata": dict(record.request.metadata),
+        "usage": None if record.usage is None else usage_json(record.usage),
+        "error": None if record.error is None else error_body(record.error)["error"],
+        "events_url": f"/v1/jobs/{record.id}/events",
+    }
+
+
+def result_json(record: JobRecord, events: Sequence[TokenEvent]) -> list[Json]:
+    """What the choices of a job say after all of its events."""
+    choices = Choices(1, record.request.sampling.n).whole([(0, event) for event in events])
+    return [{"index": one.index, "text": one.text, "finish_reason": one.finish_reason} for one in choices]
+
+
+def event_json(event: TokenEvent) -> Json:
+    """A journal event; fields that say nothing are left out, `seq` and `index` never."""
+    value: Json = {"seq": event.seq, "index": event.index}
+    if event.text:
+        value["text"] = event.text
+    if event.token_ids:
+        value["token_ids"] = event.token_ids
+    if event.logprobs:
+        value["logprobs"] = [
+            {**_token(one.chosen), "top_logprobs": [_token(top) for top in one.top]} for one in event.logprobs
+        ]
+    if event.finish_reason is not None:
+        value["finish_reason"] = event.finish_reason
+    if event.state is not None:
+        value["state"] = event.state
+    if event.usage is not None:
+        value["usage"] = usage_json(event.usage)
+    if event.error is not None:
+        value["error"] = error_body(event.error)["error"]
+    return value
+
+
+def _token(one: TokenLogprob) -> Json:
+    return {
+        "token_id": one.token_id,
+        "token": alone(one),
+        "logprob": floor(one.logprob),
+        "bytes": list(one.token_bytes),
+    }

@@ -1,0 +1,222 @@
+"""The shapes of our answers, for /openapi.json. Answers are built as plain data; tests hold them against these."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Shape):
+    """What went wrong; `limit` and `value` where a bound was broken."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    limit: float | str | None = None
+    value: float | str | None = None
+
+
+class ErrorResponse(_Shape):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(_Shape):
+    """Parts of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionUsage(_Shape):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(_Shape):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float = Field(le=0)
+    bytes: list[int] | None
+
+
+class TokenLogprobs(TopLogprob):
+    """The chosen token, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Shape):
+    """Logprobs of a chat choice."""
+
+    content: list[TokenLogprobs] | None
+    refusal: None = None
+
+
+class ChatMessage(_Shape):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+
+
+class ChatChoice(_Shape):
+    """One choice."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(_Shape):
+    """The answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+class ChatDelta(_Shape):
+    """What is new: the role in a choice's first chunk, text, or nothing in its last."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(_Shape):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(_Shape):
+    """One event of a chat stream; the last one, if asked for, has no choices but the usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: CompletionUsage | None = None
+
+
+class CompletionLogprobs(_Shape):
+    """Logprobs of a completion choice: four lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Shape):
+    """One choice; `finish_reason` is null in all chunks of a stream but the choice's last."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(_Shape):
+    """A completion, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | None = None
+
+
+class Model(_Shape):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    architecture: str
+    quantization: str
+
+
+class ModelList(_Shape):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class JobResult(_Shape):
+    """The text of one choice of an ended job."""
+
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Job(_Shape):
+    """A job. Times in Unix seconds; `position` from 1 while it is queued."""
+
+    id: str
+    object: Literal["job"]
+    state: Literal["queued", "running", "done", "failed", "cancelled", "expired"]
+    model: str
+    job_class: Literal["interactive", "batch"]
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    attempts: int
+    worker_id: str | None
+    position: int | None
+    user: str | None
+    metadata: dict[str, str]
+    usage: CompletionUsage | None
+    error: ErrorDetail | None
+    events_url: str
+    result: list[JobResult] | None = Field(None, description="Only from GET /v1/jobs/{job_id}, once the job has ended.")
+
+
+class JobList(_Shape):
+    """Jobs."""
+
+    object: Literal["list"]
+    data: list[Job]
+
+
+class JobEvent(_Shape):
+    """One event of a job's journal, the data of an SSE event whose id is `seq`."""
+
+    seq: int = Field(ge=1)
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[dict[str, Any]] = []
+    finish_reason: Literal["stop", "length"] | None = None
+    state: Literal["done", "failed", "cancelled", "expired"] | None = None
+    usage: CompletionUsage | None = None
+    error: ErrorDetail | None = None
+
+
+class Status(_Shape):
+    """How the gateway is."""
+
+    status: Literal["ok"]

@@ -1,0 +1,69 @@
+"""`ktqueue gateway`: the application under uvicorn, and a stop that lets streams end (the door to uvicorn)."""
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from ktqueue.core.config import Config
+from ktqueue.gateway.app import create_app
+from ktqueue.gateway.gateway import Gateway
+
+CONNECTIONS_PER_REQUEST = 2  # idle keep-alive connections beside the active ones, before new ones are refused
+
+
+class GatewayServer(uvicorn.Server):
+    """A server that stops in order: no new connections, open streams may end, then they are ended.
+
+    SIGTERM or SIGINT begins the stop; the same signal again ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the stop, or hurry it; unlike the parent's, the process then exits with 0."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._gateway.draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting; after `drain_seconds` tell the streams that are left to end."""
+        self._gateway.draining = True
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._gateway.config.gateway.drain_seconds, self._gateway.interrupt)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def build_server(config: Config) -> GatewayServer:
+    """A server for `config`, not yet running."""
+    settings = config.gateway
+    app = create_app(config)
+    server_config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="info",
+        server_header=False,
+        limit_concurrency=CONNECTIONS_PER_REQUEST * settings.max_connections + 64,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
+    )
+    return GatewayServer(server_config, app.state.gateway)
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Exits the process with 3 when it cannot start."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    build_server(config).run()

@@ -1,0 +1,87 @@
+"""Server-sent events: frames, and the response that writes them for as long as there is a reader.
+
+A write that a client does not take within `stall_seconds` ends the stream. Heartbeats are comments,
+which every reader of the format ignores. Knows nothing of jobs.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ktqueue.core.codec import dumps
+from ktqueue.core.errors import KtqueueError
+from ktqueue.gateway.faults import ClientGone, error_body
+from ktqueue.gateway.feed import Feed
+
+logger = logging.getLogger(__name__)
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(value: Any, *, seq: int | None = None) -> bytes:
+    """One event with JSON data, and its `id:` where it has a seq."""
+    head = b"" if seq is None else b"id: %d\n" % seq
+    return b"%bdata: %b\n\n" % (head, dumps(value))
+
+
+def error_frame(error: KtqueueError) -> bytes:
+    """An error after the status line was sent."""
+    return frame(error_body(error.info()))
+
+
+class EventStream(Response):
+    """Writes what `frames` yields. `frames` raises KtqueueError to end the stream with an error frame,
+    ClientGone to end it without one; `finished` is called once, however the stream ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        stall_seconds: float,
+        finished: Callable[[], None],
+        headers: dict[str, str],
+    ) -> None:
+        # no-transform and X-Accel-Buffering keep proxies from holding frames back.
+        super().__init__(headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._stall_seconds = stall_seconds
+        self._finished = finished
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async with aclosing(self._frames):
+                    async for data in self._frames:
+                        await self._write(send, data)
+            except ClientGone:
+                return
+            except KtqueueError as error:
+                await self._write(send, error_frame(error))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            # Left unfinished, so that the server closes the connection.
+            logger.warning("a client took nothing for %g seconds; its stream was dropped", self._stall_seconds)
+        finally:
+            self._finished()
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(self._stall_seconds):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def watch(receive: Receive, feed: Feed) -> None:
+    """Interrupt `feed` when the client has left. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    feed.interrupt(ClientGone("the client closed the connection"))
