@@ -1,0 +1,108 @@
+"""Our engine without Redis: a process that takes points on standard input and answers with figures, a JSON line each.
+
+A point is {"prompts": [[token ids]...], "tokens": N, "sampling": {...}}; {"encode": [texts]} gives token ids;
+{"experts": point} counts the experts that a decode step touches (untimed, for the hooks cost time).
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.outputs import EngineStats
+from ktqueue.operators.experts import CpuExperts
+from workers.startup import Built, build
+
+PARTS = ("schedule", "forward", "sample", "commit")
+
+
+def start(built: Built, point: dict[str, Any]) -> None:
+    """Add the rows and step until each has its first token."""
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": 7, **point.get("sampling", {})}, ignore_eos=True,
+                              max_tokens=point["tokens"])  # fmt: skip
+    waiting = set()
+    for row, prompt in enumerate(point["prompts"]):
+        built.engine.add(str(row), prompt, sampling)
+        waiting.add(str(row))
+    while waiting:
+        waiting -= {output.request_id for output in built.engine.step() if output.token_ids}
+
+
+def measure(built: Built, point: dict[str, Any]) -> dict[str, float]:
+    """Decode with all rows running: tokens a second, milliseconds a step, and the host's share of a step."""
+    start(built, point)
+    engine = built.engine
+    before, began, tokens, full = engine.stats(), time.perf_counter(), 0, True
+    while full:
+        outputs = engine.step()
+        tokens += sum(len(output.token_ids) for output in outputs)
+        full = not any(output.finish_reason for output in outputs)
+    seconds = time.perf_counter() - began
+    after = engine.stats()
+    while engine.has_work:
+        engine.step()
+    steps = after.steps - before.steps
+    spent = {part: _seconds(after, part) - _seconds(before, part) for part in PARTS}
+    host = sum(spent.values()) - spent["forward"]
+    return {
+        "tokens_per_second": tokens / seconds,
+        "step_ms": 1e3 * seconds / steps,
+        "host_share": host / seconds,
+        **{f"{part}_ms": 1e3 * value / steps for part, value in spent.items()},
+    }
+
+
+def count_experts(built: Built, point: dict[str, Any]) -> dict[str, float]:
+    """Distinct experts of a layer that a decode step touches on average, and the bytes of weights that it reads."""
+    layers = [module for module in built.model.module.modules() if isinstance(module, CpuExperts)]
+    seen: list[int] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given: seen.append(int(torch.unique(given[1]).numel())))
+        for layer in layers
+    ]
+    start(built, point)
+    seen.clear()
+    while built.engine.has_work:
+        built.engine.step()
+    for hook in hooks:
+        hook.remove()
+    distinct = sum(seen) / len(seen)
+    expert_bytes = sum(layer.device_bytes()["cpu"] / layer.experts for layer in layers)
+    dense = {id(one): one.numel() * one.itemsize for one in built.model.module.parameters()}
+    return {
+        "distinct_experts": distinct,
+        "experts_of_layer": float(layers[0].experts),
+        "weight_bytes_per_step": sum(dense.values()) + distinct * expert_bytes,
+    }
+
+
+def _seconds(stats: EngineStats, part: str) -> float:
+    return float(getattr(stats, f"{part}_seconds"))
+
+
+def main() -> None:
+    """Serve points until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--threads", type=int, required=True)
+    given = parser.parse_args()
+    built = build(EngineConfig(model=given.model, threads=given.threads, enable_prefix_caching=False))
+    for line in sys.stdin:
+        point = json.loads(line)
+        if "encode" in point:
+            answer: Any = [built.tokenizer.encode(text) for text in point["encode"]]
+        elif "experts" in point:
+            answer = count_experts(built, point["experts"])
+        else:
+            answer = measure(built, point)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""llama.cpp on the same file: a process that takes points on standard input and answers with figures, a JSON line each.
+
+Runs under any Python that has llama-cpp-python (its C API through ctypes) and numpy; imports nothing of ours. Only the
+calls that decode are timed: sampling, text and scheduling are not, which favours llama.cpp.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+
+import llama_cpp as api
+import numpy as np
+
+CONTEXT = 16_384
+BATCH = 2_048
+
+
+class Llama:
+    """One context over one model, for up to `rows` sequences that share a cache."""
+
+    def __init__(self, path: str, *, threads: int, rows: int, repack: bool) -> None:
+        model_settings = api.llama_model_default_params()
+        model_settings.n_gpu_layers = 0
+        model_settings.use_extra_bufts = repack
+        self._model = api.llama_model_load_from_file(path.encode(), model_settings)
+        if not self._model:
+            raise SystemExit(f"llama.cpp cannot load {path}")
+        settings = api.llama_context_default_params()
+        settings.n_ctx = CONTEXT
+        settings.n_batch = BATCH
+        settings.n_ubatch = 512
+        settings.n_seq_max = rows
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.flash_attn_type = 1
+        settings.kv_unified = True
+        settings.no_perf = True
+        self._context = api.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise SystemExit("llama.cpp cannot make a context")
+        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._batch = api.llama_batch_init(BATCH, 0, 1)
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+        """Greedy decode of all rows at once: tokens a second and milliseconds a step over `tokens` - 1 steps."""
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        row_tokens = [self._prefill(row, prompt) for row, prompt in enumerate(prompts)]
+        seconds = 0.0
+        for step in range(tokens - 1):
+            self._fill([(token, len(prompts[row]) + step, row, True) for row, token in enumerate(row_tokens)])
+            began = time.perf_counter()
+            self._run()
+            seconds += time.perf_counter() - began
+            row_tokens = [self._likeliest(row) for row in range(len(prompts))]
+        return {
+            "tokens_per_second": len(prompts) * (tokens - 1) / seconds,
+            "step_ms": 1e3 * seconds / (tokens - 1),
+        }
+
+    def _prefill(self, row: int, prompt: list[int]) -> int:
+        last = len(prompt) - 1
+        self._fill([(token, place, row, place == last) for place, token in enumerate(prompt)])
+        self._run()
+        return self._likeliest(last)
+
+    def _fill(self, entries: list[tuple[int, int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for i, (token, position, row, scored) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, scored
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
+
+    def _run(self) -> None:
+        if api.llama_decode(self._context, self._batch):
+            raise SystemExit("llama_decode failed")
+        api.llama_synchronize(self._context)
+
+    def _likeliest(self, place: int) -> int:
+        logits = np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, place), (self._vocabulary,))
+        return int(logits.argmax())
+
+
+def main() -> None:
+    """Serve points until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--no-repack", action="store_true")
+    given = parser.parse_args()
+    silent = api.llama_log_callback(lambda *_: None)
+    api.llama_log_set(silent, ctypes.c_void_p(0))
+    llama = Llama(given.model, threads=given.threads, rows=given.rows, repack=not given.no_repack)
+    sys.stdout.write(json.dumps({"llama_cpp_python": api.__version__}) + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        point = json.loads(line)
+        sys.stdout.write(json.dumps(llama.decode(point["prompts"], point["tokens"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A measured process: started once, asked for a point at a time, so that peers can take turns within a run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.machine import ROOT
+
+
+class Peer:
+    """`ask` sends one JSON line and waits for one; the process idles in between. Raises RuntimeError if it dies."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, question: Any) -> Any:
+        """The answer to one question."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> Any:
+        """The next line that the process says by itself."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def ours(model: str, threads: int) -> Peer:
+    """Our engine."""
+    return Peer([sys.executable, "-m", "benchmarks.engine", "--model", model, "--threads", str(threads)])
+
+
+def llama(python: str, model: str, threads: int, rows: int, *, repack: bool) -> Peer:
+    """llama.cpp under the interpreter that has it."""
+    command = [python, "benchmarks/llama.py", "--model", model, "--threads", str(threads), "--rows", str(rows)]
+    return Peer([*command, *([] if repack else ["--no-repack"])])
