@@ -10,7 +10,7 @@ from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
 from ktqueue.loading.names import gguf_names, split_expert_name
 from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import ExpertWeights
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -123,7 +123,7 @@ def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertW
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, 3 dimensions expected"
             )
-    return ExpertWeights(**{part: PackedExperts(t.quant, *t.shape[1:], t.matrices()) for part, t in parts.items()})
+    return ExpertWeights(**{part: t.stack() for part, t in parts.items()})
 
 
 def _finish_config(

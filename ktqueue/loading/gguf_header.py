@@ -113,7 +113,7 @@ class _Cursor:
     def __init__(self, path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self.path = path
         self.position = 0
-        self._view = memoryview(data)
+        self._view = memoryview(data.data)
 
     def take(self, size: int, what: str) -> bytes:
         left = len(self._view) - self.position

@@ -134,7 +134,7 @@ class _Reader:
         if node.tag not in {f"tag:yaml.org,2002:{tag}" for tag in _TAGS}:
             self._fail(node, f"{what} has the type {node.tag}, which rules do not use")
         try:
-            return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+            return yaml.SafeLoader("").construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             self._fail(node, f"{what}: {error}")
 

@@ -132,7 +132,8 @@ def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTen
             raise CheckpointError(
                 f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, a matrix is expected"
             )
-        stacks[part] = PackedExperts(first.quant, *first.shape, [found[i].data for i in range(count)])
+        rows, columns = first.shape
+        stacks[part] = PackedExperts(first.quant, rows, columns, [found[i].data for i in range(count)])
     return ExpertWeights(**stacks)
 
 
@@ -152,5 +153,5 @@ def split_fused(gate_up: StoredTensor, down: StoredTensor) -> ExpertWeights:
     return ExpertWeights(
         gate=PackedExperts(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
         up=PackedExperts(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
-        down=PackedExperts(down.quant, *down.shape[1:], down.matrices()),
+        down=down.stack(),
     )

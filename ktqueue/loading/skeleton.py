@@ -18,7 +18,7 @@ Config = transformers.PretrainedConfig
 def build_config(values: Mapping[str, Any], source: str) -> Config:
     """A transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
     model_type = values.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
@@ -45,7 +45,7 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     transformers.AttentionInterface.register(attention.NAME, attention.paged_attention)
     try:
         with torch.device("meta"), no_init_weights():
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=attention.NAME, dtype=dtype
             )
     except Exception as error:  # a config can be wrong in as many ways as there are models

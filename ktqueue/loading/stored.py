@@ -59,9 +59,10 @@ class StoredTensor:
         """A [experts, rows, columns] tensor as one flat byte view an expert."""
         return list(self.data.reshape(self.shape[0], -1))
 
-    def floats(self) -> Floats:
-        """Decoded [rows, columns] float32, a copy; leading dimensions are flattened."""
-        return decode(self.data, self.quant, self.columns)
+    def stack(self) -> PackedExperts:
+        """A [experts, rows, columns] tensor as views."""
+        _, rows, columns = self.shape
+        return PackedExperts(self.quant, rows, columns, self.matrices())
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Decoded to `dtype` in the tensor's own shape, a chunk of rows at a time."""
@@ -78,7 +79,7 @@ class StoredTensor:
 
 
 def decode(data: Bytes, quant: str, columns: int) -> Floats:
-    """Packed rows to [rows, columns] float32, always a copy."""
+    """Packed rows to [rows, columns] float32, a copy."""
     count = data.size // row_bytes(quant, columns) * columns
     return dequantize(quant, data, count).reshape(-1, columns)
 
@@ -154,10 +155,6 @@ class StoredCheckpoint:
             _fill(out[:, : experts.gate.rows], experts.gate)
             _fill(out[:, experts.gate.rows :], experts.up)
         return out
-
-    def stored(self, name: str) -> StoredTensor:
-        """The tensor as it lies in the file. Raises CheckpointError for an unknown name."""
-        return self._tensor(name)
 
     def experts(self, module: str) -> ExpertWeights:
         """The packed weights of the experts module of that name. Raises CheckpointError for an unknown one."""

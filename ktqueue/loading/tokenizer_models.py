@@ -6,9 +6,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.vocabulary_data import VocabularyData
 from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_USER_DEFINED
 from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.vocabulary_data import VocabularyData
 
 SPACE = "\u2581"  # SentencePiece's visible space
 
@@ -67,7 +67,7 @@ def _sentence_piece(data: VocabularyData) -> tokenizers.Tokenizer:
     """SentencePiece BPE joins the neighbours whose joint piece scores best; as merges: every way to make a piece
     of two pieces, best piece first."""
     vocabulary = _vocabulary(data)
-    ranked = []
+    ranked: list[tuple[float, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
         halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         joins = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]

@@ -1,0 +1,101 @@
+"""What a model is made of and where each part would go: the plan with bytes, without loading a weight."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ktqueue.loading.load import CardFacts, Prepared, card_facts, prepare
+from ktqueue.loading.rules import KEEP
+from ktqueue.loading.skeleton import tied_names
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Like modules of all layers together. `name` has `*` for the layer; `quants`: storage types in the file;
+    `file_bytes`: as stored; `device_bytes`: as held on `device` once loaded."""
+
+    name: str
+    count: int
+    class_name: str
+    operator: str
+    device: str
+    quants: tuple[str, ...]
+    file_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device."""
+
+    source: str
+    facts: CardFacts
+    layers: int
+    parameters: int
+    rows: list[Row]
+    device_bytes: dict[str, int]
+
+
+def inspect(path: str, *, rules: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Report:
+    """The report of a model file under a rule file. Raises CheckpointError, RuleError as loading would."""
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
+    rows = list(_rows(prepared))
+    totals: dict[str, int] = {}
+    for row in rows:
+        totals[row.device] = totals.get(row.device, 0) + row.device_bytes
+    checkpoint = prepared.checkpoint
+    return Report(
+        source=checkpoint.path,
+        facts=card_facts(prepared.config, checkpoint),
+        layers=int(prepared.config.num_hidden_layers),
+        parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
+        rows=rows,
+        device_bytes=totals,
+    )
+
+
+def _rows(prepared: Prepared) -> Iterable[Row]:
+    skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
+    operators = {one.name: one.op for one in plan.replacements}
+    tied = tied_names(skeleton)
+    grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
+    counts: dict[tuple[str, str, str, str], int] = {}
+    for name, module in skeleton.named_modules():
+        own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
+        own = [key for key in own if key not in tied]
+        if not own:
+            continue
+        operator = operators.get(name, KEEP)
+        key = (_INDEX.sub(".*", name), type(module).__name__, operator, plan.device_of(name))
+        counts[key] = counts.get(key, 0) + 1
+        for tensor in own:
+            stored = checkpoint.nbytes(tensor)
+            held = stored if operator != KEEP else math.prod(checkpoint.shape(tensor)) * _item_size(module, tensor)
+            grouped.setdefault(key, []).append((checkpoint.quant(tensor), stored, held))
+    for key, tensors in grouped.items():
+        pattern, class_name, operator, device = key
+        yield Row(
+            name=pattern,
+            count=counts[key],
+            class_name=class_name,
+            operator=operator,
+            device=device,
+            quants=tuple(sorted({quant for quant, _, _ in tensors})),
+            file_bytes=sum(stored for _, stored, _ in tensors),
+            device_bytes=sum(held for _, _, held in tensors),
+        )
+
+
+def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    skipped = module._non_persistent_buffers_set
+    return [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if key not in skipped]
+
+
+def _item_size(module: torch.nn.Module, name: str) -> int:
+    tensor: torch.Tensor = getattr(module, name.rpartition(".")[2])
+    return tensor.dtype.itemsize
