@@ -1,0 +1,79 @@
+"""Settings that cannot work are refused at start, by name."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import CheckpointError, ConfigError
+from ktqueue.operators.kv_cache import KVLayout
+from workers.startup import build, resolve_max_model_len, resolve_num_pages, served_name
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"threads": 0}, "engine.threads"),
+        ({"page_size": 0}, "engine.page_size"),
+        ({"num_pages": 0}, "engine.num_pages"),
+        ({"max_num_seqs": 0}, "engine.max_num_seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "engine.max_num_batched_tokens"),
+        ({"dtype": "float8"}, "engine.dtype"),
+        ({"device": "toaster"}, "engine.device"),
+        ({"served_model_name": ""}, "engine.served_model_name"),
+        ({"ageing_seconds": -1.0}, "engine.ageing_seconds"),
+        ({"max_model_len": 100_000}, "engine.max_model_len"),
+        ({"kv_cache_bytes": 100}, "engine.kv_cache_bytes"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(EngineConfig(**settings))
+    assert caught.value.param == param
+    assert param in caught.value.message
+    assert caught.value.limit is not None
+    assert str(caught.value.value) in caught.value.message.replace(" B", "")
+
+
+def test_a_context_longer_than_the_cache_is_refused() -> None:
+    config = EngineConfig(max_model_len=100, num_pages=6)
+    with pytest.raises(ConfigError, match=r"engine.max_model_len 100 does not fit.*96.*engine.kv_cache_bytes"):
+        resolve_max_model_len(config, 1_000, 6)
+    assert resolve_max_model_len(config, 1_000, 7) == 100
+
+
+def test_the_context_is_what_model_and_cache_allow() -> None:
+    assert resolve_max_model_len(EngineConfig(), 1_000, 10_000) == 1_000
+    assert resolve_max_model_len(EngineConfig(), 1_000, 10) == 160
+
+
+def test_pages_fill_the_cache() -> None:
+    assert LAYOUT.page_bytes == 4096
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000), LAYOUT) == 2
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT) == 9
+
+
+def test_the_name_that_clients_use() -> None:
+    assert served_name("demo") == "demo"
+    assert served_name("models/Qwen3-30B-Q4_K_M.gguf") == "Qwen3-30B-Q4_K_M"
+    assert served_name("models/deep-00001-of-00003.gguf") == "deep"
+    assert served_name("models/Qwen3-30B/") == "Qwen3-30B"
+
+
+def test_the_built_in_model_is_served_by_default() -> None:
+    seen: list[tuple[int, int, str]] = []
+    built = build(EngineConfig(num_pages=8, threads=1), lambda *step: seen.append(step))
+    assert built.card.name == "demo"
+    assert built.card.max_model_len == 128
+    assert built.card.max_num_seqs == 32
+    assert built.config.num_pages == 8
+    assert built.config.dtype == "float32"
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_a_missing_model_is_named(tmp_path: Any) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        build(EngineConfig(model=str(tmp_path / "nowhere.gguf")))

@@ -1,0 +1,232 @@
+"""Incarnation: the work under one lease: claim, tokenise, step, commit, until the lease is lost or the worker drains.
+
+While step n+1 computes, step n is committed and new claims are tokenised. Knows neither processes nor signals.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from ktqueue.broker.lease import Claim, Lease
+from ktqueue.core.config import Config
+from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
+from ktqueue.core.events import JobState
+from workers.admission import Refused, Tokeniser
+from workers.engine_thread import EngineThread
+from workers.heartbeat import Heartbeat
+from workers.outbox import Outbox
+from workers.running import RunningJob
+
+IDLE_SECONDS = 0.5  # a lost wake-up costs no more than this
+
+log = logging.getLogger(__name__)
+
+
+class Incarnation:
+    """One lease's worth of work. `rows` is how many rows the engine has; `draining` is set once, from outside."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        engine: EngineThread,
+        tokeniser: Tokeniser,
+        config: Config,
+        rows: int,
+        draining: asyncio.Event,
+    ) -> None:
+        self._lease = lease
+        self._engine = engine
+        self._tokeniser = tokeniser
+        self._config = config
+        self._rows = rows
+        self._draining = draining
+        self._drain_over = False
+        self._intake_over = False
+        self._outbox = Outbox(lease, self._cancel)
+        self._jobs: dict[str, RunningJob] = {}
+        self._admitted: list[RunningJob] = []
+        self._aborts: list[str] = []
+        self._has_work = False
+        self._wake = asyncio.Event()  # something for the next turn, or the drain is over
+        self._rows_freed = asyncio.Event()
+        self._heartbeat = Heartbeat(
+            lease,
+            engine.clock,
+            self.stats,
+            lease_seconds=config.broker.lease_seconds,
+            stall_seconds=config.worker.stall_seconds,
+        )
+
+    async def run(self) -> None:
+        """Work until drained. Raises LeaseLost, EngineStalled, or whatever broke the engine."""
+        drain = asyncio.create_task(self._drain_timer())
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(part) for part in (self._outbox.run(), self._heartbeat.run())]
+                intake = group.create_task(self._intake())
+                await self._generate()
+                await intake
+                await self._outbox.flush()
+                if self._jobs:
+                    log.info("drained; %d jobs go back to the queue", len(self._jobs))
+                await self._lease.close()
+                for task in background:
+                    task.cancel()
+            await self._drop_all()
+        except BaseExceptionGroup as faults:
+            gravest = _gravest(faults)
+            if isinstance(gravest, LeaseLost):
+                await self._drop_all()
+            raise gravest from faults
+        finally:
+            drain.cancel()
+
+    def stats(self) -> dict[str, float]:
+        """Figures for the heartbeat."""
+        return {**self._engine.stats, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
+
+    # Claims
+
+    async def _intake(self) -> None:
+        while not self._draining.is_set():
+            free = self._free_rows()
+            if free <= 0:
+                await self._until_drain(self._rows_freed.wait())
+                continue
+            claims = await self._lease.claim(free)
+            if not claims:
+                await self._until_drain(self._lease.wait_for_work(IDLE_SECONDS))
+                continue
+            await self._take(claims, free)
+        self._intake_over = True
+        self._wake.set()
+
+    async def _take(self, claims: list[Claim], free: int) -> None:
+        accepted, surplus = [], []
+        for claim in claims:
+            if free <= 0:  # earlier claims have several choices: they took the rows
+                surplus.append(claim.job_id)
+                continue
+            job = RunningJob(claim)
+            free -= job.rows
+            self._jobs[job.id] = job
+            accepted.append(job)
+        if surplus:
+            await self._lease.release(surplus)
+        self._expire()
+        for job in accepted:
+            if not self._drain_over:
+                await self._admit(job)
+
+    async def _admit(self, job: RunningJob) -> None:
+        try:
+            job.prompt_token_ids = await self._tokeniser.encode(job.id, job.request)
+        except Refused as refused:
+            self._end(job, JobState.FAILED, refused.reason)
+            return
+        if job.ended:  # cancelled meanwhile
+            return
+        self._admitted.append(job)
+        self._wake.set()
+
+    def _free_rows(self) -> int:
+        self._rows_freed.clear()
+        return self._rows - sum(job.rows for job in self._jobs.values())
+
+    async def _until_drain(self, waiting: Coroutine[Any, Any, Any]) -> None:
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._draining.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    # Steps
+
+    async def _generate(self) -> None:
+        while True:
+            while not (self._has_work or self._admitted or self._aborts):
+                if self._drain_over or (self._intake_over and not self._jobs):
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+            if self._drain_over:
+                return
+            await self._turn()
+            await self._outbox.room()
+
+    async def _turn(self) -> None:
+        aborts, self._aborts = self._aborts, []
+        adds, self._admitted = [job for job in self._admitted if not job.ended], []
+        turn = await self._engine.turn(aborts, adds)
+        self._has_work = turn.has_work
+        for job_id, reason in turn.refused:
+            if (job := self._jobs.get(job_id)) is not None:
+                self._end(job, JobState.FAILED, reason)
+        for output in turn.outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None:  # ended while the step was under way; its abort comes with the next turn
+                continue
+            event = job.event(output)
+            if event is not None:
+                self._outbox.put(job.id, event)
+                if output.finish_reason is not None:
+                    self._rows_freed.set()
+            if job.ended:
+                self._forget(job)
+                if output.error is not None:
+                    self._aborts.append(job.id)
+        self._expire()
+        self._outbox.seal()
+
+    # Ends
+
+    def _cancel(self, job_ids: set[str]) -> None:
+        for job_id in job_ids:
+            if (job := self._jobs.get(job_id)) is not None:
+                self._abort(job, JobState.CANCELLED, Cancelled("the job was cancelled").info())
+
+    def _expire(self) -> None:
+        now = time.time()
+        for job in [one for one in self._jobs.values() if one.deadline is not None and one.deadline <= now]:
+            late = DeadlineExceeded(
+                "the job's deadline passed before it was done", param="expires_in", limit=job.request.expires_in
+            )
+            self._abort(job, JobState.EXPIRED, late.info())
+
+    def _abort(self, job: RunningJob, state: JobState, error: ErrorInfo) -> None:
+        self._aborts.append(job.id)
+        self._end(job, state, error)
+
+    def _end(self, job: RunningJob, state: JobState, error: ErrorInfo | None = None) -> None:
+        self._outbox.put(job.id, job.end(state, error))
+        self._outbox.seal()
+        self._forget(job)
+
+    def _forget(self, job: RunningJob) -> None:
+        del self._jobs[job.id]
+        self._rows_freed.set()
+        self._wake.set()
+
+    async def _drop_all(self) -> None:
+        # Whoever holds these jobs next, this engine must not go on with them.
+        await self._engine.clear([*self._jobs, *self._aborts], self._config.worker.stall_seconds)
+
+    # Drain
+
+    async def _drain_timer(self) -> None:
+        await self._draining.wait()
+        self._wake.set()
+        await asyncio.sleep(self._config.worker.drain_seconds)
+        self._drain_over = True
+        self._wake.set()
+
+
+def _gravest(faults: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one exception that says what to do: a lost lease is mended here, anything else ends the process."""
+    leaves = [_gravest(one) if isinstance(one, BaseExceptionGroup) else one for one in faults.exceptions]
+    return next((fault for fault in leaves if not isinstance(fault, LeaseLost)), leaves[0])

@@ -1,0 +1,78 @@
+"""The generation worker as a process: signals, logging and exit codes around GenerationWorker.
+
+Also a module to execute (`python -m workers.run`): then the settings come from the environment alone.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config, load_config
+from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
+from workers.exit_codes import BROKEN, DRAINED, UNUSABLE
+from workers.generation import GenerationWorker
+from workers.startup import Built, Progress, build
+
+SWITCH_SECONDS = 0.001  # how long the engine's thread may keep the event loop from running
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, progress: Progress | None = None) -> int:
+    """Load the model, serve it until SIGTERM or SIGINT, drain, and give the exit code. A second signal ends at once.
+
+    Must be called from the main thread. Raises ConfigError, CheckpointError or RuleError if the model cannot be
+    served, Unavailable if there is no Redis.
+    """
+    built = build(config.engine, progress)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    return asyncio.run(_serve(config, built))
+
+
+async def _serve(config: Config, built: Built) -> int:
+    broker = await Broker.open(config.broker)
+    worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config)
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        if worker.draining:
+            log.warning("%s again: leaving at once", number.name)
+            os._exit(128 + number)
+        log.info("%s: draining", number.name)
+        worker.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await worker.run()
+    except Exception:
+        log.exception("the engine cannot go on; its jobs will resume on another worker")
+        _leave(BROKEN)
+    await broker.close()
+    return DRAINED
+
+
+def _leave(code: int) -> None:
+    # A thread that hangs in a device call would keep the interpreter from ending.
+    logging.shutdown()
+    os._exit(code)
+
+
+def main() -> int:
+    """Serve with the settings of the environment; errors go to the log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        return run(load_config(environment=os.environ))
+    except (ConfigError, CheckpointError, RuleError) as error:
+        log.error("%s", error.message)
+        return UNUSABLE
+    except KtqueueError as error:
+        log.error("%s", error.message)
+        return BROKEN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

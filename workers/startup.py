@@ -1,0 +1,155 @@
+"""The composition root: settings to a loaded model, its pages, its engine and its card.
+
+Everything that can be wrong with the settings is found here, before the worker takes a job. Knows no Redis.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.units import format_bytes
+from ktqueue.engine.engine import Engine
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.operators import native
+from ktqueue.operators.kv_cache import KVLayout
+
+Progress = Callable[[int, int, str], None]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a worker needs to serve a model. `config` has every None of the engine's settings resolved."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    card: ModelCard
+    model: LoadedModel
+    config: EngineConfig
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    """Load the model and build its engine.
+
+    `progress(done, total, what)` is called while weights load, in bytes. Raises ConfigError, CheckpointError or
+    RuleError, each naming the setting, file or tensor at fault.
+    """
+    _check(config)
+    threads = native.set_threads(config.threads)
+    dtype = _dtype(config)
+    model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
+    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    layout = model.kv_layout(config.page_size)
+    num_pages = resolve_num_pages(config, layout)
+    max_model_len = resolve_max_model_len(config, model.card_facts.max_position_embeddings, num_pages)
+    resolved = replace(
+        config,
+        served_model_name=config.served_model_name or served_name(config.model),
+        threads=threads,
+        dtype=str(dtype).removeprefix("torch."),
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+    )
+    engine = Engine(model.module, tokenizer, layout, resolved, num_pages, max_model_len)
+    card = ModelCard(
+        name=resolved.served_model_name or "",
+        created=int(time.time()),
+        max_model_len=max_model_len,
+        vocab_size=model.card_facts.vocab_size,
+        architecture=model.card_facts.architecture,
+        quantization=model.card_facts.quantization,
+        max_num_seqs=config.max_num_seqs,
+    )
+    return Built(engine, tokenizer, card, model, resolved)
+
+
+def served_name(model: str) -> str:
+    """The name that clients use when none is set: the file's or folder's, without ending and part number."""
+    path = Path(model)
+    return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
+
+
+def resolve_num_pages(config: EngineConfig, layout: KVLayout) -> int:
+    """How many pages the cache has. Raises ConfigError where not one fits."""
+    num_pages = config.num_pages or config.kv_cache_bytes // layout.page_bytes
+    if num_pages < 1:
+        raise ConfigError(
+            f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
+            f"({layout.page_size} tokens), got {format_bytes(config.kv_cache_bytes)}",
+            param="engine.kv_cache_bytes",
+            limit=layout.page_bytes,
+            value=config.kv_cache_bytes,
+        )
+    return num_pages
+
+
+def resolve_max_model_len(config: EngineConfig, trained: int, num_pages: int) -> int:
+    """The context in tokens: what is asked for, else as much as the model was trained for and the pages hold.
+
+    Raises ConfigError where the context asked for is longer than either.
+    """
+    capacity = num_pages * config.page_size
+    asked = config.max_model_len
+    if asked is None:
+        return min(trained, capacity)
+    if asked > trained:
+        raise ConfigError(
+            f"engine.max_model_len must be at most the {trained} tokens that the model was trained for, got {asked}",
+            param="engine.max_model_len",
+            limit=trained,
+            value=asked,
+        )
+    if asked > capacity:
+        raise ConfigError(
+            f"engine.max_model_len {asked} does not fit the cache: {num_pages} pages of {config.page_size} tokens hold "
+            f"{capacity}; raise engine.kv_cache_bytes (or engine.num_pages) or lower engine.max_model_len",
+            param="engine.max_model_len",
+            limit=capacity,
+            value=asked,
+        )
+    return asked
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if config.device == "cpu" else torch.bfloat16
+    return DTYPES[config.dtype]
+
+
+def _check(config: EngineConfig) -> None:
+    at_least_one = ("threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise _wrong(name, value, "at least 1", 1)
+    if config.ageing_seconds < 0:
+        raise _wrong("ageing_seconds", config.ageing_seconds, "0 or more seconds", 0)
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        # Each running row needs one token of every step's budget.
+        limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
+        raise _wrong("max_num_batched_tokens", config.max_num_batched_tokens, limit, config.max_num_seqs)
+    if config.dtype != "auto" and config.dtype not in DTYPES:
+        raise _wrong("dtype", config.dtype, f"auto, {', '.join(DTYPES)}", ", ".join(DTYPES))
+    if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
+        raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise _wrong("device", config.device, "a torch device such as cpu or cuda:0", "cpu, cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise _wrong("device", config.device, "cpu: this machine has no CUDA device", "cpu")
+
+
+def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:
+    return ConfigError(
+        f"engine.{name} must be {wanted}, got {value!r}", param=f"engine.{name}", limit=limit, value=value
+    )

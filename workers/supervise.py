@@ -1,0 +1,215 @@
+"""Supervisor: the processes of `ktqueue up`: a private Redis, the gateway, the workers.
+
+They start in order, are restarted when they die, stop in order, and never outlive this process. A library: it
+installs no signal handlers unless `run_until_signal` is called. Knows the processes only by their commands.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
+from ktqueue.core.errors import ConfigError
+from workers.child import Child, ProcessFailed
+from workers.exit_codes import UNUSABLE
+from workers.private_redis import PrivateRedis
+
+GATEWAY_START_SECONDS = 30.0
+WORKER_START_SECONDS = 1_800.0  # a large model takes its time to load
+STOP_MARGIN = 7.0  # seconds that a process has beyond its drain_seconds before it is killed
+POLL_SECONDS = 0.05
+
+WORKER_COMMAND = [sys.executable, "-m", "workers.run"]
+GATEWAY_COMMAND = [
+    sys.executable,
+    "-c",
+    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
+    "serve(load_config(environment=os.environ))",
+]
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """`async with Supervisor(config, workers=2) as up:` runs everything; inside, `up.url` answers HTTP.
+
+    `report` gets one line for each thing that is waited for. Logs go to `state_dir/NAME.log`; those of the run
+    before are kept as `NAME.log.1`. Entering raises ProcessFailed, ConfigError or Unavailable.
+    """
+
+    def __init__(self, config: Config, *, workers: int = 1, report: Callable[[str], None] | None = None) -> None:
+        self.config = config
+        self.gateway: Child
+        self.workers: list[Child] = []
+        self._count = workers
+        self._report = report or log.info
+        self._redis: PrivateRedis | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        """Where the gateway answers."""
+        host = self.config.gateway.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+        return f"http://{host}:{self.config.gateway.port}"
+
+    @property
+    def broker_url(self) -> str:
+        """The Redis that is in use, password and all: not for logs."""
+        assert self.config.broker.url is not None
+        return self.config.broker.url
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def wait(self) -> None:
+        """Watch until a process cannot be kept running. Raises ProcessFailed."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def run_until_signal(self) -> None:
+        """Watch until SIGINT, SIGTERM or SIGHUP. A second one, while things stop, kills the children.
+
+        Raises ProcessFailed.
+        """
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+
+        def stop() -> None:
+            if stopped.is_set():
+                for child in [self.gateway, *self.workers]:
+                    child.signal(signal.SIGKILL)
+            stopped.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop)
+        tasks = [asyncio.ensure_future(one) for one in (self.wait(), stopped.wait())]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        """The gateway stops accepting, the workers drain, Redis goes last. Does nothing the second time."""
+        children = [*([self.gateway] if hasattr(self, "gateway") else []), *self.workers]
+        for child in children:
+            child.stop()
+        drain = self.config.worker.drain_seconds + STOP_MARGIN
+        await asyncio.gather(*(worker.ended(drain) for worker in self.workers))
+        if hasattr(self, "gateway"):
+            await self.gateway.ended(self.config.gateway.drain_seconds + STOP_MARGIN)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._redis is not None:
+            await self._redis.stop()
+            self._redis = None
+
+    # Start
+
+    async def _start(self) -> None:
+        state = _state_folder(self.config)
+        await self._find_redis(state)
+        port = _claim_port(self.config.gateway.host, self.config.gateway.port)
+        self.config = replace(self.config, gateway=replace(self.config.gateway, port=port))
+        if self.config.engine.threads is None:  # the workers share the machine
+            threads = max(1, len(os.sched_getaffinity(0)) // self._count)
+            self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
+        self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
+        self.workers = [self._child(f"worker-{i + 1}", WORKER_COMMAND, state) for i in range(self._count)]
+        self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in [self.gateway, *self.workers]]
+        await self._until("the gateway", self.gateway, self._gateway_answers, GATEWAY_START_SECONDS)
+        broker = await Broker.open(self.config.broker)
+        try:
+            for worker in self.workers:
+
+                async def serves(worker: Child = worker) -> bool:
+                    return any(one.pid == worker.pid for one in await broker.models.workers())
+
+                what = f"{worker.name} to load {self.config.engine.model}"
+                await self._until(what, worker, serves, WORKER_START_SECONDS)
+        finally:
+            await broker.close()
+
+    async def _find_redis(self, state: Path) -> None:
+        if self.config.broker.url is None:
+            self._report("starting a private Redis")
+            self._redis = PrivateRedis(state)
+            url = await self._redis.start()
+            self.config = replace(self.config, broker=replace(self.config.broker, url=url))
+            self._tasks.append(asyncio.create_task(self._redis.run(), name="redis"))
+
+    def _child(self, name: str, command: list[str], state: Path) -> Child:
+        log_path = state / f"{name}.log"
+        if log_path.exists():
+            log_path.replace(log_path.with_suffix(".log.1"))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX) or k in STANDALONE}
+        return Child(
+            name,
+            command,
+            environment={**kept, **config_environment(self.config)},
+            log_path=log_path,
+            final_codes=frozenset({UNUSABLE}),
+        )
+
+    async def _until(self, what: str, child: Child, ready: Callable[[], Awaitable[bool]], within: float) -> None:
+        self._report(f"waiting for {what}")
+        deadline = time.monotonic() + within
+        while not await ready():
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"waited {within:g} s for {what}; see {child.log_path}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _gateway_answers(self) -> bool:
+        try:
+            async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+                return (await client.get(f"{self.url}/healthz")).is_success
+        except httpx.HTTPError:
+            return False
+
+
+def _state_folder(config: Config) -> Path:
+    state = Path(config.broker.state_dir)
+    state.mkdir(parents=True, exist_ok=True)
+    return state
+
+
+def _claim_port(host: str, port: int) -> int:
+    """The port if it can be had (0: any that can). Raises ConfigError."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+            return int(one.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.host {host} with gateway.port {port} cannot be listened on: {error.strerror}",
+            param="gateway.port",
+            value=port,
+        ) from error
