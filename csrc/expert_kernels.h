@@ -73,7 +73,7 @@ void matrix(const uint8_t* weights, size_t rows, size_t columns, const float* co
     float* rest_y = y + t * y_stride;
     if (tokens - t == 3) dot_rows<Decoder, 1, 3>(weights, stride, rows, columns, rest, rest_y, y_stride);
     if (tokens - t == 2) dot_rows<Decoder, 2, 2>(weights, stride, rows, columns, rest, rest_y, y_stride);
-    if (tokens - t == 1) dot_rows<Decoder, 2, 1>(weights, stride, rows, columns, rest, rest_y, y_stride);
+    if (tokens - t == 1) dot_rows<Decoder, 4, 1>(weights, stride, rows, columns, rest, rest_y, y_stride);
 }
 
 template <class Decoder>
