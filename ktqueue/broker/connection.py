@@ -29,6 +29,10 @@ MAX_CONNECTIONS = 16  # per process; calls beyond it wait their turn
 _AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
 
 
+class OutOfMemory(Unavailable):
+    """The server is at its memory limit: reads work, nothing new is taken."""
+
+
 class ReplyError(Exception):
     """The server answered with an error; its text begins with a code word."""
 
@@ -63,7 +67,7 @@ def _translate(error: Exception) -> Exception:
     if isinstance(error, AuthenticationError):
         return ConfigError("Redis refuses the password", param="broker.url")
     if isinstance(error, OutOfMemoryError):
-        return Unavailable("Redis has no memory left", retry_after=5.0)
+        return OutOfMemory("Redis has no memory left", retry_after=5.0)
     if isinstance(error, _AWAY):
         return Unavailable(f"Redis is away: {error}", retry_after=1.0)
     return ReplyError(str(error))

@@ -9,7 +9,7 @@ import hashlib
 from importlib import resources
 from typing import Any
 
-from ktqueue.broker.connection import Connection, ReplyError
+from ktqueue.broker.connection import Connection, OutOfMemory, ReplyError
 from ktqueue.broker.keys import Keys
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import LeaseLost, Unavailable
@@ -57,7 +57,8 @@ class Scripts:
     async def call(self, name: str, *arguments: bytes | str | int, patience: float | None = None) -> Any:
         """Run a script and return its reply.
 
-        While Redis is away the call is repeated for `patience` seconds (None: the connect timeout).
+        While Redis is away the call is repeated for `patience` seconds. None: for the connect timeout, and not at all
+        while Redis is out of memory.
         Raises Refused, LeaseLost, Unavailable.
         """
         loop = asyncio.get_running_loop()
@@ -66,8 +67,8 @@ class Scripts:
         while True:
             try:
                 return await self._connection.evaluate(self._digests[name], self._sources[name], self._tag, arguments)
-            except Unavailable:
-                if loop.time() + pause > end:
+            except Unavailable as error:
+                if loop.time() + pause > end or (isinstance(error, OutOfMemory) and patience is None):
                     raise
             except ReplyError as error:
                 code, _, detail = str(error).partition(" ")

@@ -17,6 +17,7 @@ import subprocess
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote
 
 from ktqueue.broker.connection import probe
 from ktqueue.core.errors import Unavailable
@@ -159,16 +160,16 @@ def _take_lock(folder: Path) -> int:
 
 def _configure(folder: Path, port: int | None, max_memory: int) -> str:
     """Write redis.conf; returns the URL. The password stays the same as long as the folder does."""
-    (folder / "redis.sock").unlink(missing_ok=True)
-    (folder / "redis.pid").unlink(missing_ok=True)
+    for stale in ("url", "redis.sock", "redis.pid"):
+        (folder / stale).unlink(missing_ok=True)
     secret = folder / "password"
     if not secret.exists():
         _write_private(secret, secrets.token_hex(24))
     password = secret.read_text(encoding="utf-8").strip()
     path = folder / "redis.sock"
     if port is None and len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
-        listen = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
-        url = f"unix://{path}?password={password}"
+        listen = f"port 0\nunixsocket {_quoted(path)}\nunixsocketperm 700\n"
+        url = f"unix://{quote(str(path))}?password={password}"
     else:
         chosen = port or _free_port()
         listen = f"bind 127.0.0.1\nport {chosen}\nprotected-mode yes\ntcp-keepalive 60\n"
@@ -176,12 +177,17 @@ def _configure(folder: Path, port: int | None, max_memory: int) -> str:
     _write_private(
         folder / "redis.conf",
         listen
-        + f'dir "{folder}"\npidfile "{folder / "redis.pid"}"\nlogfile "{folder / "redis.log"}"\n'
+        + f"dir {_quoted(folder)}\npidfile {_quoted(folder / 'redis.pid')}\nlogfile {_quoted(folder / 'redis.log')}\n"
         + f"requirepass {password}\ndaemonize no\nmaxmemory {max_memory}\nmaxmemory-policy noeviction\n"
         + 'appendonly yes\nappendfsync everysec\naof-load-truncated yes\nsave ""\n'
         + "timeout 0\nclient-output-buffer-limit pubsub 32mb 8mb 60\n",
     )
     return url
+
+
+def _quoted(path: Path) -> str:
+    """A path as redis.conf wants it."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _free_port() -> int:

@@ -1,11 +1,15 @@
-"""Fixtures of the broker's tests: short times, an open broker, a model card."""
+"""Fixtures of the broker's tests: short times, an open broker, a model card, a connection that can be cut."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import pytest
+import redis
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig
@@ -26,6 +30,13 @@ async def broker(config: BrokerConfig) -> AsyncIterator[Broker]:
 
 
 @pytest.fixture
+def raw(redis_url: str) -> Any:
+    """A plain client, to look behind the scripts."""
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
 def card() -> ModelCard:
     return ModelCard(
         name="tale",
@@ -41,7 +52,9 @@ def card() -> ModelCard:
 @pytest.fixture
 def make_request() -> Callable[..., GenerationRequest]:
     def make(prompt: str = "Once", *, sampling: SamplingParams | None = None, **fields: Any) -> GenerationRequest:
-        return GenerationRequest(model="tale", prompt=prompt, sampling=sampling or SamplingParams(), **fields)
+        return GenerationRequest(
+            **{"model": "tale", "prompt": prompt, "sampling": sampling or SamplingParams(), **fields}
+        )
 
     return make
 
@@ -57,3 +70,60 @@ def eventually() -> Callable[..., Awaitable[None]]:
             await asyncio.sleep(0.01)
 
     return wait
+
+
+class Proxy:
+    """Stands between a client and the server; can lose the reply of the next command that holds a word."""
+
+    def __init__(self, server_path: str) -> None:
+        self._server_path = server_path
+        self._lose: bytes | None = None
+        self.lost = 0
+
+    def lose_reply_to(self, word: str) -> None:
+        """The next request with the word reaches the server; its reply never comes, the connection is cut."""
+        self._lose = word.encode()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_unix_connection(self._server_path)
+        cut = False
+
+        async def requests() -> None:
+            nonlocal cut
+            while data := await reader.read(1 << 20):
+                if self._lose is not None and self._lose in data:
+                    self._lose = None
+                    cut = True
+                upstream_writer.write(data)
+                await upstream_writer.drain()
+
+        async def replies() -> None:
+            while data := await upstream_reader.read(1 << 20):
+                if cut:
+                    self.lost += 1
+                    return
+                writer.write(data)
+                await writer.drain()
+
+        tasks = [asyncio.create_task(requests()), asyncio.create_task(replies())]
+        with contextlib.suppress(OSError):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in (writer, upstream_writer):
+            one.close()
+            with contextlib.suppress(OSError):
+                await one.wait_closed()
+
+
+@pytest.fixture
+async def proxy(config: BrokerConfig, tmp_path: Path) -> AsyncIterator[tuple[Proxy, BrokerConfig]]:
+    """A Proxy, and settings that lead through it."""
+    assert config.url is not None
+    parts = urlsplit(config.url)
+    proxy = Proxy(unquote(parts.path))
+    path = tmp_path / "proxy.sock"
+    server = await asyncio.start_unix_server(proxy.serve, path)
+    async with server:
+        yield proxy, replace(config, url=urlunsplit(parts._replace(path=str(path))))

@@ -1,0 +1,196 @@
+"""Jobs from the client's side."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.lease import Lease
+from ktqueue.core.errors import (
+    IdempotencyConflict,
+    InvalidRequest,
+    JobConflict,
+    JobNotFound,
+    ModelNotFound,
+    QueueFull,
+    RequestTooLarge,
+    Unavailable,
+)
+from ktqueue.core.events import JobState
+from ktqueue.core.request import JobClass, SamplingParams
+
+
+@pytest.fixture
+async def lease(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+async def test_a_model_must_be_known(broker, card, make_request):
+    with pytest.raises(Unavailable) as caught:
+        await broker.jobs.submit(make_request())
+    assert caught.value.retry_after
+    lease = await Lease.register(broker, card)
+    with pytest.raises(ModelNotFound) as caught:
+        await broker.jobs.submit(make_request(model="novel"))
+    assert (caught.value.param, caught.value.value) == ("model", "novel")
+    await lease.close()
+    await broker.jobs.submit(make_request())  # still known after its worker left
+
+
+async def test_a_model_is_forgotten_after_its_ttl(config, card, make_request):
+    async with await Broker.open(replace(config, model_ttl=0.2)) as broker:
+        lease = await Lease.register(broker, card)
+        await asyncio.sleep(0.1)
+        await lease.beat({})
+        await asyncio.sleep(0.15)
+        assert [known.name for known in await broker.models.cards()] == ["tale"]
+        await lease.close()
+        await asyncio.sleep(0.25)
+        assert await broker.models.cards() == []
+        with pytest.raises(Unavailable):
+            await broker.jobs.submit(make_request())
+
+
+async def test_submitting_twice_under_one_id_makes_one_job(broker, lease, make_request):
+    first = await broker.jobs.submit(make_request(), job_id="a")
+    again = await broker.jobs.submit(make_request(), job_id="a")
+    assert again == first  # the seed that it was given included
+    assert await broker.jobs.depth() == [QueueDepth("tale", 1, 0, 0)]
+    with pytest.raises(IdempotencyConflict):
+        await broker.jobs.submit(make_request("Twice"), job_id="a")
+    with pytest.raises(InvalidRequest):
+        await broker.jobs.submit(make_request(), job_id="no spaces")
+
+
+async def test_an_idempotency_key_belongs_to_its_tenant_and_request(broker, lease, make_request):
+    first = await broker.jobs.submit(make_request(), idempotency_key="k", tenant="t")
+    assert (await broker.jobs.submit(make_request(), idempotency_key="k", tenant="t")).id == first.id
+    assert (await broker.jobs.submit(make_request(), idempotency_key="k", tenant="u")).id != first.id
+    with pytest.raises(IdempotencyConflict) as caught:
+        await broker.jobs.submit(make_request("Twice"), idempotency_key="k", tenant="t")
+    assert caught.value.status == 422
+
+
+async def test_a_key_whose_job_is_forgotten_is_not_used_again(config, card, make_request):
+    async with await Broker.open(replace(config, job_ttl=0.05)) as broker:
+        lease = await Lease.register(broker, card)
+        job = await broker.jobs.submit(make_request(), idempotency_key="k")
+        await broker.jobs.cancel(job.id)
+        await asyncio.sleep(0.1)
+        with pytest.raises(JobConflict):
+            await broker.jobs.submit(make_request(), idempotency_key="k")
+        await lease.close()
+
+
+async def test_a_submit_whose_reply_was_lost_makes_one_job(broker, lease, proxy, make_request):
+    wire, config = proxy
+    async with await Broker.open(config) as cut:
+        wire.lose_reply_to("Once")
+        record = await cut.jobs.submit(make_request())
+    assert wire.lost == 1
+    assert [job.id for job in await broker.jobs.list()] == [record.id]
+
+
+async def test_a_seed_is_made_once_and_kept(broker, lease, make_request):
+    record = await broker.jobs.submit(make_request())
+    seed = record.request.sampling.seed
+    assert seed is not None
+    assert (await broker.jobs.get(record.id)).request.sampling.seed == seed
+    given = await broker.jobs.submit(make_request(sampling=SamplingParams(seed=7)))
+    assert given.request.sampling.seed == 7
+
+
+async def test_queues_have_caps_by_class(config, card, make_request):
+    async with await Broker.open(replace(config, max_queued_interactive=2, max_queued_batch=1)) as broker:
+        lease = await Lease.register(broker, card)
+        places = [(await broker.jobs.submit(make_request())).position for _ in range(2)]
+        assert places == [1, 2]
+        with pytest.raises(QueueFull) as caught:
+            await broker.jobs.submit(make_request())
+        assert (caught.value.limit, caught.value.value) == (2, 2)
+        assert caught.value.retry_after > 0
+        await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        with pytest.raises(QueueFull):
+            await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        await lease.claim(1)
+        await broker.jobs.submit(make_request())
+        await lease.close()
+
+
+async def test_a_request_has_a_largest_size(config, card, make_request):
+    async with await Broker.open(replace(config, max_request_bytes=2_000)) as broker:
+        with pytest.raises(RequestTooLarge) as caught:
+            await broker.jobs.submit(make_request("x" * 2_000))
+        assert caught.value.limit == 2_000
+
+
+async def test_unknown_jobs(broker):
+    with pytest.raises(JobNotFound):
+        await broker.jobs.get("none")
+    with pytest.raises(JobNotFound):
+        await broker.jobs.cancel("none")
+
+
+async def test_listing_is_newest_first_and_by_state(broker, lease, make_request):
+    ids = [(await broker.jobs.submit(make_request())).id for _ in range(4)]
+    await broker.jobs.cancel(ids[1])
+    (claim,) = await lease.claim(1)
+    assert claim.job_id == ids[0]
+    assert [job.id for job in await broker.jobs.list()] == [ids[3], ids[2], ids[0], ids[1]]
+    assert [job.id for job in await broker.jobs.list(state=JobState.QUEUED)] == [ids[3], ids[2]]
+    assert [job.id for job in await broker.jobs.list(state=JobState.RUNNING)] == [ids[0]]
+    assert [job.id for job in await broker.jobs.list(state=JobState.CANCELLED)] == [ids[1]]
+    assert len(await broker.jobs.list(limit=2)) == 2
+    assert [job.position for job in await broker.jobs.list(state=JobState.QUEUED)] == [2, 1]
+
+
+async def test_depth_counts_by_model_and_class(broker, lease, make_request):
+    for job_class in (JobClass.INTERACTIVE, JobClass.BATCH, JobClass.BATCH):
+        await broker.jobs.submit(make_request(job_class=job_class))
+    await lease.claim(1)
+    assert await broker.jobs.depth() == [QueueDepth("tale", 0, 2, 1)]
+
+
+async def test_workers_tell_what_they_are(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    await lease.beat({"running": 1.0})
+    (worker,) = await broker.models.workers()
+    assert (worker.worker_id, worker.model, worker.max_num_seqs, worker.running) == (lease.id, "tale", 32, 1)
+    assert worker.stats == {"running": 1.0}
+    assert worker.pid > 0
+    assert worker.host
+    assert await broker.models.cards() == [card]
+    await lease.close()
+    assert await broker.models.workers() == []
+
+
+async def test_a_wrong_server_is_refused(config, raw):
+    raw.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(Unavailable, match="noeviction"):
+            await Broker.open(config)
+    finally:
+        raw.config_set("maxmemory-policy", "noeviction")
+
+
+async def test_no_server_at_all(config, tmp_path):
+    with pytest.raises(Unavailable, match="away"):
+        await Broker.open(replace(config, url=f"unix://{tmp_path}/none.sock"))
+    with pytest.raises(Unavailable, match="ktqueue up"):
+        await Broker.open(replace(config, url=None, state_dir=str(tmp_path)))
+
+
+async def test_a_full_memory_is_told(broker, lease, raw, make_request):
+    raw.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(Unavailable, match="memory"):
+            await broker.jobs.submit(make_request())
+    finally:
+        raw.config_set("maxmemory", 0)
+    await broker.jobs.submit(make_request())

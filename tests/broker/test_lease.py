@@ -1,0 +1,277 @@
+"""What a lease allows, and that it allows nothing once it has lapsed."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.codec import encode_event
+from ktqueue.core.errors import LeaseLost
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import JobClass
+
+
+@pytest.fixture
+async def outlive(broker, card):
+    """Let a lease lapse while another worker beats, so that it is no outage."""
+    bystander = await Lease.register(broker, replace(card, name="bystander"))
+
+    async def wait():
+        for _ in range(6):
+            await asyncio.sleep(broker.config.lease_seconds / 5)
+            await bystander.beat({})
+
+    yield wait
+    await bystander.close()
+
+
+async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker, card, make_request, outlive):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    await lease.commit([(job.id, TokenEvent(seq=1, text="a"))])
+    waiting = await broker.jobs.submit(make_request())
+    await outlive()
+    with pytest.raises(LeaseLost):
+        await lease.commit([(job.id, TokenEvent(seq=2, text="b"))])
+    with pytest.raises(LeaseLost):
+        await lease.commit([(job.id, TokenEvent(seq=2, state=JobState.DONE))])
+    with pytest.raises(LeaseLost):
+        await lease.release([job.id])
+    with pytest.raises(LeaseLost):
+        await lease.claim(1)
+    with pytest.raises(LeaseLost):
+        await lease.beat({})
+    await lease.close()
+    assert [event.seq for event in await broker.journal.replay(job.id)] == [1]
+    assert (await broker.jobs.get(job.id)).state is JobState.RUNNING
+    assert (await broker.jobs.get(waiting.id)).state is JobState.QUEUED
+
+
+async def test_a_beat_keeps_the_lease(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    for _ in range(8):
+        await asyncio.sleep(broker.config.lease_seconds / 4)
+        await lease.beat({})
+    assert await lease.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE))]) == set()
+    await lease.close()
+
+
+async def test_the_old_holder_cannot_touch_what_another_runs_now(broker, card, make_request, outlive):
+    old = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await old.claim(1)
+    await old.commit([(job.id, TokenEvent(seq=1, text="a"))])
+    await outlive()
+    assert await broker.reaper().reap() == (1, 0)
+    new = await Lease.register(broker, card)
+    (claim,) = await new.claim(1)
+    assert (claim.attempt, claim.events) == (2, [TokenEvent(seq=1, text="a")])
+    for event in (TokenEvent(seq=2, text="stale"), TokenEvent(seq=2, state=JobState.DONE)):
+        with pytest.raises(LeaseLost):
+            await old.commit([(job.id, event)])
+    with pytest.raises(LeaseLost):
+        await old.release([job.id])
+    await new.commit([(job.id, TokenEvent(seq=2, text="b")), (job.id, TokenEvent(seq=3, state=JobState.DONE))])
+    assert [event.text for event in await broker.journal.replay(job.id)] == ["a", "b", ""]
+    await new.close()
+
+
+async def test_a_living_lease_cannot_touch_another_workers_job(broker, card, make_request):
+    mine, other = await Lease.register(broker, card), await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    assert len(await mine.claim(1)) == 1
+    assert await other.claim(1) == []
+    assert await other.commit([(job.id, TokenEvent(seq=1, text="x"))]) == {job.id}
+    assert await other.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE))]) == {job.id}
+    await other.release([job.id])
+    assert await broker.journal.replay(job.id) == []
+    assert (await broker.jobs.get(job.id)).worker_id == mine.id
+    await other.close()
+    await mine.close()
+
+
+async def test_two_workers_never_get_the_same_job(broker, card, make_request):
+    leases = [await Lease.register(broker, card) for _ in range(4)]
+    ids = {(await broker.jobs.submit(make_request())).id for _ in range(100)}
+    claims = await asyncio.gather(*(lease.claim(3) for lease in leases for _ in range(9)))
+    got = [claim.job_id for batch in claims for claim in batch]
+    assert sorted(got) == sorted(ids)
+    for lease in leases:
+        await lease.close()
+
+
+async def test_a_worker_gets_jobs_of_its_model_only(broker, card, make_request):
+    tale, novel = await Lease.register(broker, card), await Lease.register(broker, replace(card, name="novel"))
+    await broker.jobs.submit(make_request(model="novel"))
+    assert await tale.claim(4) == []
+    assert len(await novel.claim(4)) == 1
+    await tale.close()
+    await novel.close()
+
+
+async def test_a_commit_whose_reply_was_lost_happens_once(broker, card, proxy, make_request):
+    wire, config = proxy
+    async with await Broker.open(config) as cut:
+        lease = await Lease.register(cut, card)
+        job = await broker.jobs.submit(make_request())
+        await lease.claim(1)
+        for seq in range(1, 6):
+            wire.lose_reply_to(f"word{seq}")
+            assert await lease.commit([(job.id, TokenEvent(seq=seq, text=f"word{seq}"))]) == set()
+        wire.lose_reply_to('"s":"done"')
+        assert await lease.commit([(job.id, TokenEvent(seq=6, state=JobState.DONE))]) == set()
+        assert wire.lost == 6
+        assert [event.seq for event in await broker.journal.replay(job.id)] == [1, 2, 3, 4, 5, 6]
+        await lease.close()
+
+
+async def test_a_cancel_is_told_again_when_the_reply_was_lost(broker, card, proxy, make_request):
+    wire, config = proxy
+    async with await Broker.open(config) as cut:
+        lease = await Lease.register(cut, card)
+        job = await broker.jobs.submit(make_request())
+        await lease.claim(1)
+        await broker.jobs.cancel(job.id)
+        wire.lose_reply_to("word")
+        assert await lease.commit([(job.id, TokenEvent(seq=1, text="word"))]) == {job.id}
+        assert await lease.commit([]) == {job.id}
+        assert await lease.commit([(job.id, TokenEvent(seq=2, state=JobState.CANCELLED))]) == set()
+        assert await lease.commit([]) == set()
+        await lease.close()
+
+
+async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(broker, card, proxy, make_request):
+    wire, config = proxy
+    async with await Broker.open(config) as cut:
+        lease = await Lease.register(cut, card)
+        ids = [(await broker.jobs.submit(make_request())).id for _ in range(3)]
+        wire.lose_reply_to(lease.id)
+        claims = await lease.claim(2)
+        assert wire.lost == 1
+        assert [claim.job_id for claim in claims] == ids[:2]
+        assert [claim.attempt for claim in claims] == [1, 1]
+        assert [claim.job_id for claim in await lease.claim(2)] == ids[2:]
+        await lease.close()
+
+
+async def test_a_hole_in_a_journal_loses_the_lease(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    other = await broker.jobs.submit(make_request())
+    await lease.claim(2)
+    with pytest.raises(LeaseLost, match="SEQUENCE"):
+        await lease.commit([(other.id, TokenEvent(seq=1)), (job.id, TokenEvent(seq=2))])
+    assert await broker.journal.replay(other.id) == []  # all or nothing
+
+
+async def test_a_lost_step_loses_the_lease(broker, card, make_request, raw):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    await lease.commit([(job.id, TokenEvent(seq=1))])
+    raw.hincrby(f"{broker.keys.tag}:worker:{lease.id}", "step", -1)  # as a server that forgot its last second
+    with pytest.raises(LeaseLost):
+        await lease.commit([(job.id, TokenEvent(seq=2))])
+
+
+async def test_many_events_of_many_choices_in_one_commit(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    events = [TokenEvent(seq=seq, index=seq % 7, text=str(seq)) for seq in range(1, 2_500)]
+    await lease.commit([(job.id, event) for event in events])
+    await lease.commit([(job.id, TokenEvent(seq=2_500, state=JobState.DONE))])
+    assert (await broker.journal.replay(job.id))[:-1] == events
+    await lease.close()
+
+
+async def test_interactive_goes_first_but_batch_has_its_share(config, card, make_request):
+    async with await Broker.open(replace(config, batch_share=4)) as broker:
+        lease = await Lease.register(broker, card)
+        for _ in range(8):
+            await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        for _ in range(8):
+            await broker.jobs.submit(make_request())
+        classes = [claim.request.job_class.value[0] for _ in range(16) for claim in await lease.claim(1)]
+        assert "".join(classes) == "iiibiiibiibbbbbb"
+        await lease.close()
+
+
+async def test_old_batch_work_ranks_by_its_arrival(config, card, make_request):
+    async with await Broker.open(replace(config, ageing_seconds=0.1, batch_share=1_000)) as broker:
+        lease = await Lease.register(broker, card)
+        old = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        await broker.jobs.submit(make_request())
+        young = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        (claim,) = await lease.claim(1)
+        assert claim.request.job_class is JobClass.INTERACTIVE
+        await broker.jobs.submit(make_request())
+        await asyncio.sleep(0.15)
+        await broker.jobs.submit(make_request())
+        order = [claim.job_id for claim in await lease.claim(8)]
+        assert order[0] == old.id
+        assert order[1] == young.id or order[2] == young.id
+        await lease.close()
+
+
+async def test_released_jobs_keep_their_place_and_their_tries(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    ids = [(await broker.jobs.submit(make_request())).id for _ in range(3)]
+    await lease.claim(2)
+    await lease.commit([(ids[0], TokenEvent(seq=1, text="a"))])
+    await lease.release(ids[:1])
+    released = await broker.jobs.get(ids[0])
+    assert (released.state, released.attempts, released.worker_id, released.position) == (JobState.QUEUED, 0, None, 1)
+    (again,) = await lease.claim(1)
+    assert (again.job_id, again.attempt, again.events) == (ids[0], 1, [TokenEvent(seq=1, text="a")])
+    await lease.close()  # leaving gives everything back
+    assert [job.state for job in await broker.jobs.list()] == [JobState.QUEUED] * 3
+    assert [job.position for job in await broker.jobs.list()] == [3, 2, 1]
+
+
+async def test_arrival_is_the_order_even_within_one_microsecond(broker, card, make_request, raw):
+    lease = await Lease.register(broker, card)
+    first = await broker.jobs.submit(make_request(), job_id="z")
+    queue = f"{broker.keys.tag}:queue:interactive:tale"
+    raw.zadd(queue, {"z": 4e15})  # as if the clock had gone back
+    raw.hset(f"{broker.keys.tag}:job:z", "order", 4 * 10**15)
+    for name in ("y", "x"):
+        await broker.jobs.submit(make_request(), job_id=name)
+    assert [claim.job_id for claim in await lease.claim(3)] == [first.id, "y", "x"]
+    await lease.close()
+
+
+async def test_new_work_wakes_an_idle_worker(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.create_task(lease.wait_for_work(5))
+    await asyncio.sleep(0.05)
+    began = loop.time()
+    await broker.jobs.submit(make_request())
+    await waiting
+    assert loop.time() - began < 1
+    await broker.jobs.submit(make_request())  # queued while nobody waits: the next wait returns at once
+    await asyncio.sleep(0.05)
+    began = loop.time()
+    await lease.wait_for_work(5)
+    assert loop.time() - began < 1
+    began = loop.time()
+    await lease.wait_for_work(0.1)
+    assert loop.time() - began > 0.09
+    await lease.close()
+
+
+async def test_the_script_itself_tells_a_repeated_step(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    step = ("commit", lease.id, 500_000, 1, 1_000, 1_000, job.id, 1, encode_event(TokenEvent(seq=1, text="a")), "")
+    for _ in range(3):
+        assert await broker.scripts.call(*step) == []
+    assert len(await broker.journal.replay(job.id)) == 1
+    await lease.close()
