@@ -89,7 +89,8 @@ def edit(logits: NDArray[np.float32], rows: Sequence[int], edits: Sequence[Logit
         frequency = np.repeat(np.array([one.frequency for one in edits], dtype=np.float32), sizes)
         presence = np.repeat(np.array([one.presence for one in edits], dtype=np.float32), sizes)
         values = logits[row, ids]
-        values = np.where(values > 0.0, values / repetition, values * repetition)
+        with np.errstate(over="ignore"):
+            values = np.where(values > 0.0, values / repetition, values * repetition)
         logits[row, ids] = values - frequency * counts - presence * (counts > 0.0)
 
 

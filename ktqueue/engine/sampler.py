@@ -59,8 +59,8 @@ def greedy(logits: Floats) -> tuple[Integers, NDArray[np.bool_]]:
 
 def sample(logits: Floats, rows: SamplingRows) -> Integers:
     """Draw a token for each row of finite `logits` [rows, vocab]; temperatures are at least GREEDY_BELOW."""
-    weights = logits - logits.max(axis=1, keepdims=True)
     with np.errstate(over="ignore", under="ignore"):
+        weights = logits - logits.max(axis=1, keepdims=True)
         weights *= (1.0 / rows.temperature).astype(np.float32)[:, None]
         np.exp(weights, out=weights)  # 1 at the likeliest token
     noise = uniform(rows.seed, rows.index, rows.position)

@@ -1,0 +1,77 @@
+"""Edits of logits against a plain reference."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.logits import LogitEdits, edit
+
+VOCAB = 50
+
+
+def reference(logits, sampling, prompt, output, end_ids):
+    row = [float(value) for value in logits]
+    for token, bias in sampling.logit_bias.items():
+        row[token] = float(np.float32(row[token]) + np.float32(bias))
+    if len(output) < sampling.min_tokens:
+        for token in end_ids:
+            if token < VOCAB:
+                row[token] = -np.inf
+    counts = Counter(output)
+    for token in range(VOCAB):
+        if token in counts or token in prompt:
+            rate = sampling.repetition_penalty
+            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
+        row[token] -= sampling.frequency_penalty * counts[token]
+        row[token] -= sampling.presence_penalty * (counts[token] > 0)
+    return row
+
+
+def test_equals_the_reference():
+    noise = np.random.default_rng(0)
+    for _ in range(30):
+        logits = noise.normal(size=(6, VOCAB)).astype(np.float32) * 5
+        cases = []
+        for _ in range(4):
+            sampling = SamplingParams(
+                repetition_penalty=float(noise.choice([1.0, 1.3, 0.7])),
+                frequency_penalty=float(noise.choice([0.0, 0.5, -1.0])),
+                presence_penalty=float(noise.choice([0.0, 0.25, -2.0])),
+                min_tokens=int(noise.choice([0, 3, 100])),
+                logit_bias={int(i): float(noise.normal()) for i in noise.integers(0, VOCAB, noise.integers(0, 5))},
+            )
+            prompt = noise.integers(0, VOCAB, noise.integers(1, 20)).astype(np.int32)
+            output = noise.integers(0, VOCAB, noise.integers(0, 90)).tolist()
+            end_ids = {7, 49, VOCAB + 3}
+            edits = LogitEdits(sampling, prompt, end_ids, VOCAB)
+            for token in output:
+                edits.observe(token)
+            cases.append((edits, (sampling, set(prompt.tolist()), output, end_ids)))
+        found = logits.copy()
+        rows = [4, 0, 5, 2]
+        edit(found, rows, [case[0] for case in cases])
+        for row, (_, case) in zip(rows, cases, strict=True):
+            assert found[row] == pytest.approx(reference(logits[row], *case), rel=1e-5, abs=1e-5)
+        assert (found[[1, 3]] == logits[[1, 3]]).all()
+
+
+def test_only_what_edits_is_asked_for():
+    assert not LogitEdits.needed(SamplingParams(temperature=0.3, top_k=4, top_p=0.2, stop=("x",), seed=1))
+    for name, value in (
+        ("min_tokens", 1),
+        ("logit_bias", {1: 0.5}),
+        ("repetition_penalty", 1.1),
+        ("frequency_penalty", -0.1),
+        ("presence_penalty", 0.1),
+    ):
+        assert LogitEdits.needed(SamplingParams(**{name: value}))
+
+
+def test_the_mask_ends_with_min_tokens():
+    edits = LogitEdits(SamplingParams(min_tokens=2), np.array([1], dtype=np.int32), {3, 5}, VOCAB)
+    for _ in range(2):
+        assert edits.masked_ids.tolist() == [3, 5]
+        edits.observe(9)
+    assert edits.masked_ids.tolist() == []

@@ -1,0 +1,145 @@
+"""Pages under random use: the books balance, contents are found again, nothing is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ktqueue.engine.pages import Pages, page_digest
+
+
+class PagesMachine(RuleBasedStateMachine):
+    """Holders take, share, split, name and release pages; a list of plain sets is the model."""
+
+    TOTAL = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[int, int]] = []
+        self.pages = Pages(self.TOTAL, lambda source, target: self.copies.append((source, target)))
+        self.holds: list[int] = []  # a page for each hold
+        self.names: dict[bytes, int] = {}  # digests of pages held now
+        self.count = 0
+
+    @rule()
+    def take(self) -> None:
+        if self.pages.available:
+            page = self.pages.take()
+            assert page not in self.holds
+            self.holds.append(page)
+        else:
+            assert len(set(self.holds)) == self.TOTAL
+            with pytest.raises(IndexError):
+                self.pages.take()
+
+    @rule(which=st.integers(0, 100))
+    def share(self, which: int) -> None:
+        if self.holds:
+            page = self.holds[which % len(self.holds)]
+            self.pages.share(page)
+            self.holds.append(page)
+            assert self.pages.is_shared(page)
+
+    @rule(which=st.integers(0, 100))
+    def split(self, which: int) -> None:
+        if self.holds and self.pages.available:
+            place = which % len(self.holds)
+            page = self.holds[place]
+            if self.holds.count(page) > 1:
+                self.holds[place] = self.pages.split(page)
+                assert self.copies[-1] == (page, self.holds[place])
+                assert self.holds.count(self.holds[place]) == 1
+
+    @rule(which=st.integers(0, 100))
+    def name(self, which: int) -> None:
+        if self.holds:
+            page = self.holds[which % len(self.holds)]
+            if page not in self.names.values():
+                self.count += 1
+                digest = self.count.to_bytes(4, "big")
+                self.pages.name(page, digest)
+                if self.pages.find([digest]) == [page]:
+                    self.names[digest] = page
+
+    @rule(which=st.integers(0, 100))
+    def release(self, which: int) -> None:
+        if self.holds:
+            page = self.holds.pop(which % len(self.holds))
+            self.pages.release(page)
+            if page not in self.holds:
+                self.names = {digest: held for digest, held in self.names.items() if held != page}
+
+    @rule(which=st.integers(1, 200))
+    def find(self, which: int) -> None:
+        for page in self.pages.find([which.to_bytes(4, "big")]):
+            idle = self.pages.idle_among([page])
+            before = self.pages.available
+            self.pages.share(page)
+            assert self.pages.available == before - idle
+            assert idle == (page not in self.holds)
+            self.holds.append(page)
+            self.names[which.to_bytes(4, "big")] = page
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pages.check()
+        assert self.pages.available == self.TOTAL - len(set(self.holds))
+        for digest, page in self.names.items():
+            assert self.pages.find([digest]) == [page], "a held page lost its name"
+
+
+TestPages = PagesMachine.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_idle_pages_go_least_recently_used_first():
+    pages = Pages(4, lambda source, target: None)
+    held = [pages.take() for _ in range(4)]
+    for i, page in enumerate(held):
+        pages.name(page, bytes([i]))
+    for i in (2, 0, 3, 1):
+        pages.release(held[i])
+    pages.share(held[0])  # used again: it is the youngest now
+    pages.release(held[0])
+    assert pages.available == 4
+    assert [pages.take() for _ in range(4)] == [held[2], held[3], held[1], held[0]]
+    assert pages.find([bytes([0])]) == []
+
+
+def test_free_pages_go_before_idle_ones():
+    pages = Pages(2, lambda source, target: None)
+    named, plain = pages.take(), pages.take()
+    pages.name(named, b"x")
+    pages.release(named)
+    pages.release(plain)
+    assert pages.take() == plain
+    assert pages.find([b"x"]) == [named]
+
+
+def test_first_page_of_a_name_keeps_it():
+    pages = Pages(2, lambda source, target: None)
+    first, second = pages.take(), pages.take()
+    pages.name(first, b"x")
+    pages.name(second, b"x")
+    pages.check()
+    assert pages.find([b"x", b"y"]) == [first]
+    pages.release(second)
+    assert pages.take() == second
+
+
+def test_find_ends_at_the_first_gap():
+    pages = Pages(3, lambda source, target: None)
+    a, b = pages.take(), pages.take()
+    pages.name(a, b"a")
+    pages.name(b, b"c")
+    assert pages.find([b"a", b"b", b"c"]) == [a]
+
+
+def test_digest_names_the_whole_prefix():
+    one, two = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
+    root = page_digest(b"", one)
+    assert page_digest(root, two) == page_digest(page_digest(b"", one.copy()), two.copy())
+    assert page_digest(root, two) != page_digest(b"", two)
+    assert page_digest(page_digest(b"", two), one) != page_digest(root, two)
+    assert len(root) == 16

@@ -1,0 +1,205 @@
+"""The scheduler under random arrivals and aborts, and its rules one by one."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ktqueue.core.request import JobClass, SamplingParams
+
+BATCH, INTERACTIVE = JobClass.BATCH, JobClass.INTERACTIVE
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def continue_greedily(scores, prompt, count):
+    context = list(prompt)
+    for _ in range(count):
+        context.append(int(np.argmax(scores(context))))
+    return context[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_lives(make_model, vocabulary, make_engine, run, gather_outputs, scores, seed):
+    """Random requests, classes, aborts, small caches: everybody who stays gets exactly the right tokens."""
+    noise = random.Random(seed)
+    clock = Clock()
+    seats, budget = noise.randint(2, 9), noise.choice([3, 8, 17, 100])
+    pages, page_size = noise.randint(8, 30), noise.choice([1, 2, 4, 8])
+    capacity = min(pages * page_size, 60)
+    model = make_model()
+    engine = make_engine(
+        model,
+        vocabulary,
+        num_pages=pages,
+        max_model_len=capacity,
+        page_size=page_size,
+        clock=clock,
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=noise.random() < 0.7,
+        ageing_seconds=noise.choice([0.0, 5.0, 1e9]),
+    )
+    asked, results, aborted = {}, {}, set()
+    stems = [[noise.randrange(96) for _ in range(20)] for _ in range(3)]
+    todo = noise.randint(10, 25)
+    steps = 0
+    while todo or engine.has_work:
+        if todo and noise.random() < 0.5:
+            todo -= 1
+            stem = noise.choice(stems)[: noise.randint(0, 20)]
+            prompt = (stem + [noise.randrange(96) for _ in range(noise.randint(1, 12))])[: capacity - 1]
+            count = noise.randint(1, 14)
+            n = noise.choice([1, 1, 1, 2, min(4, seats, budget)])
+            temperature = 0.0 if n == 1 else 1.0
+            name = f"r{todo}"
+            sampling = SamplingParams(temperature=temperature, max_tokens=count, n=n, seed=todo, ignore_eos=True)
+            asked[name] = (prompt, sampling, min(count, capacity - len(prompt)))
+            engine.add(name, prompt, sampling, job_class=noise.choice([BATCH, INTERACTIVE]))
+        if asked and noise.random() < 0.05:
+            name = noise.choice(sorted(asked))
+            engine.abort(name)
+            aborted.add(name)
+        clock.now += noise.random()
+        gather_outputs(results, engine.step())
+        engine.check()
+        steps += 1
+        assert steps < 3000, "somebody starves"
+    stats = engine.stats()
+    assert stats.free_pages == stats.total_pages == pages
+    assert stats.running == stats.waiting == 0 and engine.free_seqs == min(seats, budget)
+    assert max(tokens for _, tokens in model.steps) <= budget and max(rows for rows, _ in model.steps) <= seats
+    for name, (prompt, sampling, count) in asked.items():
+        if name in aborted:
+            continue
+        alone = make_engine(make_model(), vocabulary)
+        alone.add("x", prompt, sampling)
+        expected = run(alone)
+        for index in range(sampling.n):
+            result = results[name, index]
+            assert result.error is None and len(result.token_ids) == count
+            assert result.token_ids == expected["x", index].token_ids[:count]
+            if sampling.n == 1:
+                assert result.token_ids == continue_greedily(scores, prompt, count)
+
+
+def names(outputs):
+    return {one.request_id for one in outputs if one.token_ids}
+
+
+def test_decode_rows_are_never_held_up_by_a_long_prompt(model, vocabulary, make_engine):
+    engine = make_engine(model, vocabulary, max_num_batched_tokens=10, num_pages=64)
+    for i in range(4):
+        engine.add(f"d{i}", [i], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.add("long", list(range(60)), SamplingParams(max_tokens=50))
+    for _ in range(9):
+        assert names(engine.step()) == {"d0", "d1", "d2", "d3"}
+        assert model.steps[-1] == (5, 10)
+    assert names(engine.step()) == {"d0", "d1", "d2", "d3", "long"}
+
+
+def test_interactive_goes_first_and_takes_seats_from_batch(model, vocabulary, make_engine, run):
+    clock = Clock()
+    engine = make_engine(model, vocabulary, max_num_seqs=2, clock=clock, ageing_seconds=60.0)
+    for i in range(3):
+        engine.add(f"b{i}", [i], SamplingParams(max_tokens=30, ignore_eos=True), job_class=BATCH)
+    assert names(engine.step()) == {"b0", "b1"}
+    clock.now += 1
+    engine.add("i0", [7], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert names(engine.step()) == {"b0", "i0"}, "the youngest of the lowest class gives its seat"
+    assert engine.stats().preemptions == 1
+    engine.add("i1", [8], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add("i2", [9], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert names(engine.step()) == {"i0", "i1"}, "equals take no seats from each other"
+    run(engine)
+
+
+def test_an_old_batch_request_ranks_as_interactive(model, vocabulary, make_engine, gather_outputs):
+    clock = Clock()
+    engine = make_engine(model, vocabulary, max_num_seqs=1, clock=clock, ageing_seconds=10.0)
+    results = {}
+    engine.add("batch", [1], SamplingParams(max_tokens=4, ignore_eos=True), job_class=BATCH)
+    order = []
+    for i in range(20):  # a steady stream of interactive work that would fill the engine for ever
+        engine.add(f"i{i}", [2], SamplingParams(max_tokens=2, ignore_eos=True))
+        for _ in range(2):
+            clock.now += 1.0
+            outputs = engine.step()
+            gather_outputs(results, outputs)
+            order += [one.request_id for one in outputs if one.finish_reason]
+    assert 3 <= order.index("batch") <= 8
+    never = make_engine(model, vocabulary, max_num_seqs=1, clock=clock, ageing_seconds=1e9)
+    never.add("batch", [1], SamplingParams(max_tokens=4, ignore_eos=True), job_class=BATCH)
+    for i in range(20):
+        never.add(f"i{i}", [2], SamplingParams(max_tokens=2, ignore_eos=True))
+        for _ in range(2):
+            assert "batch" not in names(never.step()) or i == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_takes_the_lowest_class_then_the_youngest(
+    model, vocabulary, make_engine, run, gather_outputs, scores, caching
+):
+    """Three sequences of 5 pages in the end share 9 pages: the interactive one and the oldest are never set back."""
+    clock = Clock()
+    engine = make_engine(model, vocabulary, num_pages=9, clock=clock, enable_prefix_caching=caching, ageing_seconds=1e9)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16)
+    results, waits = {}, {"batch": 0, "young": 0, "old": 0}
+    engine.add("batch", [1, 2, 3], greedy, job_class=BATCH)
+    clock.now += 1
+    engine.add("old", [4, 5, 6], greedy)
+    clock.now += 1
+    engine.add("young", [7, 8, 9], greedy)
+    while engine.has_work:
+        outputs = engine.step()
+        gather_outputs(results, outputs)
+        engine.check()
+        for name in waits:
+            if name not in names(outputs) and not ((name, 0) in results and results[name, 0].ended):
+                waits[name] += 1
+    assert waits["old"] == 0 and waits["young"] <= waits["batch"] and waits["batch"] > 0
+    assert engine.stats().preemptions > 0
+    for name, prompt in (("batch", [1, 2, 3]), ("old", [4, 5, 6]), ("young", [7, 8, 9])):
+        assert results[name, 0].token_ids == continue_greedily(scores, prompt, 16)
+
+
+def test_nothing_is_reserved(model, vocabulary, make_engine):
+    """Eight requests that could grow to 100 tokens each run at once on pages for 64 tokens."""
+    engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8)
+    for i in range(8):
+        engine.add(f"r{i}", [i, i], SamplingParams(max_tokens=100))
+    assert len(names(engine.step())) == 8
+    assert engine.stats().free_pages == 8 and engine.stats().preemptions == 0
+
+
+def test_a_big_prompt_is_not_overtaken_for_ever(model, vocabulary, make_engine, gather_outputs):
+    engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8, max_num_batched_tokens=16)
+    results = {}
+    for step in range(400):
+        if step == 20:
+            engine.add("big", list(range(60)), SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.add(f"s{step}", [step % 90] * 7, SamplingParams(max_tokens=3, ignore_eos=True))
+        gather_outputs(results, engine.step())
+        if ("big", 0) in results and results["big", 0].ended:
+            return
+    raise AssertionError("the big prompt starved")
+
+
+def test_room_is_counted_in_choices(model, vocabulary, make_engine, run):
+    engine = make_engine(model, vocabulary, max_num_seqs=8)
+    assert engine.free_seqs == 8 and not engine.has_work
+    engine.add("a", [1], SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+    assert engine.free_seqs == 5 and engine.has_work
+    engine.step()
+    assert engine.free_seqs == 5 and engine.stats().running == 3
+    engine.add("b", [1], SamplingParams(n=6, max_tokens=4, ignore_eos=True))
+    assert engine.free_seqs == 0 and engine.stats().waiting == 6
+    run(engine)
+    assert engine.free_seqs == 8
