@@ -45,7 +45,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """
     _check(config)
     threads = native.set_threads(config.threads)
-    dtype = _dtype(config)
+    dtype = compute_dtype(config)
     model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
     layout = model.kv_layout(config.page_size)
@@ -119,9 +119,12 @@ def resolve_max_model_len(config: EngineConfig, trained: int, num_pages: int) ->
     return asked
 
 
-def _dtype(config: EngineConfig) -> torch.dtype:
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """The type that dense weights and activations have. Raises ConfigError."""
     if config.dtype == "auto":
         return torch.float32 if config.device == "cpu" else torch.bfloat16
+    if config.dtype not in DTYPES:
+        raise _wrong("dtype", config.dtype, f"auto, {', '.join(DTYPES)}", ", ".join(DTYPES))
     return DTYPES[config.dtype]
 
 
@@ -137,8 +140,6 @@ def _check(config: EngineConfig) -> None:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.max_num_batched_tokens, limit, config.max_num_seqs)
-    if config.dtype != "auto" and config.dtype not in DTYPES:
-        raise _wrong("dtype", config.dtype, f"auto, {', '.join(DTYPES)}", ", ".join(DTYPES))
     if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
         raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
     try:

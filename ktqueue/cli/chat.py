@@ -1,15 +1,19 @@
 """`ktqueue chat`: a conversation in the terminal."""
 
 import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import plain_text, write
-from ktqueue.cli.failures import UsageFault, line
+from ktqueue.cli.console import results, write
+from ktqueue.cli.failures import ExitCode, UsageFault, line
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.requests import SamplingFlags
+from ktqueue.cli.wrapped import Wrapped
 from ktqueue.core.errors import KtqueueError
 from ktqueue.core.request import SamplingParams
 
@@ -43,10 +47,14 @@ def chat(
     config = settings(common, engine=engine)
     params = sampling.params()
     talker = _talker(config, engine.model, local=local, base_url=base_url, api_key=api_key)
+    conversation = Conversation(talker, params, system)
     try:
-        Conversation(talker, params, system).run()
+        with _quiet_control_characters():
+            faults = conversation.run()
     finally:
         talker.close()
+    if faults and not sys.stdin.isatty():
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _talker(config: "Config", model: str | None, *, local: bool, base_url: str | None, api_key: str | None) -> "Talker":
@@ -70,9 +78,10 @@ class Conversation:
         self._opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
         self._messages = list(self._opening)
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._faults = 0
 
-    def run(self) -> None:
-        """Until /exit or the end of the input."""
+    def run(self) -> int:
+        """Until /exit or the end of the input; returns how many turns failed."""
         if self._terminal:
             import readline  # noqa: F401  (gives input() its line editing and history)
 
@@ -80,7 +89,7 @@ class Conversation:
         while (said := self._read()) is not None:
             word = said.strip()
             if word in ("/exit", "/quit"):
-                return
+                break
             if word == "/reset":
                 self._messages = list(self._opening)
                 self._aside("a new conversation")
@@ -88,6 +97,7 @@ class Conversation:
                 self._aside(HELP)
             elif word:
                 self._turn(said)
+        return self._faults
 
     def _read(self) -> str | None:
         # \001 and \002 tell readline that what is between has no width
@@ -107,28 +117,34 @@ class Conversation:
     def _turn(self, said: str) -> None:
         self._messages.append({"role": "user", "content": said})
         parts: list[str] = []
+        tokens = 0
         began = time.monotonic()
         first: float | None = None
         note = ""
+        page = Wrapped(results().width)
         try:
-            for text in self._talker.answer(self._messages, self._sampling):
-                first = first if first is not None else time.monotonic()
-                parts.append(text)
-                write(plain_text(text))
+            for piece in self._talker.answer(self._messages, self._sampling):
+                tokens += piece.tokens
+                if piece.text:
+                    first = first if first is not None else time.monotonic()
+                    parts.append(piece.text)
+                    page.add(piece.text) if self._terminal else write(piece.text)
         except KeyboardInterrupt:
             if not self._terminal:
                 raise
             note = "stopped   "
         except KtqueueError as error:
             self._messages.pop()
-            write("\n" if parts else "")
+            page.end()
             sys.stderr.write(f"ktqueue: {line(error)}\n")
+            self._faults += 1
             return
-        write("\n")
+        page.end()
         self._messages.append({"role": "assistant", "content": "".join(parts)})
         if first is not None:
-            rate = (len(parts) - 1) / max(time.monotonic() - first, 1e-9)
-            note += f"{len(parts)} pieces, {rate:.0f}/s, first after {first - began:.2f} s"
+            rate = tokens / max(time.monotonic() - began, 1e-9)
+            numbers = f"{tokens} tokens, {rate:.0f} tok/s, " if tokens else ""
+            note += f"{numbers}first after {first - began:.2f} s"
         self._aside(note)
 
     def _aside(self, text: str) -> None:
@@ -141,3 +157,20 @@ def _line_of_input() -> str:
     if not text:
         raise EOFError
     return text.rstrip("\n")
+
+
+@contextmanager
+def _quiet_control_characters() -> Iterator[None]:
+    """Keep the terminal from writing ^C into an answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+    quiet = termios.tcgetattr(handle)
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(handle, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(handle, termios.TCSADRAIN, before)

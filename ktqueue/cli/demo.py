@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ktqueue.cli.console import plain_text, results, write
+from ktqueue.cli.console import results, write
 from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.wrapped import Wrapped
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, Unavailable
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
 TALE_TOKENS = 200
-BATCH_TOKENS = 96
+LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: each may be a bit longer than the one before
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
-LONGEST_LINE = 88  # columns of the tale
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
         "messages": [{"role": "user", "content": QUESTION}],
     }
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    page = Wrapped(min(results().width, LONGEST_LINE))
+    page = Wrapped(results().width)
     began = time.monotonic()
     first: float | None = None
     tokens = 0
@@ -121,6 +120,7 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
     except httpx.HTTPError as error:
         raise Unavailable(f"{url}: {error or type(error).__name__}") from error
     page.end()
+    write("\n")
     return Tale(tokens, first or 0.0, time.monotonic() - began)
 
 
@@ -134,46 +134,13 @@ def _document(line: str) -> dict[str, Any]:
     return document
 
 
-class Wrapped:
-    """Writes a stream of text, broken between words."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._column = 0
-        self._word = ""
-
-    def add(self, text: str) -> None:
-        """Write the whole words of what has come."""
-        for character in plain_text(text):
-            if character in " \n":
-                self._flush()
-                write(character)
-                self._column = 0 if character == "\n" else self._column + 1
-            else:
-                self._word += character
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """Write the last word, and an empty line."""
-        self._flush()
-        write("\n\n")
-
-    def _flush(self) -> None:
-        if self._column + len(self._word) > self._width:
-            write("\n")
-            self._column = 0
-        write(self._word)
-        self._column += len(self._word)
-        self._word = ""
-
-
 def _write_prompts(path: Path, model: str) -> int:
     prompts = [f"Tell me a story about a {animal} {place}." for animal in ANIMALS for place in PLACES]
     with path.open("w", encoding="utf-8") as file:
         for number, prompt in enumerate(prompts, 1):
             body = {
                 "model": model,
-                "max_tokens": BATCH_TOKENS,
+                "max_tokens": LEAST_TOKENS + MORE_TOKENS * number,
                 "temperature": 0.7,
                 "seed": number,
                 "messages": [{"role": "user", "content": prompt}],

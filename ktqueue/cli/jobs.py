@@ -58,7 +58,7 @@ def list_jobs(
         tokens = str(record.usage.completion_tokens) if record.usage else ""
         made.add_row(
             record.id,
-            _coloured(record.state),
+            _state(record),
             record.job_class.value,
             record.model,
             _age(now - record.created_at),
@@ -131,16 +131,17 @@ def cancel(
         write_json([record_json(record) for record in records])
     else:
         for record in records:
-            results().print(f"{record.id} {_coloured(record.state)}")
+            results().print(f"{record.id} {_state(record)}")
     for message in missing:
         sys.stderr.write(f"ktqueue: {message}\n")
     if missing:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _coloured(state: JobState) -> str:
-    colour = {JobState.RUNNING: "cyan", JobState.DONE: "green", JobState.FAILED: "red"}.get(state, "default")
-    return f"[{colour}]{state.value}[/]"
+def _state(record: "JobRecord") -> str:
+    colour = {JobState.RUNNING: "cyan", JobState.DONE: "green", JobState.FAILED: "red"}.get(record.state, "default")
+    asked = " (cancelling)" if record.cancel_requested and not record.state.terminal else ""
+    return f"[{colour}]{record.state.value}{asked}[/]"
 
 
 def _lines(document: object, prefix: str = "") -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Who answers in `ktqueue chat`: a gateway over HTTP, workers through Redis, or an engine in this process.
 
-A talker's `answer` is a generator of text; Ctrl-C inside it stops that answer (cancels its job, frees its
+A talker's `answer` is a generator of pieces; Ctrl-C inside it stops that answer (cancels its job, frees its
 pages) and raises KeyboardInterrupt; nothing else is disturbed.
 """
 
@@ -8,7 +8,7 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ktqueue.cli.connection import one_model
 from ktqueue.core.errors import InvalidRequest, KtqueueError, Unavailable
@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
+class Piece(NamedTuple):
+    """Some text of an answer, and how many tokens are told of with it."""
+
+    text: str
+    tokens: int
+
+
 class Talker(Protocol):
     """Answers chats. `model` is the name of who talks."""
 
     model: str
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """The next turn of the assistant, piece by piece. Raises KtqueueError, KeyboardInterrupt."""
         ...
 
@@ -62,11 +69,12 @@ class HttpTalker:
             raise Unavailable(f"{self._client.base_url}: {error}") from error
         return one_model(served)
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """See Talker."""
         import httpx
 
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
+        body["stream_options"] = {"include_usage": True}
         defaults = asdict(SamplingParams())
         body |= {name: value for name, value in asdict(sampling).items() if value != defaults[name]}
         try:
@@ -77,7 +85,9 @@ class HttpTalker:
                 for document in stream_documents(response):
                     for choice in document["choices"]:
                         if text := choice["delta"].get("content"):
-                            yield text
+                            yield Piece(text, 0)
+                    if usage := document.get("usage"):
+                        yield Piece("", usage["completion_tokens"])
         except httpx.TransportError as error:
             raise Unavailable(f"{self._client.base_url}: {error or type(error).__name__}") from error
 
@@ -93,7 +103,7 @@ class RedisTalker:
         self._client = client
         self.model = model
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """See Talker."""
         request = GenerationRequest(model=self.model, messages=tuple(messages), sampling=sampling)
         job = self._client.submit(request)
@@ -103,8 +113,7 @@ class RedisTalker:
                 ended = event.state is not None
                 if event.error is not None:
                     raise KtqueueError(event.error.message)
-                if event.text:
-                    yield event.text
+                yield Piece(event.text, len(event.token_ids))
         finally:
             if not ended:
                 self._client.cancel(job.id)
@@ -123,7 +132,7 @@ class LocalTalker:
         self._turn = 0
         self.model = model
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[str]:
+    def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """See Talker. A Ctrl-C waits for the end of the step, so that the engine stays whole."""
         self._turn += 1
         request_id = f"turn-{self._turn}"
@@ -141,8 +150,7 @@ class LocalTalker:
                 for output in self._engine.step():
                     if output.error is not None:
                         raise KtqueueError(output.error.message)
-                    if output.text:
-                        yield output.text
+                    yield Piece(output.text, len(output.token_ids))
         finally:
             self._engine.abort(request_id)
             signal.signal(signal.SIGINT, before)
