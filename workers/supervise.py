@@ -71,6 +71,11 @@ class Supervisor:
         assert self.config.broker.url is not None
         return self.config.broker.url
 
+    @property
+    def redis_pid(self) -> int | None:
+        """Of the private Redis, while it runs."""
+        return self._redis.pid if self._redis is not None else None
+
     async def __aenter__(self) -> Self:
         try:
             await self._start()

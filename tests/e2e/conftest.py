@@ -1,0 +1,135 @@
+"""The whole of it as real processes: Redis, gateway, workers under the supervisor, and a client over HTTP."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from workers.supervise import Supervisor
+
+
+@dataclass
+class Stream:
+    """What one reader of a job saw, over however many connections."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def last_seq(self) -> int:
+        return self.events[-1]["seq"] if self.events else 0
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and "state" in self.events[-1]
+
+    @property
+    def state(self) -> str | None:
+        return self.events[-1].get("state") if self.events else None
+
+    @property
+    def longest_gap(self) -> float:
+        return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
+
+    def choices(self, n: int = 1) -> list[tuple[list[int], str]]:
+        """Ids and text of each choice; fails where an event is missing or came twice."""
+        assert [event["seq"] for event in self.events] == list(range(1, len(self.events) + 1))
+        assert [i for i, event in enumerate(self.events) if "state" in event] in ([], [len(self.events) - 1])
+        choices: list[tuple[list[int], str]] = [([], "") for _ in range(n)]
+        for event in self.events:
+            ids, text = choices[event["index"]]
+            choices[event["index"]] = (ids + event.get("token_ids", []), text + event.get("text", ""))
+        return choices
+
+
+@dataclass
+class Stack:
+    """A running installation and an HTTP client of it."""
+
+    up: Supervisor
+    http: httpx.AsyncClient
+
+    async def submit(self, **body: Any) -> str:
+        """POST /v1/jobs; retries while no worker is known or the queue is full."""
+        async with asyncio.timeout(30):
+            while True:
+                answer = await self.http.post("/v1/jobs", json={"model": "demo", **body})
+                if answer.status_code not in (429, 503):
+                    break
+                await asyncio.sleep(0.1)
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        answer = await self.http.get(f"/v1/jobs/{job_id}")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def until_ready(self) -> None:
+        """Wait for GET /readyz to say 200."""
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await self.http.get("/readyz")).status_code == 200:
+                        return
+                await asyncio.sleep(0.05)
+
+    async def read(
+        self,
+        job_id: str,
+        stream: Stream | None = None,
+        *,
+        leave_after: int | None = None,
+        on_event: Callable[[int], None] | None = None,
+    ) -> Stream:
+        """GET the job's events after those in `stream`, until its end or for `leave_after` more."""
+        stream = Stream() if stream is None else stream
+        headers = {"Last-Event-ID": str(stream.last_seq)} if stream.events else {}
+        async with self.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
+            assert answer.status_code == 200, answer.status_code
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                stream.events.append(json.loads(line.removeprefix("data: ")))
+                stream.times.append(time.monotonic())
+                if on_event is not None:
+                    on_event(len(stream.events))
+                if leave_after is not None:
+                    leave_after -= 1
+                    if leave_after <= 0:
+                        break
+        return stream
+
+
+StartStack = Callable[..., AbstractAsyncContextManager[Stack]]
+
+
+@pytest.fixture
+def start_stack(tmp_path: Path) -> StartStack:
+    """`async with start_stack(workers=2) as stack:`."""
+
+    @contextlib.asynccontextmanager
+    async def start(
+        *, workers: int = 1, broker: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **worker: Any
+    ) -> AsyncIterator[Stack]:
+        config = Config(
+            broker=BrokerConfig(**{"state_dir": str(tmp_path / "state"), **(broker or {})}),
+            engine=EngineConfig(**{"num_pages": 1024, "threads": 1, **(engine or {})}),
+            worker=WorkerConfig(**worker),
+            gateway=GatewayConfig(port=0, drain_seconds=2.0),
+        )
+        async with Supervisor(config, workers=workers) as up:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+            async with httpx.AsyncClient(base_url=up.url, timeout=60.0, limits=limits, trust_env=False) as http:
+                yield Stack(up, http)
+
+    return start

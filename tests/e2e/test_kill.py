@@ -1,0 +1,210 @@
+"""kill -9 of each process in turn: the streams go on as if nothing had happened, and nothing is left behind."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STORY = "Once upon a time there was a king who"
+GREEDY = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 100, "ignore_eos": True}
+TWO = {**SEEDED, "n": 2, "max_tokens": 60}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def kill_at(event: int, pid_of: Callable[[], int | None]) -> Callable[[int], None]:
+    """Kills the process when a stream has so many events."""
+
+    def on_event(count: int) -> None:
+        if count == event:
+            pid = pid_of()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+    return on_event
+
+
+async def chat(stack: Any, on_event: Callable[[int], None] | None = None) -> tuple[str, str | None]:
+    """A streamed chat completion: its text and finish reason."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Tell me of a king."}],
+        "stream": True,
+        **SEEDED,
+    }
+    text, reason, count = "", None, 0
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                return text, reason
+            if line.startswith("data: "):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                text += choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+                count += 1
+                if on_event is not None:
+                    on_event(count)
+    raise AssertionError("the stream ended without [DONE]")
+
+
+async def test_streams_outlive_the_only_worker(start_stack: Any, record_property: Any) -> None:
+    async with start_stack() as stack:
+        worker = stack.up.workers[0]
+        expected = {}
+        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED), ("two", TWO)):
+            job = await stack.submit(prompt=STORY, sampling=sampling)
+            expected[name] = (await stack.read(job)).choices(sampling.get("n", 1))
+        expected_chat = await chat(stack)
+
+        jobs = {
+            name: await stack.submit(prompt=STORY, sampling=sampling)
+            for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED), ("two", TWO))
+        }
+        first = worker.pid
+        *streams, told = await asyncio.gather(
+            stack.read(jobs["greedy"], on_event=kill_at(20, lambda: worker.pid)),
+            stack.read(jobs["seeded"]),
+            stack.read(jobs["two"]),
+            chat(stack),
+        )
+        assert worker.pid != first
+        assert worker.deaths == 1
+        for name, stream in zip(jobs, streams, strict=True):
+            assert stream.state == "done"
+            assert stream.choices(2 if name == "two" else 1) == expected[name]
+            assert (await stack.job(jobs[name]))["attempts"] == 2
+        assert told == expected_chat
+        record_property("longest_gap_seconds", streams[0].longest_gap)
+        assert streams[0].longest_gap < 30.0
+
+
+async def test_another_worker_takes_over(start_stack: Any, record_property: Any) -> None:
+    async with start_stack(workers=2) as stack:
+        job = await stack.submit(prompt=STORY, sampling=GREEDY)
+        expected = (await stack.read(job)).choices()
+        job = await stack.submit(prompt=STORY, sampling=GREEDY)
+
+        async def owner() -> Any:
+            name = (await stack.job(job))["worker_id"]
+            return next(worker for worker in stack.up.workers if f"-{worker.pid}-" in name)
+
+        stream = await stack.read(job, leave_after=10)
+        dead = await owner()
+        os.kill(dead.pid, signal.SIGKILL)
+        await stack.read(job, stream)
+        assert await owner() is not dead or dead.deaths == 1
+        assert stream.state == "done"
+        assert stream.choices() == expected
+        record_property("longest_gap_seconds", stream.longest_gap)
+        assert stream.longest_gap < 15.0
+
+
+async def test_a_worker_that_slept_too_long_comes_back_anew(start_stack: Any) -> None:
+    async with start_stack(broker={"lease_seconds": 1.0}) as stack:
+        job = await stack.submit(prompt=STORY, sampling=GREEDY)
+        expected = (await stack.read(job)).choices()
+        job = await stack.submit(prompt=STORY, sampling=GREEDY)
+        stream = await stack.read(job, leave_after=10)
+        worker = stack.up.workers[0]
+        worker.signal(signal.SIGSTOP)
+        await asyncio.sleep(2.0)
+        assert (await stack.job(job))["state"] == "queued"
+        worker.signal(signal.SIGCONT)
+        await stack.read(job, stream)
+        assert stream.choices() == expected
+        assert worker.deaths == 0
+
+
+async def test_streams_outlive_redis(start_stack: Any) -> None:
+    async with start_stack() as stack:
+        job = await stack.submit(prompt=STORY, sampling=SEEDED)
+        expected = (await stack.read(job)).choices()
+        job = await stack.submit(prompt=STORY, sampling=SEEDED)
+        stream = await stack.read(job, on_event=kill_at(20, lambda: stack.up.redis_pid))
+        assert stream.choices() == expected
+        assert stream.state == "done"
+        assert (await stack.job(job))["attempts"] == 1
+        assert stack.up.workers[0].deaths == 0
+
+
+async def test_a_dead_gateway_is_replaced(start_stack: Any) -> None:
+    async with start_stack() as stack:
+        job = await stack.submit(prompt=STORY, sampling=SEEDED)
+        expected = (await stack.read(job)).choices()
+        job = await stack.submit(prompt=STORY, sampling=SEEDED)
+        stream = await stack.read(job, leave_after=10)
+        os.kill(stack.up.gateway.pid, signal.SIGKILL)
+        await stack.until_ready()
+        await stack.read(job, stream)
+        assert stream.choices() == expected
+
+
+UP = """
+import asyncio
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from workers.supervise import Supervisor
+
+async def main():
+    config = Config(
+        broker=BrokerConfig(state_dir={state!r}),
+        engine=EngineConfig(num_pages=256, threads=1),
+        gateway=GatewayConfig(port=0, drain_seconds=1.0),
+        worker=WorkerConfig(drain_seconds=1.0),
+    )
+    async with Supervisor(config) as up:
+        print(up.url, up.redis_pid, up.gateway.pid, up.workers[0].pid, flush=True)
+        await up.run_until_signal()
+
+asyncio.run(main())
+"""
+
+
+async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str, list[int]]:
+    """A supervisor in a process of its own: it, its URL, and the pids of its children."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        UP.format(state=str(tmp_path / "state")),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    url, *pids = (await process.stdout.readline()).decode().split()
+    assert len(pids) == 3
+    return process, url, [int(pid) for pid in pids]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def none_left(pids: list[int]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if not any(alive(pid) for pid in pids):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_no_orphans_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    process, _, pids = await start_up(tmp_path)
+    assert all(alive(pid) for pid in pids)
+    process.kill()
+    await process.wait()
+    await none_left(pids)
+
+
+async def test_a_signal_stops_everything_in_order(tmp_path: Path) -> None:
+    process, _, pids = await start_up(tmp_path)
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+    assert not any(alive(pid) for pid in pids)
