@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, SamplingParams
@@ -70,6 +71,20 @@ def eventually() -> Callable[..., Awaitable[None]]:
             await asyncio.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+async def outlive(broker: Broker, card: ModelCard) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Let a lease lapse while another worker beats, so that it is no outage."""
+    bystander = await Lease.register(broker, replace(card, name="bystander"))
+
+    async def wait() -> None:
+        for _ in range(6):
+            await asyncio.sleep(broker.config.lease_seconds / 5)
+            await bystander.beat({})
+
+    yield wait
+    await bystander.close()
 
 
 class Proxy:

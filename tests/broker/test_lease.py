@@ -13,20 +13,6 @@ from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.request import JobClass
 
 
-@pytest.fixture
-async def outlive(broker, card):
-    """Let a lease lapse while another worker beats, so that it is no outage."""
-    bystander = await Lease.register(broker, replace(card, name="bystander"))
-
-    async def wait():
-        for _ in range(6):
-            await asyncio.sleep(broker.config.lease_seconds / 5)
-            await bystander.beat({})
-
-    yield wait
-    await bystander.close()
-
-
 async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker, card, make_request, outlive):
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())

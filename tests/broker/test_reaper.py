@@ -1,0 +1,169 @@
+"""Dead workers, outages, and that nothing is left behind."""
+
+import asyncio
+import re
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker import keys
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.errors import JobNotFound
+from ktqueue.core.events import JobState, TokenEvent
+
+
+@pytest.fixture
+async def reaping(broker):
+    task = asyncio.create_task(broker.reaper().run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(broker, card, make_request, reaping):
+    loop = asyncio.get_running_loop()
+    dead, alive = await Lease.register(broker, card), await Lease.register(broker, card)
+    jobs = [await broker.jobs.submit(make_request()) for _ in range(2)]
+    (gone,) = await dead.claim(1)
+    (kept,) = await alive.claim(1)
+    await dead.beat({})
+    began, again = loop.time(), []
+    while not again:
+        await alive.beat({})
+        await alive.wait_for_work(0.05)
+        again = await alive.claim(2)
+        assert loop.time() - began < broker.config.lease_seconds + 0.5
+    assert loop.time() - began > broker.config.lease_seconds - 0.1
+    assert [(claim.job_id, claim.attempt) for claim in again] == [(gone.job_id, 2)]
+    assert {gone.job_id, kept.job_id} == {job.id for job in jobs}
+    assert (await broker.jobs.get(kept.job_id)).attempts == 1
+    await alive.close()
+
+
+async def test_a_living_workers_job_is_never_taken(broker, card, make_request, reaping):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    for _ in range(20):
+        await asyncio.sleep(broker.config.lease_seconds / 5)
+        await lease.beat({})
+    assert (await broker.jobs.get(job.id)).attempts == 1
+    assert (await broker.jobs.get(job.id)).worker_id == lease.id
+    await lease.close()
+
+
+async def test_after_an_outage_everybody_gets_one_more_lease(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    await broker.reaper().reap()
+    await asyncio.sleep(broker.config.lease_seconds * 2)  # nobody was there: as if Redis had been away
+    assert await broker.reaper().reap() == (0, 0)
+    await lease.beat({})
+    await lease.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE))])
+    await lease.close()
+
+
+@pytest.mark.parametrize("first", ["beat", "commit", "claim", "release"])
+async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(broker, card, make_request, first):
+    lease = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    await broker.reaper().reap()
+    await asyncio.sleep(broker.config.lease_seconds * 1.5)
+    calls = {
+        "beat": lambda: lease.beat({}),
+        "commit": lambda: lease.commit([(job.id, TokenEvent(seq=1))]),
+        "claim": lambda: lease.claim(1),
+        "release": lambda: lease.release([]),
+    }
+    await calls[first]()
+    assert await broker.reaper().reap() == (0, 0)
+    await lease.close()
+
+
+async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(broker, card, make_request, outlive):
+    dead = await Lease.register(broker, card)
+    await broker.jobs.submit(make_request())
+    await dead.claim(1)
+    await outlive()
+    await asyncio.sleep(broker.config.lease_seconds)
+    assert await broker.reaper().reap() == (1, 0)
+
+
+async def test_a_dead_worker_is_taken_one_lease_after_the_outage(broker, card, make_request, outlive):
+    dead = await Lease.register(broker, card)
+    await broker.jobs.submit(make_request())
+    await dead.claim(1)
+    await asyncio.sleep(broker.config.lease_seconds * 1.5)
+    assert await broker.reaper().reap() == (0, 0)
+    await outlive()
+    assert await broker.reaper().reap() == (1, 0)
+
+
+def unknown_keys(tag, names):
+    """Keys that the table in keys.py does not have."""
+    rows = re.findall(r"^\| ([^|]+?) +\| (?:hash|zset|stream|string)", keys.__doc__, re.MULTILINE)
+    patterns = []
+    for row in rows:
+        for name in re.sub(r" \(.*\)", "", row).split(", "):
+            patterns.append(re.escape(tag) + ":" + re.sub(r"[A-Z]+", "[^ ]+", name))
+    return [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+async def test_every_key_is_in_the_table_and_none_is_left(config, card, make_request, raw, eventually):
+    short = replace(config, job_ttl=0.6, journal_ttl=0.3, idempotency_ttl=0.6, model_ttl=0.6, lease_seconds=0.2)
+    async with await Broker.open(short) as broker:
+        lease, dead = await Lease.register(broker, card), await Lease.register(broker, card)
+        jobs = [
+            await broker.jobs.submit(make_request(expires_in=0.5 if k == 5 else None), idempotency_key=f"k{k}")
+            for k in range(8)
+        ]
+        await dead.claim(1)
+        await lease.claim(5)
+        await broker.jobs.cancel(jobs[1].id)
+        await broker.jobs.cancel(jobs[7].id)
+        names = [name.decode() for name in raw.keys("*")]
+        assert unknown_keys(broker.keys.tag, names) == []
+        assert len(names) > 20
+        reaper = asyncio.create_task(broker.reaper().run())
+        await lease.commit([(job.id, TokenEvent(seq=1, text="x")) for job in jobs[1:5]])
+        open_jobs = {job.id: 1 for job in jobs[1:5]}
+
+        async def all_ended():
+            await lease.beat({})
+            for claim in await lease.claim(8):
+                open_jobs[claim.job_id] = len(claim.events)
+            last = [(job_id, TokenEvent(seq=seq + 1, state=JobState.DONE)) for job_id, seq in open_jobs.items()]
+            open_jobs.clear()
+            await lease.commit(last)
+            return not await broker.jobs.list(state=JobState.RUNNING) + await broker.jobs.list(state=JobState.QUEUED)
+
+        await eventually(all_ended)
+        await lease.close()
+        reaper.cancel()
+        await asyncio.gather(reaper, return_exceptions=True)
+        without_ttl = [name for name in raw.keys("*") if raw.pttl(name) == -1]
+        assert without_ttl == []
+
+        async def nothing_left():
+            return raw.keys("*") == []
+
+        await eventually(nothing_left, 8)
+        with pytest.raises(JobNotFound):
+            await broker.jobs.get(jobs[0].id)
+
+
+async def test_the_listing_forgets_what_has_expired(config, card, make_request):
+    async with await Broker.open(replace(config, job_ttl=0.2)) as broker:
+        lease = await Lease.register(broker, card)
+        first = await broker.jobs.submit(make_request())
+        await broker.jobs.cancel(first.id)
+        await asyncio.sleep(0.15)
+        second = await broker.jobs.submit(make_request())
+        await broker.jobs.cancel(second.id)
+        await asyncio.sleep(0.1)
+        await broker.reaper().reap()
+        assert [job.id for job in await broker.jobs.list()] == [second.id]
+        await lease.close()
