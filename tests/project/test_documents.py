@@ -1,0 +1,129 @@
+"""The reference pages against the code: each setting, verb, error, metric and script is told, and no other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ktqueue.cli.main import application
+from ktqueue.core.config import STANDALONE, Config
+from ktqueue.core.errors import KtqueueError
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def verbs(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every leaf of the command tree."""
+    if hasattr(command, "commands"):
+        for name, child in command.commands.items():
+            yield from verbs(child, (*path, name))
+    else:
+        yield path, command
+
+
+def tree() -> dict[tuple[str, ...], Any]:
+    return dict(verbs(typer.main.get_command(application())))
+
+
+def test_every_setting_is_told_once_with_its_flag() -> None:
+    page = (REFERENCE / "configuration.md").read_text()
+    told = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \|", page, re.MULTILINE)
+    known = [f"{section.name}.{one.name}" for section in fields(Config) for one in fields(section.default_factory)]  # type: ignore[arg-type,misc]
+    assert sorted(told) == sorted(known)
+
+
+def test_flags_that_the_settings_page_names_exist() -> None:
+    flags = {option for command in tree().values() for one in command.params for option in one.opts}
+    for row in re.findall(r"^\| `[a-z]+\.[a-z_]+` \|.*$", (REFERENCE / "configuration.md").read_text(), re.MULTILINE):
+        for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[3]):
+            assert flag in flags, f"no verb has {flag}"
+
+
+def test_defaults_of_numbers_are_as_told() -> None:
+    page = (REFERENCE / "configuration.md").read_text()
+    config = Config()
+    for section, key, default in re.findall(r"^\| `([a-z]+)\.([a-z_]+)` \| ([\d.]+) \|", page, re.MULTILINE):
+        assert getattr(getattr(config, section), key) == float(default), f"{section}.{key}"
+
+
+def test_every_verb_is_told() -> None:
+    page = (REFERENCE / "cli.md").read_text()
+    told = set(re.findall(r"^\| `ktqueue ([a-z ]+)` \|", page, re.MULTILINE))
+    assert told == {" ".join(path) for path in tree()}
+
+
+def test_commands_in_documents_parse() -> None:
+    leaves = tree()
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for line in re.findall(r"^ {4}(ktqueue .*?)(?: +#.*)?$", page.read_text(), re.MULTILINE):
+            words = line.split()[1:]
+            path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in leaves), None)
+            assert path is not None, f"{page.name}: {line}"
+            known = {option for one in leaves[path].params for option in (*one.opts, *one.secondary_opts)}
+            for word in words[len(path) :]:
+                if re.fullmatch(r"--?[a-z][a-z-]*", word):
+                    assert word in known, f"{page.name}: {line}: no {word}"
+
+
+def error_classes(kind: type[KtqueueError] = KtqueueError) -> Iterator[type[KtqueueError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from error_classes(child)
+
+
+def test_every_error_of_the_api_is_told_under_its_status() -> None:
+    pytest.importorskip("starlette")
+    import ktqueue.gateway.app  # noqa: F401  # makes the gateway's own errors known
+
+    page = (REFERENCE / "http-api.md").read_text()
+    told = {
+        (int(status), code)
+        for status, codes in re.findall(r"^\| (\d{3}) \| (.+?) \|", page, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    every = {(one.status, one.code) for one in error_classes() if one.__module__.startswith("ktqueue.")}
+    inner = {"codec_error", "config_error", "checkpoint_error", "rule_error", "lease_lost", "usage"}  # never over HTTP
+    known = {(status, code) for status, code in every if code not in inner and not code.startswith("cli_")}
+    assert told - known == {(500, "internal_error")} - known, "told, but not in the code"
+    assert known - told == set(), "in the code, but not told"
+
+
+def test_every_metric_is_told() -> None:
+    pytest.importorskip("prometheus_client")
+    page = (REFERENCE / "metrics.md").read_text()
+    told = set(re.findall(r"^\| `ktqueue:(\w+)` \|", page, re.MULTILINE))
+    known: set[str] = set()
+    for name in ("metrics.py", "cluster.py", "health.py"):
+        for text in strings(ROOT / "ktqueue" / "gateway" / name):
+            known.update([text.removeprefix("ktqueue:")] if text.removeprefix("ktqueue:") in told else [])
+            assert not text.startswith("ktqueue:") or len(text) == 8 or text.removeprefix("ktqueue:") in told, text
+    assert told == known
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string constant of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_script_is_told() -> None:
+    page = (REFERENCE / "keys-and-scripts.md").read_text()
+    rows = [row for row in page.partition("| script |")[2].splitlines() if row.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert told == {path.stem for path in (ROOT / "ktqueue" / "broker" / "scripts").glob("*.lua")} - {"prelude"}
+
+
+def test_environment_variables_in_the_code_are_told() -> None:
+    page = (REFERENCE / "configuration.md").read_text()
+    for name in STANDALONE:
+        assert f"| `{name}` |" in page
+    for path in [*(ROOT / "ktqueue").rglob("*.py"), *(ROOT / "workers").rglob("*.py"), *(ROOT / "csrc").iterdir()]:
+        for name in re.findall(r"\"(KTQUEUE_[A-Z_]+[A-Z])\"", path.read_text()):
+            assert f"`{name}`" in page, f"{path.name} reads {name}"

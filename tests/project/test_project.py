@@ -1,0 +1,140 @@
+"""The project's own books: what is pinned, what the README promises, what the images install, how long files are."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LONGEST_FILE = 400  # lines
+TEXT = {".py", ".cpp", ".h", ".lua", ".md", ".yaml", ".toml"}
+
+
+def tracked() -> list[Path]:
+    """Files that git has or would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def project() -> dict[str, Any]:
+    """pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins() -> dict[str, str]:
+    """Name to exact version, of constraints.txt."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text:
+            name, separator, version = text.partition("==")
+            assert separator, f"not an exact version: {line}"
+            assert canonicalize_name(name) not in found, f"pinned twice: {name}"
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_every_dependency_is_pinned_within_its_bounds() -> None:
+    exact = pins()
+    book = project()["project"]
+    asked = [*book["dependencies"], *(one for extra in book["optional-dependencies"].values() for one in extra)]
+    asked += project()["build-system"]["requires"]
+    for one in map(Requirement, asked):
+        name = canonicalize_name(one.name)
+        assert name in exact, f"{name} is not in constraints.txt"
+        assert one.specifier.contains(exact[name]), f"{one} does not allow the pinned {exact[name]}"
+
+
+def test_no_pin_names_a_local_build() -> None:
+    assert [f"{name}=={version}" for name, version in pins().items() if "+" in version] == []
+
+
+def test_make_targets_named_in_the_documents_exist() -> None:
+    targets = makefile_targets()
+    assert {"demo", "test", "lint", "type", "bench", "size", "clean", "help"} <= targets
+    for page in [path for path in tracked() if path.suffix == ".md"]:
+        for line in re.findall(r"(?:^ {4}|`)make ([a-z]+(?: [a-z]+)*)", page.read_text(), re.MULTILINE):
+            for target in line.split():
+                assert target in targets, f"{page.relative_to(ROOT)} says make {target}"
+
+
+def test_ci_runs_the_readme_s_checks() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "set -euo pipefail" in script
+    for command in ("make lint", "make type", "make test"):
+        assert re.search(rf"^{command}$", script, re.MULTILINE), f".ci/run does not run {command}"
+    assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [path for path in tracked() if path.suffix == ".md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_files_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in tracked()
+        if path.suffix in TEXT and (lines := len(path.read_text().splitlines())) > LONGEST_FILE
+    }
+    assert long == {}
+
+
+def test_version_is_said_once() -> None:
+    from ktqueue import __version__
+
+    assert project()["project"]["version"] == __version__
+    assert f"[{__version__}]" in (changelog := (ROOT / "CHANGELOG.md").read_text()) or "[Unreleased]" in changelog
+
+
+@pytest.mark.parametrize("name", ["gateway", "worker"])
+def test_images_install_from_constraints_and_run_as_nobody(name: str) -> None:
+    lines = (ROOT / "docker" / f"{name}.Dockerfile").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#"))
+    assert "PIP_CONSTRAINT=/source/constraints.txt" in text
+    for image in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
+        assert re.search(r":\d+\.\d+\.\d+", image), f"{image} has no exact version"
+    last_stage = text.rpartition("\nFROM ")[2]
+    assert re.search(r"^USER [1-9]\d*:", last_stage, re.MULTILINE)
+    assert ("torch" in text) == (name == "worker")
+    installed = re.search(r"'\.\[([a-z,]+)\]'", text)
+    assert installed is not None
+    assert set(installed[1].split(",")) <= set(project()["project"]["optional-dependencies"])
+
+
+def test_compose_scales_workers_and_pins_its_images() -> None:
+    book = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    services = book["services"]
+    assert set(services) == {"redis", "gateway", "worker"}
+    assert "container_name" not in services["worker"], "a named container cannot be scaled"
+    assert "ports" not in services["worker"], "a published port cannot be scaled"
+    for name, service in services.items():
+        assert re.search(r":\d+\.\d+\.\d+", service["image"]), f"{name} has no exact version"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        if "build" in service:
+            assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert "noeviction" in services["redis"]["command"]
+
+
+def test_compose_settings_are_known() -> None:
+    from ktqueue.core.config import load_config
+
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        given = {key: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text) for key, text in service.get("environment", {}).items()}
+        config = load_config(environment=given)
+        assert config.gateway.api_keys == ()
