@@ -99,6 +99,14 @@ FAMILIES = (
         implied={"hidden_act": "silu"},
         permuted=True,
     ),
+    Family(
+        architecture="olmoe",
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        fields=(*_COMMON, _EXPERT_COUNT, Field("intermediate_size", "feed_forward_length")),
+        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS),
+        implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    ),
 )
 MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)

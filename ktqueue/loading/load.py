@@ -13,6 +13,7 @@ from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton
+from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import experts as _experts  # noqa: F401  (enters its operators in the registry)
 from ktqueue.operators.base import registry
 from ktqueue.operators.kv_cache import KVLayout
@@ -20,7 +21,8 @@ from ktqueue.operators.kv_cache import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the model card says of the weights. `quantization`: the type that most bytes are stored in."""
+    """What the model card says of the weights. `quantization`: the type that most expert bytes are stored in (of a
+    model without experts: most bytes)."""
 
     architecture: str
     quantization: str
@@ -97,7 +99,8 @@ def load_model(
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
     """The facts for the model card. Raises CheckpointError where the config lacks one."""
     stored: Counter[str] = Counter()
-    for name in checkpoint.names():
+    experts = {f"{module}.{part}" for module in checkpoint.expert_modules() for part in (GATE_UP, DOWN)}
+    for name in experts or checkpoint.names():
         stored[checkpoint.quant(name)] += checkpoint.nbytes(name)
     try:
         return CardFacts(

@@ -11,6 +11,7 @@ from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.vocabulary_data import VocabularyData
 
 SPACE = "\u2581"  # SentencePiece's visible space
+MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 
 
 def from_json(path: Path) -> tokenizers.Tokenizer:
@@ -69,7 +70,7 @@ def _sentence_piece(data: VocabularyData) -> tokenizers.Tokenizer:
     vocabulary = _vocabulary(data)
     ranked: list[tuple[float, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
-        halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if len(piece) <= MAX_PIECE else []
         joins = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
         joins.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         ranked.extend((-data.scores[token_id], token_id, join) for join in joins)

@@ -1,0 +1,171 @@
+"""Tiny random models of each family, saved as transformers saves them, with a tokenizer of their own."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from ktqueue.loading.convert import convert
+from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+VOCAB = 384
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 382,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": None},
+    "olmoe": {"num_experts": 8, "intermediate_size": 32},
+}
+
+
+def _tokenizer(folder: Path) -> None:
+    pre = PRE_TOKENIZERS["qwen2"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pre.patterns[0]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    text = ["Once upon a time there was a fox and a crow; the fox was hungry and the crow had cheese."] * 4
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 4, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<tool_call>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_model(model_type, **config) -> folder with a random float32 model; the same one for the same call."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str = "qwen3_moe", *, shard: str | None = None, **changes: Any) -> Path:
+        key = f"{model_type} {shard} {sorted(changes.items())}"
+        if key not in made:
+            torch.manual_seed(7)
+            folder = tmp_path_factory.mktemp(model_type)
+            values = {**COMMON, **FAMILIES[model_type], **changes}
+            config = transformers.CONFIG_MAPPING[model_type](**values)
+            config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if name.endswith(("norm.weight", ".bias")):
+                        weight.uniform_(0.5, 1.5)
+            model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+            _tokenizer(folder)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: Callable[..., Path]) -> Path:
+    """A Hugging Face folder with a random Qwen3-MoE."""
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def make_gguf(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_gguf(experts, dense, **as make_model) -> a converted file."""
+
+    def make(experts: str = "f32", dense: str = "f32", **kwargs: Any) -> Path:
+        target = tmp_path_factory.mktemp("gguf") / f"{experts}-{dense}.gguf"
+        convert(make_model(**kwargs), target, experts=experts, dense=dense)
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(make_gguf: Callable[..., Path]) -> Path:
+    """The model of `tiny` as a float32 GGUF file."""
+    return make_gguf()
+
+
+@pytest.fixture(scope="session")
+def reference_logits() -> Callable[[Path, list[int]], torch.Tensor]:
+    """(folder, ids) -> [tokens, vocab] logits of the model as transformers loads and runs it."""
+
+    def run(folder: Path, ids: list[int]) -> torch.Tensor:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        with torch.no_grad():
+            logits: torch.Tensor = model(torch.tensor([ids]), output_router_logits=False).logits[0]
+        return logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_logits() -> Callable[..., torch.Tensor]:
+    """(module, layout, ids) -> [tokens, vocab] logits of one prefill row through the paged attention."""
+
+    def run(module: Callable[..., Any], layout: KVLayout, ids: list[int]) -> torch.Tensor:
+        count = len(ids)
+        pages = -(-count // layout.page_size)
+        step = StepContext(
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.tensor([count], dtype=torch.int32),
+            torch.arange(pages, dtype=torch.int32)[None],
+            torch.arange(count),
+            KVCache(layout, pages),
+        )
+        with torch.inference_mode():
+            logits: torch.Tensor = module(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.arange(count)[None],
+                use_cache=False,
+                logits_to_keep=torch.arange(count),
+                step=step,
+            ).logits[0]
+        return logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def random_blocks() -> Callable[[str, int, int], np.ndarray[Any, np.dtype[np.uint8]]]:
+    """(quant, blocks, seed) -> [blocks, block bytes] random quantised blocks with small finite scales."""
+    layout = {"Q4_0": (18, [0]), "Q8_0": (34, [0]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
+
+    def make(quant: str, blocks: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        size, scales = layout[quant]
+        data = np.random.default_rng(seed).integers(0, 256, (blocks, size), np.uint8)
+        for at in scales:
+            data[:, at : at + 2] = np.frombuffer(struct.pack("<e", 0.002), np.uint8)
+        return data
+
+    return make

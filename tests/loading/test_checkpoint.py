@@ -1,0 +1,251 @@
+"""Checkpoints: names, shapes, types and values from every container, and errors that name what is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.gguf_file import Writer
+from ktqueue.loading.gguf_header import read_header
+from ktqueue.loading.quants import BLOCKS
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("container", ["folder", "sharded", "gguf"])
+def test_every_tensor_equals_what_transformers_loads(
+    model_type: str, container: str, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
+) -> None:
+    folder = make_model(model_type, shard="100KB" if container == "sharded" else None)
+    checkpoint = open_checkpoint(str(make_gguf(model_type=model_type) if container == "gguf" else folder))
+    state = _state(folder)
+    assert sorted(checkpoint.names()) == sorted(state)
+    for name, expected in state.items():
+        assert checkpoint.shape(name) == tuple(expected.shape)
+        assert checkpoint.quant(name) == "F32"
+        assert checkpoint.nbytes(name) == expected.numel() * 4
+        torch.testing.assert_close(checkpoint.dense(name, torch.float32), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("quant", ["f16", "bf16", "q8_0", "q4_0"])
+def test_types(quant: str, tiny: Path, make_gguf: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(str(make_gguf(quant, quant)))
+    bound = {"f16": 1e-3, "bf16": 5e-3, "q8_0": 1e-2, "q4_0": 0.12}[quant]
+    for name, expected in _state(tiny).items():
+        full = expected.dim() == 1 or name.endswith("mlp.gate.weight")
+        assert checkpoint.quant(name) == ("F32" if full else quant.upper())
+        error = checkpoint.dense(name, torch.float32) - expected
+        assert error.norm() / expected.norm() <= (0 if full else bound), name
+
+
+@pytest.mark.parametrize("container", ["folder", "fused", "gguf"])
+def test_expert_weights_are_views_of_the_file(container: str, tiny: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+    path = tiny_gguf if container == "gguf" else tiny
+    state = _state(tiny)
+    if container == "fused":
+        safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+        path = tmp_path
+    weights = open_checkpoint(str(path)).experts(EXPERTS)
+    gate_up, down = state[f"{EXPERTS}.gate_up_proj"].numpy(), state[f"{EXPERTS}.down_proj"].numpy()
+    for part, whole in ((weights.gate, gate_up[:, :32]), (weights.up, gate_up[:, 32:]), (weights.down, down)):
+        assert (part.quant, part.rows, part.columns, len(part.data)) == ("F32", *whole.shape[1:], 8)
+        for data, expected in zip(part.data, whole, strict=True):
+            assert not data.flags.owndata and not data.flags.writeable
+            np.testing.assert_array_equal(data.view(np.float32).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_quantised_rows_decode_as_the_gguf_library_does(
+    quant: str,
+    make_gguf: Callable[..., Path],
+    random_blocks: Callable[..., np.ndarray[Any, np.dtype[np.uint8]]],
+    tmp_path: Path,
+) -> None:
+    source = make_gguf(hidden_size=256, moe_intermediate_size=256, head_dim=64)
+    target = tmp_path / "model.gguf"
+    blocks = _rewrite(source, target, quant, random_blocks)
+    checkpoint = open_checkpoint(str(target))
+    decoded = gguf.quants.dequantize(blocks["blk.1.ffn_down_exps.weight"], gguf.GGMLQuantizationType[quant])
+    got = checkpoint.dense(f"{EXPERTS}.down_proj", torch.float32)
+    np.testing.assert_array_equal(got.numpy().ravel(), decoded.ravel())
+    decoded = gguf.quants.dequantize(blocks["blk.0.attn_q.weight"], gguf.GGMLQuantizationType[quant])
+    got = checkpoint.dense("model.layers.0.self_attn.q_proj.weight", torch.float32)
+    np.testing.assert_array_equal(got.numpy().ravel(), decoded.ravel())
+    assert checkpoint.experts(EXPERTS).down.quant == checkpoint.quant(f"{EXPERTS}.down_proj") == quant
+
+
+def _rewrite(
+    source: Path, target: Path, quant: str, random_blocks: Callable[..., Any]
+) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Copy a file with all matrices replaced by random blocks of `quant`, which the library cannot all write."""
+    header = read_header(source)
+    made = {}
+    with Writer(target, "qwen3moe", "F32") as writer:
+        kept = {k: v for k, v in header.metadata.items() if not k.startswith("general.")}
+        writer.add_metadata(kept)
+        for info in header.tensors:
+            writer.add_tensor(info.name, quant if len(info.shape) > 1 else "F32", info.shape)
+        writer.start()
+        for seed, info in enumerate(header.tensors):
+            count = int(np.prod(info.shape))
+            if len(info.shape) > 1:
+                made[info.name] = random_blocks(quant, count // BLOCKS[quant][0], seed)
+                writer.write(made[info.name])
+            else:
+                writer.write(header.data[info.offset : info.offset + 4 * count])
+    return made
+
+
+def _split(source: Path, folder: Path, tensors: int) -> list[Path]:
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe", split_max_tensors=tensors)
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
+    parts = _split(tiny_gguf, tmp_path, 10)
+    assert len(parts) > 2 and parts[0].name == f"model-00001-of-0000{len(parts)}.gguf"
+    whole = open_checkpoint(str(tiny_gguf))
+    for part in (parts[0], parts[-1]):
+        checkpoint = open_checkpoint(str(part))
+        assert checkpoint.config() == whole.config()
+        assert sorted(checkpoint.names()) == sorted(whole.names())
+        for name in whole.names():
+            assert torch.equal(checkpoint.dense(name, torch.float32), whole.dense(name, torch.float32))
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match="00002-of-.*part 2 of .* is missing"):
+        open_checkpoint(str(parts[0]))
+
+
+def test_renamed_part_of_a_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
+    parts = _split(tiny_gguf, tmp_path, 10)
+    with pytest.raises(CheckpointError, match="one of .* parts"):
+        open_checkpoint(str(parts[0].rename(tmp_path / "renamed.gguf")))
+
+
+def test_parts_swapped(tiny_gguf: Path, tmp_path: Path) -> None:
+    parts = _split(tiny_gguf, tmp_path, 10)
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match="says that it is part"):
+        open_checkpoint(str(parts[0]))
+
+
+def test_unsupported_type_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
+    header = read_header(tiny_gguf)
+    raw = bytearray(tiny_gguf.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    at = raw.index(name) + len(name) + 4 + 16  # name, dimension count, two dimensions
+    assert raw[at : at + 4] == bytes(4)
+    raw[at] = int(gguf.GGMLQuantizationType.IQ2_XXS)
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as IQ2_XXS.*known: F32"
+    ):
+        open_checkpoint(str(path))
+    raw[at] = 200
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="stored as type 200"):
+        open_checkpoint(str(path))
+    assert header.tensors
+
+
+def test_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Path) -> None:
+    raw = tiny_gguf.read_bytes().replace(b"qwen3moe", b"deepseek", 1)
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="'deepseek' is not supported; known: qwen3moe, qwen2moe, llama, olmoe"):
+        open_checkpoint(str(path))
+
+
+def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(tiny_gguf.read_bytes().replace(b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"))
+    with pytest.raises(CheckpointError, match="tensor 'blk.0.attn_z.weight' is unknown in the architecture qwen3moe"):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "stored as F8_E4M3"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "12 bytes stored, its shape needs 16"),
+        ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "truncated or corrupt"),
+        ({"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}, "corrupt header entry"),
+        ({"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}, "corrupt header entry"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [-1 << 70, 16]}, "needs bytes|corrupt"),
+        ({"shape": [4]}, "corrupt header entry"),
+        ([], "corrupt header entry"),
+    ],
+)
+def test_corrupt_safetensors_entries(entry: object, words: str, tiny: Path, tmp_path: Path) -> None:
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(str(tmp_path))
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_missing_experts_are_named(tiny: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.5.up_proj.weight"]
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts: no up weights for experts \[5\]"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> None:
+    for name in {"config.json", "model.safetensors"} - {missing}:
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    with pytest.raises(CheckpointError, match=missing):
+        open_checkpoint(str(tmp_path))
+
+
+def test_index_may_not_leave_the_folder(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="must name files of this folder"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_no_such_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        open_checkpoint(str(tmp_path / "nothing.gguf"))
+
+
+def test_unknown_names(tiny: Path) -> None:
+    checkpoint = open_checkpoint(str(tiny))
+    for call in (checkpoint.shape, checkpoint.quant, checkpoint.nbytes, checkpoint.experts):
+        with pytest.raises(CheckpointError, match="no_such"):
+            call("no_such")

@@ -1,0 +1,160 @@
+"""load_model: the loaded model computes what transformers computes, from every layout a model may come in."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.load import load_model
+
+IDS = list(range(3, 43))
+KEEP_EXPERTS = "- match: {name: '\\.experts$'}\n  replace: {op: default}\n"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+def test_logits_equal_transformers(
+    model_type: str,
+    source: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+) -> None:
+    folder = make_model(model_type)
+    path = folder if source == "folder" else make_gguf(model_type=model_type)
+    model = load_model(str(path))
+    expected = reference_logits(folder, IDS)
+    assert expected.std() > 0.5  # else equality would say little
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
+def test_layouts(
+    layout: str,
+    make_model: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    changes = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}.get(layout, {})
+    folder = make_model(**changes)
+    if layout == "sharded":
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    if layout in ("fused", "bf16"):
+        dtype = torch.bfloat16 if layout == "bf16" else torch.float32
+        weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+        assert "model.layers.0.mlp.experts.gate_up_proj" in weights
+        safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        folder = tmp_path
+    model = load_model(str(folder))
+    expected = reference_logits(folder, IDS)
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("experts", ["f16", "bf16", "q8_0", "q4_0"])
+def test_quantised_experts_equal_their_decoded_twin(
+    experts: str, make_gguf: Callable[..., Path], run_logits: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    path = make_gguf(experts, "q8_0" if experts.startswith("q") else experts)
+    rules = tmp_path / "keep.yaml"
+    rules.write_text(KEEP_EXPERTS)
+    model, twin = load_model(str(path)), load_model(str(path), rules=str(rules))
+    assert type(model.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "CpuExperts"
+    assert type(twin.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "Qwen3MoeExperts"
+    assert model.card_facts.quantization == experts.upper()
+    torch.testing.assert_close(
+        run_logits(model.module, model.kv_layout(16), IDS),
+        run_logits(twin.module, twin.kv_layout(16), IDS),
+        atol=2e-4,
+        rtol=2e-4,
+    )
+
+
+def test_quantised_file_is_near_the_original(
+    make_gguf: Callable[..., Path],
+    tiny: Path,
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+) -> None:
+    expected = reference_logits(tiny, IDS)
+    model = load_model(str(make_gguf("q8_0", "q8_0")))
+    error = run_logits(model.module, model.kv_layout(16), IDS) - expected
+    assert error.norm() / expected.norm() < 0.05
+
+
+def test_bfloat16(
+    tiny: Path, reference_logits: Callable[..., torch.Tensor], run_logits: Callable[..., torch.Tensor]
+) -> None:
+    model = load_model(str(tiny), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+    expected = reference_logits(tiny, IDS)
+    got = run_logits(model.module, model.kv_layout(16), IDS).float()
+    assert (got - expected).norm() / expected.norm() < 0.1
+
+
+def test_nothing_is_left_on_meta_and_progress_counts_bytes(tiny_gguf: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    model = load_model(str(tiny_gguf), progress=lambda done, total, name: seen.append((done, total, name)))
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    assert tensors and not any(tensor.is_meta for tensor in tensors)
+    done = [entry[0] for entry in seen]
+    assert done == sorted(done) and done[0] == 0 and done[-1] == seen[-1][1] > 0
+    assert not model.module.training
+    assert model.config.output_router_logits is False
+
+
+def test_demo_model_loads() -> None:
+    model = load_model("demo")
+    facts = model.card_facts
+    assert (facts.architecture, facts.quantization, facts.vocab_size) == ("Qwen3MoeForCausalLM", "Q4_0", 8192)
+    layout = model.kv_layout(16)
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.page_size) == (8, 2, 64, 16)
+
+
+@pytest.mark.parametrize("fault", ["missing", "surplus", "shape"])
+def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    name = "model.layers.1.self_attn.q_norm.weight"
+    expected = {
+        "missing": f"missing: {name}",
+        "surplus": "surplus: model.layers.1.self_attn.odd.weight",
+        "shape": f"of the wrong shape: {name} (stored [16], needed [32])",
+    }[fault]
+    if fault == "missing":
+        del weights[name]
+    elif fault == "surplus":
+        weights["model.layers.1.self_attn.odd.weight"] = torch.zeros(4)
+    else:
+        weights[name] = weights[name][:16].clone()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(tmp_path))
+    assert expected in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
+        ({"model_type": None}, "model_type None is unknown"),
+        ({"kv_lora_rank": 16}, "latent attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_size": "big"}, "config is not valid"),
+        ({"num_attention_heads": 0}, "config"),
+    ],
+)
+def test_unusable_configs(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=words):
+        load_model(str(tmp_path))
