@@ -27,6 +27,7 @@ export XDG_DATA_HOME := $(CURDIR)/.cache/data
 export XDG_STATE_HOME := $(CURDIR)/.cache/state
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export TORCH_HOME := $(CURDIR)/.cache/torch
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/torchinductor
 export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/.cache/zig
 export ZIG_LOCAL_CACHE_DIR := $(CURDIR)/.cache/zig
 export HF_HUB_OFFLINE := 1

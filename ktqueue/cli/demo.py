@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
-TALE_TOKENS = 200
+TALE_TOKENS = 220
 LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: each may be a bit longer than the one before
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
@@ -94,8 +94,9 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": TALE_TOKENS,
-        "temperature": 0.7,
-        "seed": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 4,
         "messages": [{"role": "user", "content": QUESTION}],
     }
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -115,6 +116,8 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
                     if text := choice["delta"].get("content"):
                         first = first if first is not None else time.monotonic() - began
                         page.add(text)
+                    if choice["finish_reason"] == "length":
+                        page.add(" ...")
                 if document.get("usage"):
                     tokens = document["usage"]["completion_tokens"]
     except httpx.HTTPError as error:
