@@ -5,6 +5,7 @@ float32 goes to the compiled kernel, everything else to the torch twin. The step
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -77,5 +78,5 @@ def paged_attention(
 
 def _dense(states: torch.Tensor) -> native.Floats:
     """[1, heads, tokens, head_dim] -> [heads, tokens, head_dim] with a dense last dimension, as numpy."""
-    one = states.detach()[0]
-    return (one if one.stride(-1) == 1 else one.contiguous()).numpy()
+    array: native.Floats = states.detach().numpy()[0]
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
