@@ -7,6 +7,7 @@ Knows messages and tools as plain data; knows no tokenizer. Source of the conven
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
 
@@ -26,7 +27,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
         """Raises CheckpointError, naming `where` the template came from, if it does not parse."""
-        environment = ImmutableSandboxedEnvironment(
+        # Not the immutable sandbox: Kimi-K2's template appends to a list of its own. It gets copies to work on.
+        environment = SandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
         environment.filters["tojson"] = _to_json
@@ -55,9 +57,9 @@ class ChatTemplate:
                 f"chat_template_kwargs must not set {name!r}", param=f"chat_template_kwargs.{name}", limit="other names"
             )
         names: dict[str, Any] = {**self._special, "add_generation_prompt": True, "documents": None, **(kwargs or {})}
-        plain = [_plain(index, message) for index, message in enumerate(messages)]
+        plain = deepcopy([_plain(index, message) for index, message in enumerate(messages)])
         try:
-            return self._template.render(messages=plain, tools=list(tools) or None, **names)
+            return self._template.render(messages=plain, tools=deepcopy(list(tools)) or None, **names)
         except Exception as error:  # a template is a program: whatever it raises is about this request
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"

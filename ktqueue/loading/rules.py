@@ -97,7 +97,7 @@ class _Reader:
         )
 
     def _fields(self, node: yaml.Node, what: str, known: tuple[str, ...] | None) -> dict[str, yaml.Node]:
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
             self._fail(node, f"{what} must be a mapping")
         fields: dict[str, yaml.Node] = {}
         for key_node, value in node.value:

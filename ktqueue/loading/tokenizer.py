@@ -72,9 +72,10 @@ class Tokenizer:
         Raises InvalidRequest for text that cannot be UTF-8.
         """
         try:
-            ids: list[int] = self._model.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
+        ids: list[int] = self._model.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_request(self, request: GenerationRequest) -> list[int]:

@@ -29,11 +29,13 @@ def build(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
     """A tokenizer for `data`. Raises CheckpointError naming `source` where the data do not fit together."""
     try:
         tokenizer = _byte_level(data, source) if data.model == "gpt2" else _sentence_piece(data)
-        for token, kind in zip(data.tokens, data.kinds, strict=True):
-            if kind == TOKEN_CONTROL:
-                tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-            elif kind == TOKEN_USER_DEFINED:
-                tokenizer.add_tokens([AddedToken(token, normalized=False)])
+        kinds = list(zip(data.tokens, data.kinds, strict=True))  # the tokens keep their ids: all are in the vocabulary
+        tokenizer.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == TOKEN_CONTROL]
+        )
+        tokenizer.add_tokens(
+            [AddedToken(token, normalized=False) for token, kind in kinds if kind == TOKEN_USER_DEFINED]
+        )
         _add_ends(tokenizer, data)
     except CheckpointError:
         raise

@@ -77,7 +77,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             values = {**COMMON, **FAMILIES[model_type], **changes}
             config = transformers.CONFIG_MAPPING[model_type](**values)
             config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for name, weight in model.named_parameters():
                     if name.endswith(("norm.weight", ".bias")):

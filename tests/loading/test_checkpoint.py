@@ -140,13 +140,13 @@ def test_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
         for name in whole.names():
             assert torch.equal(checkpoint.dense(name, torch.float32), whole.dense(name, torch.float32))
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match="00002-of-.*part 2 of .* is missing"):
+    with pytest.raises(CheckpointError, match=r"00002-of-.*part 2 of .* is missing"):
         open_checkpoint(str(parts[0]))
 
 
 def test_renamed_part_of_a_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
     parts = _split(tiny_gguf, tmp_path, 10)
-    with pytest.raises(CheckpointError, match="one of .* parts"):
+    with pytest.raises(CheckpointError, match=r"one of .* parts"):
         open_checkpoint(str(parts[0].rename(tmp_path / "renamed.gguf")))
 
 
@@ -166,9 +166,7 @@ def test_unsupported_type_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
     raw[at] = int(gguf.GGMLQuantizationType.IQ2_XXS)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    with pytest.raises(
-        CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as IQ2_XXS.*known: F32"
-    ):
+    with pytest.raises(CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as IQ2_XXS"):
         open_checkpoint(str(path))
     raw[at] = 200
     path.write_bytes(raw)
@@ -188,7 +186,7 @@ def test_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Pa
 def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(tiny_gguf.read_bytes().replace(b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"))
-    with pytest.raises(CheckpointError, match="tensor 'blk.0.attn_z.weight' is unknown in the architecture qwen3moe"):
+    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.attn_z.weight' is unknown in the architecture qwen3moe"):
         open_checkpoint(str(path))
 
 

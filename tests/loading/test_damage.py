@@ -85,7 +85,7 @@ def test_truncated_safetensors(tiny: Path, tmp_path: Path) -> None:
     rng = random.Random(7)
     for cut in [0, 1, 7, 8, 9, len(raw) - 1] + [rng.randrange(len(raw)) for _ in range(20)]:
         (tmp_path / "model.safetensors").write_bytes(raw[:cut])
-        with pytest.raises(CheckpointError, match="model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors"):
             load_model(str(tmp_path))
 
 

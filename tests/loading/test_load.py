@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -42,7 +43,7 @@ def test_layouts(
     run_logits: Callable[..., torch.Tensor],
     tmp_path: Path,
 ) -> None:
-    changes = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}.get(layout, {})
+    changes: dict[str, Any] = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}.get(layout, {})
     folder = make_model(**changes)
     if layout == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2

@@ -1,0 +1,106 @@
+"""The converter: one file is enough to serve; what cannot be converted is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf_header import read_header
+from ktqueue.loading.load import load_model
+from ktqueue.loading.tokenizer import load_tokenizer
+
+
+def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    seen: list[tuple[int, int, str]] = []
+    convert(
+        tiny,
+        target,
+        experts="q4_0",
+        dense="q8_0",
+        name="Tiny",
+        license="mit",
+        progress=lambda done, total, name: seen.append((done, total, name)),
+    )
+    metadata = read_header(target).metadata
+    assert metadata["general.name"] == "Tiny" and metadata["general.license"] == "mit"
+    assert metadata["general.architecture"] == "qwen3moe"
+    assert seen[0] == (0, seen[0][1], seen[0][2]) and seen[-1][0] == seen[-1][1] == len(seen) - 1
+    wanted, got = json.loads((tiny / "config.json").read_text()), load_model(str(target)).config.to_dict()
+    for key in ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "rms_norm_eps", "rope_parameters"):
+        assert got[key] == wanted[key], key
+    assert got["num_local_experts"] == 8 and got["vocab_size"] == 384 and got["eos_token_id"] == 382
+    assert load_tokenizer(str(target)).chat_template == load_tokenizer(str(tiny)).chat_template
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}])
+def test_rope_scaling_survives(rope: dict[str, object], make_model: Callable[..., Path], tmp_path: Path) -> None:
+    full = {**rope, "rope_theta": 5e5}
+    if rope["rope_type"] == "yarn":
+        full["original_max_position_embeddings"] = 128
+    folder = make_model(rope_parameters=full)
+    convert(folder, tmp_path / "model.gguf", experts="f32", dense="f32")
+    got = load_model(str(tmp_path / "model.gguf"))
+    assert {key: got.config.rope_parameters[key] for key in full} == full
+    wanted = load_model(str(folder)).module.get_buffer("model.rotary_emb.inv_freq")
+    assert got.module.get_buffer("model.rotary_emb.inv_freq").equal(wanted)
+
+
+def test_rows_that_are_no_whole_blocks_become_f16(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model(moe_intermediate_size=48)
+    convert(folder, tmp_path / "model.gguf", experts="q4_0", dense="q8_0")
+    types = {info.name: info.type_id for info in read_header(tmp_path / "model.gguf").tensors}
+    assert types["blk.0.ffn_down_exps.weight"] == 1  # F16
+    assert types["blk.0.ffn_up_exps.weight"] == 2  # Q4_0
+    load_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "no GGUF architecture is known for model_type 'mamba'; known: qwen3_moe"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; GGUF's qwen3moe implies True"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"vocab_size": 100}, "token id 299 is outside the model's vocabulary of 100"),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
+    for one in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / one).write_bytes((tiny / one).read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    target = tmp_path / "model.gguf"
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path, target, experts="f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_a_failure_half_way_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny, tmp_path / "model.gguf", experts="f16", progress=stop)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("types", [{"experts": "q4_k"}, {"experts": "f16", "dense": "int8"}])
+def test_types_that_cannot_be_written(types: dict[str, str], tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write .*; known: f32, f16, bf16, q4_0, q8_0"):
+        convert(tiny, tmp_path / "model.gguf", **types)  # type: ignore[arg-type]
+
+
+def test_unknown_pre_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    for one in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / one).write_bytes((tiny / one).read_bytes())
+    document = json.loads((tiny / "tokenizer.json").read_text())
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "a+"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"unknown pre-tokenizer .*known: default, gpt-2, qwen2"):
+        convert(tmp_path, tmp_path / "model.gguf", experts="f16")

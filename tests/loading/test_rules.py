@@ -1,0 +1,174 @@
+"""Rule files: the language, its errors with file and line, the plan they make, and its carrying out."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from ktqueue.core.errors import RuleError
+from ktqueue.loading.load import load_model
+from ktqueue.loading.plan import make_plan
+from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+
+OPERATORS = ("CpuExperts", "Other")
+TREE = [
+    ("", "Model"),
+    ("layers", "ModuleList"),
+    *(
+        (f"layers.{i}{tail}", kind)
+        for i in range(12)
+        for tail, kind in (("", "Layer"), (".mlp", "Block"), (".mlp.experts", "Experts"))
+    ),
+    ("norm", "Norm"),
+]
+
+
+def _rules(tmp_path: Path, text: str) -> list[object]:
+    path = tmp_path / "rules.yaml"
+    path.write_text(text)
+    return load_rules(path, OPERATORS)  # type: ignore[return-value]
+
+
+def _plan(tmp_path: Path, text: str, device: str = "cpu"):  # type: ignore[no-untyped-def]
+    return make_plan(TREE, _rules(tmp_path, text), device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", 1, "a list of rules is expected"),
+        ("match: {name: a}", 1, "a list of rules is expected"),
+        ("- match: {name: a}\n  replace: {op: Other}\n  recurse: true", 3, "'recurse'; did you mean 'recursive'?"),
+        ("- match:\n    names: a\n  replace: {op: Other}", 2, "'names'; did you mean 'name'?"),
+        ("- match: {name: a}\n  replace:\n    op: CpuExpert", 3, "unknown op 'CpuExpert'; did you mean 'CpuExperts'?"),
+        ("- match: {name: a}\n  replace: {device: cpu}", 2, "replace needs op"),
+        ("- match: {name: a}", 1, "a rule needs replace"),
+        ("- replace: {op: Other}", 1, "a rule needs match"),
+        ("- match: {}\n  replace: {op: Other}", 1, "match needs name or class"),
+        ("- match:\n    name: '('\n  replace: {op: Other}", 2, "name is no regular expression"),
+        ("- match: {name: 3}\n  replace: {op: Other}", 1, "name must be a text, got 3"),
+        ("- match: {name: a}\n  replace: {op: Other, device: gpu}", 2, "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        ("- match: {name: a}\n  replace: {op: default, isa: x}", 2, "op default takes no option 'isa'"),
+        ("- match: {name: a}\n  replace: {op: Other}\n  recursive: often", 3, "recursive must be true or false"),
+        ("- match: {name: a, name: b}\n  replace: {op: Other}", 1, "'name' is given twice"),
+        ("- match: {name: a}\n  replace: {op: Other\n", 3, "not YAML"),
+        ("- match: {name: a}\n  replace: !!python/object:os.system {op: Other}", 2, "replace"),
+        ("- match: {name: !!binary aGk=}\n  replace: {op: Other}", 1, "which rules do not use"),
+        ("- [a]", 1, "a rule must be a mapping"),
+    ],
+)
+def test_errors_have_file_and_line(text: str, line: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RuleError) as caught:
+        _rules(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path / 'rules.yaml'}:{line}: ")
+    assert words in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RuleError, match=r"none.yaml:1: "):
+        load_rules(tmp_path / "none.yaml", OPERATORS)
+
+
+def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
+    plan = _plan(
+        tmp_path,
+        r"""
+- match: {name: '^layers\.([0-9]|1[01])\.mlp\.experts$', class: Experts}
+  replace: {op: CpuExperts, isa: scalar}
+- match: {class: '^(Norm|Experts)$'}
+  replace: {op: Other}
+""",
+    )
+    assert [(one.name, one.op) for one in plan.replacements] == [
+        *((f"layers.{i}.mlp.experts", "CpuExperts") for i in range(12)),
+        ("norm", "Other"),
+    ]
+    assert plan.replacements[0].options == {"isa": "scalar"}
+    assert plan.replacements[0].source.endswith("rules.yaml:2")
+
+
+def test_name_is_searched_and_both_must_match(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "- match: {name: '3', class: Block}\n  replace: {op: Other}")
+    assert [one.name for one in plan.replacements] == ["layers.3.mlp"]
+
+
+def test_nothing_below_a_replaced_module(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "- match: {name: 'mlp'}\n  replace: {op: Other}")
+    assert [one.name for one in plan.replacements] == [f"layers.{i}.mlp" for i in range(12)]
+
+
+def test_recursive_false_closes_a_module(tmp_path: Path) -> None:
+    text = """
+- match: {name: '^layers\\.[0-4]$'}
+  replace: {op: default}
+  recursive: RECURSIVE
+- match: {class: Experts}
+  replace: {op: CpuExperts}
+"""
+    assert len(_plan(tmp_path, text.replace("RECURSIVE", "false")).replacements) == 7
+    assert len(_plan(tmp_path, text.replace("RECURSIVE", "true")).replacements) == 12
+
+
+def test_devices_are_inherited(tmp_path: Path) -> None:
+    plan = _plan(
+        tmp_path,
+        """
+- match: {name: '^layers\\.0$'}
+  replace: {op: default, device: 'cuda:1'}
+- match: {name: '^layers\\.0\\.mlp\\.experts$'}
+  replace: {op: CpuExperts, device: cpu}
+""",
+        device="cuda",
+    )
+    assert plan.device_of("layers.0.self_attn.q_proj.weight") == "cuda:1"
+    assert plan.device_of("layers.0.mlp.experts") == "cpu"
+    assert plan.device_of("layers.1.mlp") == plan.device_of("norm.weight") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- match: {name: attention}\n  replace: {op: Other}", "it matches no module"),
+        (
+            "- match: {class: Experts}\n  replace: {op: CpuExperts}\n"
+            "- match: {name: '7.mlp.experts'}\n  replace: {op: Other}",
+            "earlier rules take all modules that it matches",
+        ),
+    ],
+)
+def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RuleError, match=rf"rules.yaml:\d: this rule is idle: {words}"):
+        _plan(tmp_path, text)
+
+
+def test_default_rules_put_the_experts_on_the_cpu(tiny: Path) -> None:
+    (rule,) = load_rules(DEFAULT_RULES, OPERATORS)
+    assert (rule.op, rule.device) == ("CpuExperts", "cpu")
+    module = load_model(str(tiny)).module
+    assert type(module.get_submodule("model.layers.1.mlp.experts")).__name__ == "CpuExperts"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "- match: {name: 'experts$'}\n  replace: {op: CpuExperts, speed: fast}",
+            "model.layers.0.mlp.experts: .*'speed'",
+        ),
+        ("- match: {name: 'norm$'}\n  replace: {op: CpuExperts}", "cannot be replaced by CpuExperts"),
+    ],
+)
+def test_operators_that_refuse_name_the_rule(text: str, words: str, tiny: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(text)
+    with pytest.raises(RuleError, match=rf"rules.yaml:1: .*{words}"):
+        load_model(str(tiny), rules=str(rules))
+
+
+def test_experts_of_one_layer_only(tiny: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {name: '^model.layers.0.mlp.experts$'}\n  replace: {op: CpuExperts}")
+    module = load_model(str(tiny), rules=str(rules)).module
+    kinds = [type(module.get_submodule(f"model.layers.{i}.mlp.experts")).__name__ for i in range(2)]
+    assert kinds == ["CpuExperts", "Qwen3MoeExperts"]
+    assert isinstance(module, nn.Module)
