@@ -10,7 +10,7 @@ USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 	"$$name" -c '$(USABLE)' >/dev/null 2>&1 && { command -v "$$name"; break; }; done)
 
-# Where the CPU build of torch is; where this index cannot be reached, pip takes the default one (larger: CUDA).
+# Where the CPU build of torch is. Where this cannot be reached, pip takes what its own index has (perhaps CUDA: larger).
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
@@ -67,7 +67,10 @@ $(VENV)/compiler.stamp: $(VENV)/python.stamp
 
 $(VENV)/torch.stamp: $(VENV)/python.stamp constraints.txt
 	@echo "installing torch (about a minute)"
-	@$(PIP) --quiet install --retries 2 --extra-index-url "$(TORCH_INDEX)" "$$(grep '^torch==' constraints.txt | cut -d ' ' -f 1)"
+	@index=; \
+	if $(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
+		index="--extra-index-url=$(TORCH_INDEX)"; fi; \
+	$(PIP) install $$index "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)"
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/compiler.stamp pyproject.toml $(SOURCES)
