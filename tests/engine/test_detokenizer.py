@@ -1,5 +1,6 @@
 """Text comes out whole however it is cut: characters, stop strings, resumed."""
 
+import itertools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ PIECES = st.one_of(st.text(max_size=6).map(lambda text: text.encode()), st.binar
 
 def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
