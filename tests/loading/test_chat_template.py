@@ -59,8 +59,8 @@ def test_real_templates_equal_transformers(name: str, talk: str, with_tools: boo
     got = ChatTemplate(source, SPECIAL, name).render(TALKS[talk], tools)
     if (name, talk) != ("Kimi-K2-Instruct", "tools"):  # transformers' sandbox forbids what this template does
         options: dict[str, Any] = {"chat_template": source, "add_generation_prompt": True, **SPECIAL}
-        texts, _ = render_jinja_template([TALKS[talk]], tools=tools or None, **options)
-        assert got == texts[0]
+        rendered = render_jinja_template([TALKS[talk]], tools=tools or None, **options)
+        assert got == rendered[0][0]
     assert TALKS[talk][-1]["content"] in got
     if not name.startswith("deepseek"):  # its template has no place for tools
         assert ("weather of a <place> & time" in got) == with_tools

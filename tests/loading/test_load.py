@@ -43,8 +43,8 @@ def test_layouts(
     run_logits: Callable[..., torch.Tensor],
     tmp_path: Path,
 ) -> None:
-    changes: dict[str, Any] = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}.get(layout, {})
-    folder = make_model(**changes)
+    layouts: dict[str, dict[str, Any]] = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}
+    folder = make_model(**layouts.get(layout, {}))
     if layout == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2
     if layout in ("fused", "bf16"):
