@@ -13,9 +13,13 @@ RUN /opt/ktqueue/bin/pip install '.[worker]'
 
 FROM python:3.12.12-slim-bookworm
 COPY --from=build /opt/ktqueue /opt/ktqueue
+COPY docker/worker_alive.py /opt/ktqueue/worker_alive.py
 ENV PATH=/opt/ktqueue/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 HF_HOME=/tmp/huggingface
 USER 10001:10001
 # SIGTERM drains: running jobs finish or go back to the queue, see worker.drain_seconds
 STOPSIGNAL SIGTERM
+# healthy once the model is loaded and the lease lives; a large model may take its time
+HEALTHCHECK --interval=15s --timeout=10s --start-period=600s --retries=3 \
+    CMD ["python", "/opt/ktqueue/worker_alive.py"]
 ENTRYPOINT ["ktqueue"]
 CMD ["worker"]

@@ -109,6 +109,9 @@ def test_images_install_from_constraints_and_run_as_nobody(name: str) -> None:
         assert re.search(r":\d+\.\d+\.\d+", image), f"{image} has no exact version"
     last_stage = text.rpartition("\nFROM ")[2]
     assert re.search(r"^USER [1-9]\d*:", last_stage, re.MULTILINE)
+    assert re.search(r"^HEALTHCHECK ", last_stage, re.MULTILINE)
+    for source in re.findall(r"^COPY (?!--from)(\S+) /", text, re.MULTILINE):
+        assert (ROOT / source).exists(), source
     assert ("torch" in text) == (name == "worker")
     installed = re.search(r"'\.\[([a-z,]+)\]'", text)
     assert installed is not None
