@@ -13,7 +13,7 @@ import httpx
 import pytest
 import redis
 
-WORDS = [
+WORDS = ("king", "queen", "wolf", "forest", "bread", "gold", "river", "night", "door", "mother", "giant", "hill", "fox")
     "king",
     "queen",
     "wolf",
