@@ -14,23 +14,6 @@ import pytest
 import redis
 
 WORDS = ("king", "queen", "wolf", "forest", "bread", "gold", "river", "night", "door", "mother", "giant", "hill", "fox")
-    "king",
-    "queen",
-    "wolf",
-    "forest",
-    "bread",
-    "gold",
-    "river",
-    "night",
-    "door",
-    "mother",
-    "giant",
-    "well",
-    "hill",
-    "fox",
-    "ring",
-    "stone",
-]
 CLIENTS = 48
 TERMINAL = {"done", "failed", "cancelled", "expired"}
 SHORT = {"job_ttl": 12.0, "journal_ttl": 12.0, "idempotency_ttl": 12.0, "model_ttl": 5.0}
