@@ -41,6 +41,7 @@ void require(const auto& array, const char* name, std::initializer_list<int64_t>
     if (!fits)
         throw std::invalid_argument(std::string(name) + " must have shape " + shape_text(shape) + ", got " + got + "]");
     if (array.dtype() != nb::dtype<T>()) throw std::invalid_argument(std::string(name) + " has the wrong element type");
+    if (array.size() == 0) return;  // no element, no order
     int64_t expected = 1;
     for (size_t i = array.ndim(); i-- > 0;) {
         const bool last = i + 1 == array.ndim();
@@ -68,12 +69,16 @@ size_t stride(const ReadOnly& array, size_t dimension) {
 
 // (quant name, rows, columns, one uint8 array an expert). `keep` holds the arrays for as long as the layer lives.
 ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, nb::list& keep) {
-    if (packed.size() != 4) throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays)");
-    ExpertMatrices matrices{
-        parse_quant(nb::cast<std::string>(packed[0])), nb::cast<size_t>(packed[1]), nb::cast<size_t>(packed[2]), {}};
+    std::string quant;
+    ExpertMatrices matrices{};
+    if (packed.size() != 4 || !nb::try_cast(packed[0], quant) || !nb::try_cast(packed[1], matrices.rows) ||
+        !nb::try_cast(packed[2], matrices.columns))
+        throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays)");
+    matrices.quant = parse_quant(quant);
     const size_t bytes = matrices.rows * row_bytes(matrices.quant, matrices.columns);
     for (nb::handle one : packed[3]) {
-        const auto array = nb::cast<ReadOnly>(one);
+        ReadOnly array;
+        if (!nb::try_cast(one, array)) throw std::invalid_argument(std::string(name) + " must hold uint8 arrays");
         require<uint8_t>(array, name, {static_cast<int64_t>(bytes)});
         matrices.data.push_back(data<uint8_t>(array));
         keep.append(one);

@@ -39,10 +39,11 @@ double quota_v1(const std::string& folder) {
     return quota / period;
 }
 
-// The tightest limit from this process's group up to the root: every ancestor's quota holds.
-double cgroup_cpus() {
+}  // namespace
+
+double cgroup_cpus(const std::string& groups_file, const std::string& mount) {
     double limit = kNoLimit;
-    std::ifstream groups("/proc/self/cgroup");
+    std::ifstream groups(groups_file);
     for (std::string line; std::getline(groups, line);) {  // "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
         const size_t first = line.find(':');
         const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
@@ -53,8 +54,7 @@ double cgroup_cpus() {
         std::string path = line.substr(second + 1);
         while (!path.empty() && path.back() == '/') path.pop_back();
         for (;;) {
-            limit =
-                std::min(limit, version2 ? quota_v2("/sys/fs/cgroup" + path) : quota_v1("/sys/fs/cgroup/cpu" + path));
+            limit = std::min(limit, version2 ? quota_v2(mount + path) : quota_v1(mount + "/cpu" + path));
             if (path.empty()) break;
             path.erase(path.rfind('/'));
         }
@@ -62,10 +62,8 @@ double cgroup_cpus() {
     return limit;
 }
 
-}  // namespace
-
 size_t default_threads() {
-    const double limit = std::ceil(cgroup_cpus());
+    const double limit = std::ceil(cgroup_cpus("/proc/self/cgroup", "/sys/fs/cgroup"));
     const size_t cpus = affinity_cpus();
     return std::max<size_t>(1, limit < static_cast<double>(cpus) ? static_cast<size_t>(limit) : cpus);
 }

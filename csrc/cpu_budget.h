@@ -2,10 +2,15 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace ktqueue {
 
 // CPUs in the affinity mask, lowered to the cgroup's CPU quota (version 1 or 2), rounded up; at least 1.
 size_t default_threads();
+
+// The tightest CPU quota, in CPUs, of the groups that `groups_file` (such as /proc/self/cgroup) names, their ancestors
+// included, under the cgroup file system at `mount`; a very large number where there is none.
+double cgroup_cpus(const std::string& groups_file, const std::string& mount);
 
 }  // namespace ktqueue

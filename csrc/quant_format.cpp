@@ -18,13 +18,13 @@ const QuantFormat& quant_format(Quant quant) {
 }
 
 Quant parse_quant(std::string_view name) {
-    std::string known;
+    std::string message = "quant must be one of ";
     for (size_t i = 0; i < kQuantCount; ++i) {
         if (name == kFormats[i].name) return static_cast<Quant>(i);
-        if (i) known += ", ";
-        known += kFormats[i].name;
+        if (i) message += ", ";
+        message += kFormats[i].name;
     }
-    throw std::invalid_argument("quant must be one of " + known + ", got '" + std::string(name) + "'");
+    throw std::invalid_argument(message.append(", got '").append(name).append("'"));
 }
 
 size_t row_bytes(Quant quant, size_t columns) {

@@ -1,0 +1,201 @@
+"""The expert layer against float64 mathematics on the decoded weights, and its promises.
+
+Bound: activations stay float32, so the error is that of float32 sums alone: 1e-5 of the result's largest value.
+"""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.operators import native, reference
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+BOUND = 1e-5
+PLAIN = ("F32", "F16", "BF16")
+
+
+def route(tokens: int, experts: int, slots: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, experts, generator=generator).topk(slots).indices
+    return ids, torch.rand(tokens, slots, generator=generator)
+
+
+def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(got: torch.Tensor, x, ids, weights, packed, exact) -> None:
+    expected = reference.experts(x.double(), ids, weights.double(), packed, exact)
+    assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_equals_float64(quant, tokens, isa, make_weights, run_layer, exact, two_threads):
+    packed = make_weights(quant, 5, 512, 256)
+    x, (ids, weights) = activations(tokens, 512), route(tokens, 5, 3)
+    got = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
+    assert_close(got, x, ids, weights, packed, exact)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(45, 33), (1, 1), (64, 7), (31, 96)])
+@pytest.mark.parametrize("quant", PLAIN)
+def test_odd_sizes(quant, hidden, intermediate, isa, make_weights, run_layer, exact):
+    packed = make_weights(quant, 3, hidden, intermediate)
+    x, (ids, weights) = activations(9, hidden), route(9, 3, 2)
+    layer = native.ExpertLayer(packed, isa=isa)
+    run_layer(native.ExpertLayer(make_weights("F32", 3, 200, 100), isa=isa), activations(9, 200) / 0, ids, weights)
+    got = run_layer(layer, x, ids, weights)  # the workspace still holds the other layer's NaN
+    assert_close(got, x, ids, weights, packed, exact)
+
+
+def test_formats_may_differ_between_the_three(isa, make_weights, run_layer, exact):
+    packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 4, 256, 256)
+    x, (ids, weights) = activations(5, 256), route(5, 4, 2)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+def test_many_rows(isa, make_weights, run_layer, exact, two_threads):
+    """More rows than one task takes, and a last task with rows that do not fill it."""
+    packed = make_weights("Q4_0", 2, 96, 416)
+    x, (ids, weights) = activations(40, 96), route(40, 2, 2)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+@pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[5, 1], [1, 5], [5, 5]]])
+def test_repeated_and_empty_experts(ids, isa, make_weights, run_layer, exact):
+    packed = make_weights("Q8_0", 6, 64, 32)
+    x, ids, weights = activations(3, 64), torch.tensor(ids), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+def test_all_tokens_on_one_expert(isa, make_weights, run_layer, exact, two_threads):
+    packed = make_weights("Q5_K", 8, 256, 256)
+    x, ids, weights = activations(70, 256), torch.full((70, 1), 6), torch.ones(70, 1)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+def test_zero_weights_no_slots_no_tokens(isa, make_weights, run_layer):
+    layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32), isa=isa)
+    ids, weights = route(3, 4, 2)
+    assert run_layer(layer, activations(3, 64), ids, weights * 0).eq(0).all()
+    assert run_layer(layer, activations(3, 64), ids[:, :0], weights[:, :0]).eq(0).all()
+    assert run_layer(layer, activations(0, 64), ids[:0], weights[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_a_token_does_not_feel_the_others(quant, isa, make_weights, run_layer):
+    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads."""
+    layer = native.ExpertLayer(make_weights(quant, 5, 256, 512), isa=isa)
+    x, (ids, weights) = activations(33, 256), route(33, 5, 3)
+    native.set_threads(1)
+    together = run_layer(layer, x, ids, weights)
+    for t in range(33):
+        assert torch.equal(run_layer(layer, x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0], together[t])
+    for size in (2, 3, 5, 6, 13):
+        assert torch.equal(run_layer(layer, x[:size], ids[:size], weights[:size]), together[:size])
+    order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
+    for threads in (2, 3):
+        native.set_threads(threads, torch_threads=1)
+        assert torch.equal(run_layer(layer, x[order], ids[order], weights[order]), together[order])
+    native.set_threads(1)
+
+
+def test_more_tokens_than_a_pass_takes(isa, make_weights, run_layer):
+    layer = native.ExpertLayer(make_weights("Q4_0", 3, 32, 32), isa=isa)
+    x, (ids, weights) = activations(1100, 32), route(1100, 3, 2)
+    together = run_layer(layer, x, ids, weights)
+    for t in (0, 511, 512, 1023, 1024, 1099):
+        assert torch.equal(run_layer(layer, x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0], together[t])
+
+
+def test_a_nan_stays_with_its_token(isa, make_weights, run_layer):
+    layer = native.ExpertLayer(make_weights("Q4_K", 4, 256, 256), isa=isa)
+    x, (ids, weights) = activations(12, 256), route(12, 4, 2)
+    clean = run_layer(layer, x, ids, weights)
+    x[3, 7], x[5, 0], weights[8, 1] = torch.nan, torch.inf, torch.nan
+    dirty = run_layer(layer, x, ids, weights)
+    bad = [3, 5, 8]
+    good = [t for t in range(12) if t not in bad]
+    assert torch.equal(dirty[good], clean[good])
+    assert not dirty[bad].isfinite().any()
+
+
+def test_large_gates_do_not_overflow(isa, make_weights, run_layer, exact):
+    """silu of +-300 and +-1000: exp must neither overflow to NaN nor lose the sign."""
+    packed = make_weights("F32", 1, 32, 32)
+    x, ids, weights = activations(4, 32) * 1000, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+def test_weights_are_used_in_place_at_any_alignment_and_kept_alive(isa, make_weights, run_layer):
+    packed = make_weights("Q6_K", 3, 256, 256)
+    x, (ids, weights) = activations(5, 256), route(5, 3, 2)
+    expected = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
+
+    def shifted(part: PackedExperts) -> PackedExperts:
+        file = np.concatenate([np.zeros(1, np.uint8), *part.data])
+        size = part.data[0].size
+        file.flags.writeable = False
+        views = [file[1 + i * size : 1 + (i + 1) * size] for i in range(len(part.data))]
+        return PackedExperts(part.quant, part.rows, part.columns, views)
+
+    moved = ExpertWeights(shifted(packed.gate), shifted(packed.up), shifted(packed.down))
+    layer = native.ExpertLayer(moved, isa=isa)
+    del moved
+    gc.collect()
+    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # would land in memory set free
+    assert torch.equal(run_layer(layer, x, ids, weights), expected)
+    assert noise
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**63)])
+def test_refuses_expert_ids_out_of_range(bad, make_weights):
+    layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
+    x, (ids, weights) = activations(3, 64), route(3, 4, 2)
+    ids[2, 1] = bad
+    out = np.full((3, 64), 7.0, np.float32)
+    with pytest.raises(ValueError, match=rf"expert id must be from 0 to 3, got {bad} for token 2"):
+        layer.forward(x.numpy(), ids.numpy(), weights.numpy(), out)
+    assert (out == 7.0).all()
+
+
+def test_refuses_arrays_that_do_not_fit(make_weights):
+    layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
+    x, (ids, weights) = activations(3, 64).numpy(), (one.numpy() for one in route(3, 4, 2))
+    out = np.empty_like(x)
+    for arguments, message in [
+        ((x[:, :32].copy(), ids, weights, out), r"hidden_states must have shape \[any, 64\], got \[3, 32\]"),
+        ((x.astype(np.float64), ids, weights, out), "hidden_states has the wrong element type"),
+        ((np.asfortranarray(x), ids, weights, out), "hidden_states must be contiguous"),
+        ((x, ids.astype(np.int32), weights, out), "top_k_index has the wrong element type"),
+        ((x, ids[:2], weights, out), r"top_k_index must have shape \[3, any\], got \[2, 2\]"),
+        ((x, ids, weights[:, :1].copy(), out), r"top_k_weights must have shape \[3, 2\], got \[3, 1\]"),
+        ((x, ids, weights, out[:2]), r"out must have shape \[3, 64\], got \[2, 64\]"),
+        ((x, ids[0], weights, out), r"top_k_index must have shape \[3, any\], got \[2\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            layer.forward(*arguments)
+
+
+def test_refuses_weights_that_do_not_fit(make_weights):
+    good = make_weights("Q4_0", 2, 64, 32)
+
+    def gate(quant: str, rows: int, columns: int, data) -> ExpertWeights:
+        return ExpertWeights(PackedExperts(quant, rows, columns, data), good.up, good.down)
+
+    for packed, message in [
+        (gate("Q4_0", 32, 60, good.gate.data), "row length must be a positive multiple of 32 weights for Q4_0, got 60"),
+        (gate("Q4_K", 32, 64, good.gate.data), "row length must be a positive multiple of 256 weights for Q4_K, got 64"),
+        (gate("Q4_0", 31, 64, good.gate.data), r"gate must have shape \[1116\], got \[1152\]"),
+        (gate("Q4_0", 32, 64, good.gate.data[:1]), "up must be 1 matrices of 32 x 64, got 2 of 32 x 64"),
+        (gate("Q4_0", 32, 64, []), "gate must have at least one expert"),
+        (gate("IQ1_S", 32, 64, good.gate.data), "quant must be one of"),
+        (gate("Q4_0", -1, 64, good.gate.data), r"gate must be \(quant, rows, columns, arrays\)"),
+        (gate("Q4_0", 32, 64, [1, 2]), "gate must hold uint8 arrays"),
+        (ExpertWeights(good.gate, good.up, good.gate), "down must be 2 matrices of 64 x 32, got 2 of 32 x 64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            native.ExpertLayer(packed)
