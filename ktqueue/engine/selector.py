@@ -59,13 +59,14 @@ class Selector:
 
 
 def _rows(sequences: Many[Sequence]) -> SamplingRows:
-    samplings = [one.request.sampling for one in sequences]
+    numbers = np.array(
+        [(s.temperature, s.top_k, s.top_p, s.min_p) for s in (one.request.sampling for one in sequences)]
+    )
     return SamplingRows(
-        temperature=np.array([one.temperature for one in samplings], dtype=np.float64),
-        top_k=np.array([one.top_k for one in samplings], dtype=np.int64),
-        top_p=np.array([one.top_p for one in samplings], dtype=np.float64),
-        min_p=np.array([one.min_p for one in samplings], dtype=np.float64),
-        seed=np.array([one.request.seed for one in sequences], dtype=np.int64),
-        index=np.array([one.index for one in sequences], dtype=np.int64),
+        temperature=numbers[:, 0],
+        top_k=numbers[:, 1].astype(np.int64),
+        top_p=numbers[:, 2],
+        min_p=numbers[:, 3],
+        stream=np.array([one.stream for one in sequences], dtype=np.uint64),
         position=np.array([one.generated for one in sequences], dtype=np.int64),
     )

@@ -13,6 +13,7 @@ from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.detokenizer import Detokenizer
 from ktqueue.engine.logits import LogitEdits
+from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
 
 _ROOT = b""
@@ -97,6 +98,7 @@ class Sequence:
         "request",
         "resumed_text",
         "status",
+        "stream",
         "tokens",
     )
 
@@ -113,6 +115,7 @@ class Sequence:
         self.index = index
         self.detokenizer = detokenizer
         self.edits = edits
+        self.stream = stream(request.seed, index)
         self.tokens = np.empty(capacity, dtype=np.int32)
         self.tokens[: len(request.prompt)] = request.prompt
         self.length = len(request.prompt)  # tokens known

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from ktqueue.engine.noise import uniform
+from ktqueue.engine.noise import stream, uniform
 from ktqueue.engine.sampler import SamplingRows, greedy, sample
+
+
+def streams(seeds, indices):
+    return np.array([stream(int(seed), int(index)) for seed, index in zip(seeds, indices, strict=True)], np.uint64)
 
 
 def make_rows(count, **columns):
@@ -16,8 +20,7 @@ def make_rows(count, **columns):
         top_k=column("top_k", 0, np.int64),
         top_p=column("top_p", 1.0, np.float64),
         min_p=column("min_p", 0.0, np.float64),
-        seed=column("seed", 0, np.int64),
-        index=column("index", 0, np.int64),
+        stream=streams(column("seed", 0, np.int64), column("index", 0, np.int64)),
         position=column("position", 0, np.int64),
     )
 
@@ -73,7 +76,7 @@ def test_equals_the_reference(vocab, scale):
             index=noise.integers(0, 5, count),
             position=noise.integers(0, 1000, count),
         )
-        u = uniform(rows.seed, rows.index, rows.position)
+        u = uniform(rows.stream, rows.position)
         found = sample(logits, rows)
         for row in range(count):
             kept = reference_kept(logits[row], rows.temperature[row], rows.top_k[row], rows.top_p[row], rows.min_p[row])
@@ -126,26 +129,26 @@ def test_distribution(settings):
 def test_noise_is_uniform_and_independent():
     steps = np.arange(50_000)
     zero = np.zeros_like(steps)
-    streams = [
-        uniform(zero + 1, zero, steps),  # positions of one choice
-        uniform(zero + 2, zero, steps),  # of another seed
-        uniform(zero + 1, zero + 1, steps),  # of another choice
-        uniform(steps, zero, zero),  # neighbouring seeds
-        uniform(zero + 1, steps, zero),  # choices
+    every = [
+        uniform(streams(zero + 1, zero), steps),  # positions of one choice
+        uniform(streams(zero + 2, zero), steps),  # of another seed
+        uniform(streams(zero + 1, zero + 1), steps),  # of another choice
+        uniform(streams(steps, zero), zero),  # neighbouring seeds
+        uniform(streams(zero + 1, steps), zero),  # choices
     ]
-    for stream in streams:
-        assert stream.min() >= 0.0 and stream.max() < 1.0
-        counts = np.bincount((stream * 100).astype(int), minlength=100)
+    for one in every:
+        assert one.min() >= 0.0 and one.max() < 1.0
+        counts = np.bincount((one * 100).astype(int), minlength=100)
         assert ((counts - 500) ** 2 / 500).sum() < 160  # chi-squared, 99 degrees, 99.99 %
-        assert abs(np.corrcoef(stream[1:], stream[:-1])[0, 1]) < 0.02
-    for i, one in enumerate(streams):
-        for other in streams[i + 1 :]:
+        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.02
+    for i, one in enumerate(every):
+        for other in every[i + 1 :]:
             assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
 def test_noise_never_changes():
     """Journals outlive versions: a resumed job must draw as the one before would have."""
-    found = uniform(np.array([0, 1, -1, 2**63 - 1]), np.array([0, 0, 3, 127]), np.array([0, 1, 2, 4096]))
+    found = uniform(streams([0, 1, -1, 2**63 - 1], [0, 0, 3, 127]), np.array([0, 1, 2, 4096]))
     assert found.tolist() == PINNED
 
 
