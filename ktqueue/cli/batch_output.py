@@ -20,12 +20,13 @@ from ktqueue.core.codec import CodecError, dumps, loads
 SYNC_SECONDS = 1.0
 RUN_NAME_BYTES = 6
 _TAIL_BYTES = 1 << 16
+_RECORD_START = b'{"id":"batch_req_'  # how each of our lines begins: nothing else is ever cut off
 
 
 class RecordFile:
     """One append-only file of JSON lines, each with a custom_id."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mend: bool = True) -> None:
         """Open or make the file, lock it and mend its end. Raises UsageFault, OSError."""
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -34,8 +35,9 @@ class RecordFile:
         except BlockingIOError as error:
             os.close(self._handle)
             raise UsageFault(f"{path}: another batch run is writing to it") from error
-        self._mend()
         self._synced = time.monotonic()
+        if mend:
+            self._mend()
 
     def records(self) -> Iterator[dict[str, Any]]:
         """What the file holds. Raises UsageFault naming the line that is no batch output line."""
@@ -46,7 +48,7 @@ class RecordFile:
                 try:
                     value = loads(raw)
                 except CodecError as error:
-                    raise UsageFault(f"{self.path}:{number}: {error.message}") from error
+                    raise UsageFault(f"{self.path}:{number}: {error.message} (--overwrite starts anew)") from error
                 if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str):
                     raise UsageFault(f"{self.path}:{number}: not a batch output line (--overwrite starts anew)")
                 yield value
@@ -86,6 +88,8 @@ class RecordFile:
         try:
             loads(torn)
         except CodecError:
+            if not torn.startswith(_RECORD_START[: len(torn)]):
+                raise UsageFault(f"{self.path}: not a batch output (--overwrite starts anew)") from None
             os.ftruncate(self._handle, size - len(torn))
         else:
             os.write(self._handle, b"\n")
@@ -98,19 +102,25 @@ class BatchOutput:
         """Open the files and read which custom_ids they hold. Raises UsageFault, OSError."""
         self._run_path = path.with_name(path.name + ".run")
         self.error_path = path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}")
-        self._answers = RecordFile(path)
-        self._errors = RecordFile(self.error_path)
+        self._answers = RecordFile(path, mend=not overwrite)
+        self._errors = RecordFile(self.error_path, mend=not overwrite)
         self.ids = IdSet()
         self.answered = self.failed = 0
-        self.run = self._name_run(anew=overwrite or retry_failed)  # first: old job ids must not be found again
-        if overwrite:
-            self._answers.clear()
-        if overwrite or retry_failed:
-            self._errors.clear()
-        for record in self._answers.records():
-            self.answered += self.ids.add(record["custom_id"])
-        for record in self._errors.records():
-            self.failed += self.ids.add(record["custom_id"])
+        try:
+            if overwrite or retry_failed:
+                self.run = self._fresh_run()  # before anything is forgotten: old job ids must not be found again
+                self._errors.clear()
+            if overwrite:
+                self._answers.clear()
+            for record in self._answers.records():
+                self.answered += self.ids.add(record["custom_id"])
+            for record in self._errors.records():
+                self.failed += self.ids.add(record["custom_id"])
+            if not (overwrite or retry_failed):
+                self.run = self._known_run() or self._fresh_run()
+        except BaseException:
+            self.close(finished=False)
+            raise
 
     def strangers(self, expected: IdSet) -> list[str]:
         """Some custom_ids of the output that the input does not have."""
@@ -142,15 +152,16 @@ class BatchOutput:
         self._answers.close()
         self._errors.close(remove_if_empty=True)
 
-    def _name_run(self, *, anew: bool) -> str:
-        if not anew:
-            try:
-                value = loads(self._run_path.read_bytes())
-                return str(value["run"])
-            except FileNotFoundError:
-                pass
-            except (CodecError, TypeError, KeyError) as error:
-                raise UsageFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
+    def _known_run(self) -> str | None:
+        """The name of the run that was interrupted here."""
+        try:
+            return str(loads(self._run_path.read_bytes())["run"])
+        except FileNotFoundError:
+            return None
+        except (CodecError, TypeError, KeyError) as error:
+            raise UsageFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
+
+    def _fresh_run(self) -> str:
         run = secrets.token_hex(RUN_NAME_BYTES)
         draft = self._run_path.with_name(self._run_path.name + ".new")
         with draft.open("wb") as file:

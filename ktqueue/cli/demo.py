@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
 TALE_TOKENS = 220
+FAREWELL = """
+Everything is stopped. To go on from here:
+  ktqueue up                     leave it running, for curl and the openai client
+  ktqueue chat --local           talk with the model in this terminal
+  ktqueue up --model FILE.gguf   serve a model of your own
+  ktqueue --help                 all the rest"""
 LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: each may be a bit longer than the one before
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
@@ -74,13 +80,17 @@ async def _demo(config: Config) -> bool:
             summary = await session(config.broker, job, survey(source, model=None), output)
         finally:
             output.close(finished=True)
+        if not summary.interrupted:
+            _sum_up(tale, summary)
     finally:
-        await supervisor.stop()
+        with Waiting() as waiting:
+            waiting.say("stopping everything")
+            await supervisor.stop()
     if summary.interrupted:
         return True
-    _sum_up(tale, summary)
     if summary.failed:
-        raise KtqueueError(f"{summary.failed} of the batch's lines failed: {summary.errors}")
+        raise KtqueueError(f"{summary.failed} of the batch's lines failed: see {summary.errors}")
+    console.print(FAREWELL, markup=False)
     return False
 
 
@@ -171,12 +181,3 @@ def _sum_up(tale: Tale, summary: "Summary") -> None:
     console = results()
     console.print("\n[bold]3  Summary[/]\n")
     console.print(rows, markup=False)
-    console.print(
-        """
-Everything is stopped. To go on from here:
-  ktqueue up                   leave it running, for curl and the openai client
-  ktqueue chat --local         talk with the model in this terminal
-  ktqueue up --model FILE.gguf serve a model of your own
-  ktqueue --help               all the rest""",
-        markup=False,
-    )

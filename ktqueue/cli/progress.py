@@ -28,6 +28,7 @@ class Bar:
         self._task: TaskID | None = None
         self._last_line = time.monotonic()
         self._shown = ""
+        self._moved = False
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty() and not self._quiet:
@@ -38,7 +39,7 @@ class Bar:
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
         """`done` of `total` are done; the note stands behind the bar."""
-        self._done, self._note = done, note
+        self._done, self._note, self._moved = done, note, True
         self._total = total if total is not None else self._total
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=self._total, note=note)
@@ -57,7 +58,7 @@ class Bar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        else:
+        elif self._moved:
             self._write_line()
 
     def _write_line(self) -> None:

@@ -1,0 +1,158 @@
+"""Fixtures of the command line's tests: real processes of `ktqueue`, one real stack, a real terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "ktqueue.cli.main"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _environment(more: dict[str, str] | None = None) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("KTQUEUE_")}
+    paths = [str(ROOT), *([kept["PYTHONPATH"]] if "PYTHONPATH" in kept else [])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(more or {})}
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., "subprocess.Popen[str]"]:
+    """Start one `ktqueue` process with pipes."""
+
+    def starter(*words: object, cwd: Path, env: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*COMMAND, *map(str, words)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=_environment(env),
+        )
+
+    return starter
+
+
+@pytest.fixture
+def ktqueue(tmp_path: Path) -> Run:
+    """Run one `ktqueue` command to its end, in an empty folder."""
+
+    def runner(
+        *words: object, stdin: str = "", env: dict[str, str] | None = None, timeout: float = 100
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *map(str, words)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=_environment(env),
+            timeout=timeout,
+            check=False,
+        )
+
+    return runner
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running `ktqueue up` over the demo model."""
+
+    url: str
+    state_dir: Path
+    flags: tuple[str, ...]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., "subprocess.Popen[str]"]) -> Iterator[Stack]:
+    """`ktqueue up` on a free port. Ctrl-C must end it with 0."""
+    folder = tmp_path_factory.mktemp("up")
+    state_dir = folder / "state"
+    process = start("up", "--state-dir", state_dir, "--port", 0, cwd=folder)
+    assert process.stdout is not None
+    head = ""
+    while "ready" not in head or "\n" not in head:
+        line = process.stdout.readline()
+        assert line, f"up ended: {process.communicate()}"
+        head += line
+    url = re.search(r"http://[\d.]+:\d+", head)
+    assert url is not None
+    yield Stack(url.group(), state_dir, ("--state-dir", str(state_dir)))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert "draining" in err
+
+
+class Terminal:
+    """A process on a pseudo-terminal of 80 columns."""
+
+    def __init__(self, words: list[str], cwd: Path) -> None:
+        self.pid, self._handle = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            os.execvpe(COMMAND[0], [*COMMAND, *words], _environment({"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}))
+        self.screen = ""
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._handle, text.encode())
+
+    def wait_for(self, text: str, timeout: float = 60) -> str:
+        """Read until the text has come after what was read before; returns what came up to its end."""
+        deadline = time.monotonic() + timeout
+        seen = ""
+        while text not in seen:
+            assert time.monotonic() < deadline, f"waited for {text!r}, saw {seen!r}"
+            ready, _, _ = select.select([self._handle], [], [], 0.2)
+            if ready:
+                piece = os.read(self._handle, 4096).decode(errors="replace")
+                seen += piece
+        self.screen += seen
+        return seen
+
+    def end(self, timeout: float = 30) -> int:
+        """Wait for the process; its exit code."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            ready, _, _ = select.select([self._handle], [], [], 0.05)
+            if ready:
+                try:
+                    self.screen += os.read(self._handle, 4096).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    break
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._handle)
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            os.close(self._handle)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Start `ktqueue` on a terminal."""
+    opened: list[Terminal] = []
+
+    def opener(*words: object) -> Terminal:
+        opened.append(Terminal([str(word) for word in words], tmp_path))
+        return opened[-1]
+
+    yield opener
+    for one in opened:
+        one.kill()

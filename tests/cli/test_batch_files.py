@@ -1,0 +1,157 @@
+"""Input and output files of a batch: faults by line, torn ends, exactly one record a custom_id."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktqueue.cli.batch_input import LineFault, read_lines, survey
+from ktqueue.cli.batch_output import BatchOutput, RecordFile
+from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.id_set import IdSet
+
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
+
+
+def _line(**changes):
+    return json.dumps({**GOOD, **changes})
+
+
+@given(st.lists(st.text(max_size=3)))
+def test_an_id_set_is_a_set(texts):
+    ids, plain = IdSet(), set()
+    for text in texts:
+        assert ids.add(text) == (text not in plain)
+        plain.add(text)
+        assert text in ids
+    assert len(ids) == len(plain)
+
+
+def test_an_id_set_takes_32_bytes_a_text_at_most():
+    ids = IdSet()
+    for number in range(50_000):
+        assert ids.add(f"request-{number}")
+    assert len(ids) == 50_000
+    assert "request-50000" not in ids
+    assert len(ids._slots) * 8 <= 50_000 * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be a JSON object"),
+        (_line(custom_id=7), "custom_id must be a text"),
+        (_line(custom_id=""), "custom_id must be a text"),
+        (_line(custom_id="x" * 513), "custom_id must be a text"),
+        (_line(method="GET"), "method must be POST, got 'GET'"),
+        (_line(url="/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions"),
+        (_line(body=None), "body must be an object"),
+        (_line(body={"stream": True}), "body.stream must be false"),
+    ],
+)
+def test_a_faulty_line_is_named(tmp_path, text, says):
+    path = tmp_path / "in.jsonl"
+    path.write_text(_line() + "\n\n" + text + "\n")
+    with pytest.raises(UsageFault, match=r"in\.jsonl:3: ") as fault:
+        survey(path, model=None)
+    assert says in fault.value.message
+
+
+def test_broken_utf8_and_a_second_use_of_an_id_are_named(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(_line().encode() + b"\n\xff\n" + _line().encode())
+    with pytest.raises(UsageFault) as fault:
+        survey(path, model=None)
+    assert "in.jsonl:2: not UTF-8" in fault.value.message
+    assert "in.jsonl:3: custom_id 'a' was used before" in fault.value.message
+
+
+def test_ten_faults_are_enough(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("{\n" * 1_000)
+    with pytest.raises(UsageFault) as fault:
+        survey(path, model=None)
+    assert fault.value.message.count("not JSON") == 10
+
+
+def test_an_endless_line_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        file.truncate(40 << 20)
+    with pytest.raises(LineFault, match="longer than 32 MiB"):
+        next(read_lines(path))
+
+
+def test_lines_blank_lines_and_models(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\ufeff" + _line() + "\r\n\r\n" + _line(custom_id="b", body={"model": "other"}))
+    found = survey(path, model=None)
+    assert (found.lines, found.models) == (2, {"demo": 1, "other": 3})
+    assert survey(path, model="mine").models == {"mine": 1}
+    assert [(line.number, line.custom_id) for line in read_lines(path)] == [(1, "a"), (3, "b")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"", b""),
+        (b'{"custom_id":"a"}\n', b'{"custom_id":"a"}\n'),
+        (b'{"custom_id":"a"}\n{"id":"batch_req_7", "cus', b'{"custom_id":"a"}\n'),
+        (b'{"i', b""),
+        (b'{"custom_id":"a"}\n{"custom_id":"b"}', b'{"custom_id":"a"}\n{"custom_id":"b"}\n'),
+        (b'{"custom_id":"a"}\n{"id":"batch_req_' + b"x" * 200_000, b'{"custom_id":"a"}\n'),
+    ],
+)
+def test_a_torn_end_is_mended(tmp_path, before, after):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(before)
+    RecordFile(path).close()
+    assert path.read_bytes() == after
+
+
+def test_two_runs_cannot_write_one_output(tmp_path):
+    first = BatchOutput(tmp_path / "out.jsonl")
+    with pytest.raises(UsageFault, match="another batch run"):
+        BatchOutput(tmp_path / "out.jsonl")
+    first.close(finished=False)
+    BatchOutput(tmp_path / "out.jsonl").close(finished=False)
+
+
+def test_a_run_keeps_its_name_until_it_is_finished(tmp_path):
+    path = tmp_path / "out.jsonl"
+    names = []
+    for finished in (False, True, False):
+        output = BatchOutput(path)
+        names.append(output.run)
+        output.close(finished=finished)
+    assert names[0] == names[1] != names[2]
+
+
+def test_each_custom_id_has_one_record(tmp_path):
+    path = tmp_path / "out.jsonl"
+    output = BatchOutput(path)
+    for custom_id in ("a", "b", "a"):
+        output.answer({"custom_id": custom_id})
+    output.fail({"custom_id": "c"})
+    output.fail({"custom_id": "a"})
+    assert (output.answered, output.failed) == (2, 1)
+    output.close(finished=False)
+    again = BatchOutput(path, retry_failed=True)
+    assert (again.answered, again.failed, len(again.ids)) == (2, 0, 2)
+    assert again.run != output.run
+    again.close(finished=False)
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["dear diary\n", "dear diary", '{"custom_id":"a"}\ndear diary', "[1]\n"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageFault, match=r"out\.jsonl.*--overwrite"):
+        BatchOutput(path)
+    assert path.read_text() == text
+    assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]
+    BatchOutput(path, overwrite=True).close(finished=True)
+    assert path.read_text() == ""

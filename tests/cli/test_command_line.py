@@ -1,0 +1,136 @@
+"""The frame of all verbs: help, speed, imports, exit codes, one clear line for each error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = [
+    ["up"],
+    ["gateway"],
+    ["worker"],
+    ["submit"],
+    ["jobs"],
+    ["jobs", "list"],
+    ["jobs", "show"],
+    ["jobs", "follow"],
+    ["jobs", "cancel"],
+    ["batch", "run"],
+    ["chat"],
+    ["convert"],
+    ["inspect"],
+    ["doctor"],
+    ["demo"],
+]
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+
+
+def test_help_takes_less_than_400_ms_of_cpu(ktqueue):
+    costs = []
+    for _ in range(3):
+        before = os.times()
+        done = ktqueue("--help")
+        after = os.times()
+        assert done.returncode == 0
+        cost = after.children_user + after.children_system - before.children_user - before.children_system
+        costs.append(cost)
+    assert min(costs) < 0.4, costs
+
+
+def test_help_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'numpy', 'redis', 'pydantic', 'starlette', 'httpx', 'gguf'}"
+    done = _python(
+        f"import sys; from ktqueue.cli.main import run; run(['--help']); print(sys.modules.keys() & {heavy})"
+    )
+    assert done.stdout.endswith("set()\n"), done.stdout[-200:] + done.stderr
+
+
+def test_batches_need_neither_starlette_nor_torch():
+    done = _python(
+        "import sys, ktqueue.cli.batch_session, ktqueue.cli.talkers;"
+        "print(sys.modules.keys() & {'torch', 'starlette', 'transformers', 'numpy'})"
+    )
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_every_verb_has_help_that_fits_80_columns():
+    code = f"from ktqueue.cli.main import run\nfor verb in {VERBS!r}: assert run([*verb, '--help']) == 0"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\033" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["submit", "--no-such-flag"], 2, "ktqueue submit: No such option: --no-such-flag"),
+        (["no-such-verb"], 2, "No such command"),
+        (["submit", "hi", "--temperature", "warm"], 2, "--temperature"),
+        (["submit", "hi", "--temperature", "-1"], 2, "temperature must be a number from 0 to 100, got -1.0"),
+        (["submit", "hi", "--messages", "[]"], 2, "--messages"),
+        (["submit", "--messages", "{"], 2, "not JSON"),
+        (["submit", "@nowhere.txt"], 2, "nowhere.txt"),
+        (["submit", "hi", "--model", "demo"], 3, "ktqueue up"),
+        (["submit", "hi", "--redis-url", "redis://127.0.0.1:1"], 3, "127.0.0.1:1"),
+        (["jobs", "list", "--redis-url", "redis://127.0.0.1:1"], 3, "127.0.0.1:1"),
+        (["chat", "--base-url", "http://127.0.0.1:1"], 3, "127.0.0.1:1"),
+        (["chat", "--local", "--base-url", "http://x"], 2, "--local"),
+        (["jobs", "list", "--config", "nowhere.toml"], 2, "nowhere.toml"),
+        (["batch", "run", "nowhere.jsonl", "-o", "out.jsonl"], 2, "nowhere.jsonl"),
+        (["inspect", "nowhere.gguf"], 2, "nowhere.gguf"),
+        (["inspect", "--dtype", "int3"], 2, "engine.dtype"),
+        (["convert", "nowhere", "out.gguf"], 2, "nowhere"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(ktqueue, words, code, says):
+    done = ktqueue(*words)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_setting_suggests_the_nearest(ktqueue):
+    done = ktqueue("jobs", "list", env={"KTQUEUE_BROKER_URLL": "x"})
+    assert done.returncode == 2
+    assert "did you mean 'url'" in done.stderr
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(ktqueue, tmp_path):
+    (tmp_path / "settings.toml").write_text('[broker]\nurl = "redis://127.0.0.1:1"\n')
+    by_file = ktqueue("jobs", "list", "--config", "settings.toml")
+    by_environment = ktqueue(
+        "jobs", "list", "--config", "settings.toml", env={"KTQUEUE_BROKER_URL": "redis://127.0.0.1:2"}
+    )
+    by_flag = ktqueue(
+        "jobs", "list", "--redis-url", "redis://127.0.0.1:3", env={"KTQUEUE_BROKER_URL": "redis://127.0.0.1:2"}
+    )
+    ports = [next(port for port in "123" if f":{port}" in done.stderr) for done in (by_file, by_environment, by_flag)]
+    assert ports == ["1", "2", "3"]
+
+
+def test_debug_shows_where(ktqueue):
+    done = ktqueue("jobs", "list", "--redis-url", "redis://127.0.0.1:1", "--debug")
+    assert done.returncode == 3
+    assert "Traceback" in done.stderr
+
+
+def test_after_two_dashes_debug_is_a_word(ktqueue):
+    done = ktqueue("submit", "--redis-url", "redis://127.0.0.1:1", "--", "--debug")
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
+def test_version(ktqueue):
+    done = ktqueue("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("ktqueue 0.")

@@ -1,0 +1,57 @@
+"""`ktqueue demo` and the stop of `ktqueue up`: nothing is left behind."""
+
+import os
+import signal
+from pathlib import Path
+
+
+def _processes_of(folder):
+    """Command lines that name the folder, ours aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                environment = (entry / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in command + environment:
+                found.append(command)
+    return found
+
+
+def test_the_demo_tells_a_tale_and_leaves_nothing_behind(ktqueue, tmp_path):
+    done = ktqueue("demo", env={"DEMO_MARK": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "There was" in done.stdout or len(done.stdout) > 800
+    for word in ("A tale over HTTP", "A batch of 32", "Summary", "33 done, 0 failed", "(p50)", "(p95)", "tok/s"):
+        assert word in done.stdout
+    assert "ktqueue up" in done.stdout
+    assert "\033" not in done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".state"]
+    assert _processes_of(tmp_path) == []
+
+
+def test_ctrl_c_stops_the_demo_and_all_that_it_started(start, tmp_path):
+    process = start("demo", cwd=tmp_path, env={"DEMO_MARK": str(tmp_path)})
+    assert process.stdout is not None
+    while "A tale over HTTP" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert _processes_of(tmp_path) == []
+
+
+def test_a_second_up_on_one_folder_is_refused(ktqueue, stack):
+    done = ktqueue("up", "--state-dir", stack.state_dir, "--port", 0)
+    assert done.returncode == 3
+    assert "runs on" in done.stderr
+
+
+def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue):
+    done = ktqueue("up", "--model", "nowhere.gguf", "--port", 0)
+    assert done.returncode == 1
+    assert "nowhere.gguf" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,108 @@
+"""`submit` and `jobs` against a real stack."""
+
+import json
+import signal
+import time
+
+
+def test_a_prompt_is_answered_on_standard_output(ktqueue, stack):
+    done = ktqueue("submit", "Tell me a story about a crow.", "--max-tokens", 12, "--temperature", 0, *stack.flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert len(done.stdout) > 10
+    assert done.stderr == ""
+    again = ktqueue(
+        "submit", "-", "--max-tokens", 12, "--temperature", 0, *stack.flags, stdin="Tell me a story about a crow."
+    )
+    assert again.stdout == done.stdout
+
+
+def test_json_has_choices_usage_and_state(ktqueue, stack):
+    messages = json.dumps([{"role": "user", "content": "Tell me a story."}])
+    words = ("submit", "--messages", "-", "-n", 2, "--max-tokens", 5, "--seed", 3, "--json", "--class", "batch")
+    answer = json.loads(ktqueue(*words, *stack.flags, stdin=messages).stdout)
+    assert answer["state"] == "done"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 10
+
+
+def test_streamed_json_is_one_event_a_line(ktqueue, stack):
+    words = ("submit", "Once upon", "--completion", "--max-tokens", 6, "--temperature", 0, *stack.flags)
+    events = [json.loads(line) for line in ktqueue(*words, "--stream", "--json").stdout.splitlines()]
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert events[-1]["state"] == "done"
+    assert "".join(event.get("text", "") for event in events) == ktqueue(*words).stdout.removesuffix("\n")
+
+
+def test_a_job_goes_on_without_its_client(ktqueue, stack):
+    submitted = ktqueue("submit", "hello", "--max-tokens", 8, "-d", "--job-id", "cli-mine", *stack.flags)
+    assert submitted.stdout == "cli-mine\n"
+    followed = ktqueue("jobs", "follow", "cli-mine", *stack.flags)
+    assert followed.returncode == 0, followed.stderr
+    events = [
+        json.loads(line)
+        for line in ktqueue("jobs", "follow", "cli-mine", "--after", "3", "--json", *stack.flags).stdout.splitlines()
+    ]
+    assert events[0]["seq"] == 4
+    shown = json.loads(ktqueue("jobs", "show", "cli-mine", "--json", *stack.flags).stdout)
+    assert (shown["state"], shown["usage"]["completion_tokens"]) == ("done", 8)
+    assert shown["request"]["messages"] == [{"role": "user", "content": "hello"}]
+    table = ktqueue("jobs", "show", "cli-mine", *stack.flags).stdout
+    assert "request.sampling.max_tokens" in table
+    listed = ktqueue("jobs", "list", "--state", "done", *stack.flags).stdout
+    assert "cli-mine" in listed
+    assert "\033" not in table + listed
+
+
+def test_cancel_ends_a_running_job(ktqueue, stack):
+    words = ("submit", "hello", "--max-tokens", 3000, "-d", "--job-id", "cli-long", *stack.flags)
+    assert ktqueue(*words).returncode == 0
+    cancelled = ktqueue("jobs", "cancel", "cli-long", "cli-nobody", *stack.flags)
+    assert cancelled.returncode == 1
+    assert "cli-long" in cancelled.stdout
+    assert "no job 'cli-nobody'" in cancelled.stderr
+    followed = ktqueue("jobs", "follow", "cli-long", *stack.flags)
+    assert followed.returncode == 1
+    assert "cancelled" in followed.stderr
+    assert json.loads(ktqueue("jobs", "show", "cli-long", "--json", *stack.flags).stdout)["state"] == "cancelled"
+
+
+def test_ctrl_c_cancels_what_submit_waits_for(ktqueue, start, stack, tmp_path):
+    words = ("submit", "hello", "--max-tokens", 4000, "--job-id", "cli-stopped", "--stream", *stack.flags)
+    process = start(*words, cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert err == "cancelled cli-stopped\n"
+    deadline = time.monotonic() + 10
+    while json.loads(ktqueue("jobs", "show", "cli-stopped", "--json", *stack.flags).stdout)["state"] != "cancelled":
+        assert time.monotonic() < deadline
+
+
+def test_a_wrong_model_and_a_failed_job_are_told(ktqueue, stack):
+    done = ktqueue("submit", "hello", "--model", "gpt-9", *stack.flags)
+    assert done.returncode == 1
+    assert done.stderr == "ktqueue: no worker serves the model 'gpt-9'\n"
+    done = ktqueue("submit", "x " * 9000, *stack.flags)
+    assert done.returncode == 1
+    assert "context length" in done.stderr
+
+
+def test_an_unknown_job_is_an_error(ktqueue, stack):
+    for verb in ("show", "follow"):
+        done = ktqueue("jobs", verb, "cli-nobody", *stack.flags)
+        assert done.returncode == 1
+        assert done.stderr.startswith("ktqueue: no job 'cli-nobody'")
+
+
+def test_a_closed_pipe_is_no_traceback(start, stack, tmp_path):
+    process = start("submit", "hello", "--max-tokens", 400, "--stream", *stack.flags, cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.read(3)
+    process.stdout.close()
+    process.wait(timeout=30)
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
