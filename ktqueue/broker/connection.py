@@ -4,6 +4,9 @@ Knows no keys and no scripts. No redis-py default is relied upon, and redis-py i
 what may be sent twice. Errors of redis-py come out as Unavailable or ReplyError.
 """
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -73,6 +76,22 @@ def _translate(error: Exception) -> Exception:
     return ReplyError(str(error))
 
 
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """Let a cancel through that redis-py has swallowed.
+
+    It sends under `asyncio.wait_for`, which before Python 3.12 returns the result, and forgets the cancel, when both
+    come at once. A loop that is told to stop would then run on, and whoever waits for its end would wait for ever.
+    """
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > asked:
+            raise asyncio.CancelledError
+
+
 class Connection:
     """All connections of one process to one server; opened as they are needed."""
 
@@ -85,10 +104,11 @@ class Connection:
         Raises Unavailable: then it may have run or not. Raises ReplyError with the script's own words.
         """
         try:
-            try:
-                return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
-            except NoScriptError:  # a new or restarted server; nothing was run
-                return await self._redis.execute_command("EVAL", source, 1, key, *arguments)  # type: ignore[no-untyped-call]
+            with _cancellable():
+                try:
+                    return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
+                except NoScriptError:  # a new or restarted server; nothing was run
+                    return await self._redis.execute_command("EVAL", source, 1, key, *arguments)  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise _translate(error) from error
 
@@ -121,7 +141,8 @@ class Subscriber:
     async def connect(self) -> None:
         """Open it and log in."""
         try:
-            await self._connection.connect()  # type: ignore[no-untyped-call]
+            with _cancellable():
+                await self._connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise _lost(error) from error
 
@@ -130,7 +151,8 @@ class Subscriber:
         if not self._connection.is_connected:  # redis-py would connect anew, without our subscriptions
             raise Unavailable("Redis is away", retry_after=1.0)
         try:
-            await self._connection.send_command(*words, check_health=False)
+            with _cancellable():
+                await self._connection.send_command(*words, check_health=False)
         except (RedisError, OSError) as error:
             raise _lost(error) from error
 
