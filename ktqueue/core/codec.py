@@ -16,6 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 VERSION = 1
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, a token that could not be chosen: JSON has no infinity
 
 
 class CodecError(KtqueueError):
@@ -129,7 +130,7 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
 
 
 def _pack(one: TokenLogprob) -> list[Any]:
-    return [one.token_id, b64encode(one.token_bytes).decode(), one.logprob]
+    return [one.token_id, b64encode(one.token_bytes).decode(), max(one.logprob, LOWEST_LOGPROB)]
 
 
 def _unpack(value: list[Any]) -> TokenLogprob:
