@@ -11,16 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.auth import OPEN_PATHS
-from ktqueue.gateway.faults import TooManyConnections
+from ktqueue.gateway.faults import InternalError, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.headers import request_id
 from ktqueue.gateway.replies import error_response
 
 logger = logging.getLogger(__name__)
-
-
-class InternalError(KtqueueError):
-    """A fault of ours; the log knows more."""
 
 
 class Edge:

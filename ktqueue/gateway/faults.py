@@ -83,6 +83,10 @@ class ClientGone(KtqueueError):
     status = 499
 
 
+class InternalError(KtqueueError):
+    """A fault of ours; the log knows more."""
+
+
 class JobEnded(KtqueueError):
     """A job ended in another state than done; carries the error of its last event as it is."""
 

@@ -8,9 +8,8 @@ mailbox, which falls back to replay: nothing grows. Knows no HTTP.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import cast
 
 from ktqueue.broker.journal import Journal
 from ktqueue.core.errors import KtqueueError, Unavailable
@@ -79,9 +78,7 @@ class Feed:
 
     async def _pump(self, place: int, job_id: str, after: int) -> None:
         try:
-            # A generator, and closed here: its subscription must not outlive this task.
-            journal = cast(AsyncGenerator[TokenEvent, None], self._journal.follow(job_id, after))
-            async with aclosing(journal) as events:
+            async with aclosing(self._journal.follow(job_id, after)) as events:
                 async for event in events:
                     while len(self._events) >= BUFFERED_EVENTS:
                         self._room.clear()

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from ktqueue.core.events import FinishReason, PositionLogprobs, TokenEvent, TokenLogprob, Usage
 
-FLOOR = -9999.0  # JSON knows no infinity: the logprob of a token that could not be chosen
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -36,11 +34,6 @@ class Delta:
 def alone(token: TokenLogprob) -> str:
     """The text of one token seen alone; half a character shows as the replacement character."""
     return token.token_bytes.decode("utf-8", errors="replace")
-
-
-def floor(logprob: float) -> float:
-    """A logprob that JSON can carry, never above 0."""
-    return min(0.0, max(logprob, FLOOR))
 
 
 class Choice:

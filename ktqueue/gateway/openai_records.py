@@ -6,7 +6,7 @@ from typing import Any
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.events import TokenEvent, TokenLogprob
 from ktqueue.gateway.faults import error_body
-from ktqueue.gateway.openai_choices import Choices, alone, floor
+from ktqueue.gateway.openai_choices import Choices, alone
 from ktqueue.gateway.openai_replies import usage_json
 
 Json = dict[str, Any]
@@ -66,6 +66,6 @@ def _token(one: TokenLogprob) -> Json:
     return {
         "token_id": one.token_id,
         "token": alone(one),
-        "logprob": floor(one.logprob),
+        "logprob": one.logprob,
         "bytes": list(one.token_bytes),
     }

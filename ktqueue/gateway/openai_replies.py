@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ktqueue.core.events import PositionLogprobs, TokenLogprob, Usage
-from ktqueue.gateway.openai_choices import Delta, Position, alone, floor
+from ktqueue.gateway.openai_choices import Delta, Position, alone
 
 Json = dict[str, Any]
 
@@ -140,7 +140,7 @@ class CompletionReply:
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:
-    return {"token": text, "logprob": floor(token.logprob), "bytes": list(token.token_bytes)}
+    return {"token": text, "logprob": token.logprob, "bytes": list(token.token_bytes)}
 
 
 def _chat_logprob(position: Position) -> Json:
@@ -154,7 +154,7 @@ def _chat_logprob(position: Position) -> Json:
 def _completion_logprobs(positions: Sequence[Position]) -> Json:
     return {
         "tokens": [one.token for one in positions],
-        "token_logprobs": [floor(one.logprobs.chosen.logprob) for one in positions],
+        "token_logprobs": [one.logprobs.chosen.logprob for one in positions],
         "top_logprobs": [_top(one.logprobs) for one in positions],
         "text_offset": [one.offset for one in positions],
     }
@@ -164,5 +164,5 @@ def _top(logprobs: PositionLogprobs) -> dict[str, float]:
     """Likeliest tokens by text, and always the chosen one, as OpenAI and vLLM give them."""
     table: dict[str, float] = {}
     for one in (*logprobs.top, logprobs.chosen):
-        table.setdefault(alone(one), floor(one.logprob))
+        table.setdefault(alone(one), one.logprob)
     return table

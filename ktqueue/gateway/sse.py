@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.faults import ClientGone, error_body
+from ktqueue.gateway.faults import ClientGone, InternalError, error_body
 from ktqueue.gateway.feed import Feed
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,11 @@ class EventStream(Response):
                 return
             except KtqueueError as error:
                 await self._write(send, error_frame(error))
+            except TimeoutError:
+                raise
+            except Exception:
+                logger.exception("a stream of %s broke", scope["path"])
+                await self._write(send, error_frame(InternalError("the gateway made a mistake; its log knows more")))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             # Left unfinished, so that the server closes the connection.

@@ -1,0 +1,210 @@
+"""POST /v1/chat/completions: bodies, chunks, logprobs, choices, what reaches the worker."""
+
+from collections import defaultdict
+from typing import Any
+
+from ktqueue.core.events import FinishReason, JobState
+from ktqueue.core.request import JobClass
+
+PATH = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Tell me"}]}
+
+
+def texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of each choice; checks the life of a stream on the way."""
+    heads = {(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}
+    assert len(heads) == 1
+    said: dict[int, str] = defaultdict(str)
+    roles, finished = set(), set()
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice["delta"]
+            assert index not in finished
+            if "role" in delta:
+                assert index not in roles
+                assert delta == {"role": "assistant", "content": ""}
+                roles.add(index)
+                continue
+            assert index in roles
+            if choice["finish_reason"] is not None:
+                assert delta == {}
+                finished.add(index)
+            else:
+                assert delta["content"]
+                said[index] += delta["content"]
+    assert roles == finished
+    return said
+
+
+async def test_whole_answer(http, worker, conforms):
+    response = await http.post(PATH, json=BODY)
+    assert response.status_code == 200
+    body = response.json()
+    conforms(body, "CreateChatCompletionResponse")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Once upon a time", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert body["id"] == f"chatcmpl-{response.headers['x-job-id']}"
+    assert response.headers["x-request-id"]
+
+
+async def test_stream_is_the_same_text_in_valid_chunks(http, worker, stream, conforms):
+    whole = (await http.post(PATH, json={**BODY, "n": 3})).json()
+    frames = await stream(PATH, {**BODY, "n": 3, "stream_options": {"include_usage": True}})
+    for chunk in frames.data:
+        conforms(chunk, "CreateChatCompletionStreamResponse")
+    assert frames.done
+    *chunks, last = frames.data
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert not any(chunk.get("usage") for chunk in chunks)
+    assert texts(chunks) == {one["index"]: one["message"]["content"] for one in whole["choices"]}
+
+
+async def test_no_usage_chunk_unless_asked_for(worker, stream):
+    frames = await stream(PATH, BODY)
+    assert all("usage" not in chunk and chunk["choices"] for chunk in frames.data)
+
+
+async def test_text_held_back_makes_no_empty_chunk(worker, stream, tools, conforms):
+    async def held(claim):
+        yield {"token_ids": (1,), "logprobs": (tools.logprob(b"\xe2\x82"),)}
+        yield {"token_ids": (2,), "logprobs": (tools.logprob(b"\xac"),), "text": "€"}
+        yield {"token_ids": (3,), "logprobs": (tools.logprob(b"st"),)}
+        yield {"token_ids": (4,), "logprobs": (tools.logprob(b""),), "finish_reason": FinishReason.STOP}
+        yield tools.ended(claim)
+
+    worker.script = held
+    frames = await stream(PATH, {**BODY, "logprobs": True, "top_logprobs": 2})
+    for chunk in frames.data:
+        conforms(chunk, "CreateChatCompletionStreamResponse")
+    assert texts(frames.data) == {0: "€"}
+    choices = [chunk["choices"][0] for chunk in frames.data]
+    positions = [one for choice in choices for one in (choice.get("logprobs") or {"content": []})["content"]]
+    assert [one["token"] for one in positions] == ["", "€", "st", ""]
+    assert [bytes(one["bytes"]) for one in positions] == [b"\xe2\x82", b"\xac", b"st", b""]
+    assert all(top["logprob"] <= 0 for one in positions for top in one["top_logprobs"])
+    assert [len(one["top_logprobs"]) for one in positions] == [2] * 4
+
+
+async def test_logprobs_of_a_whole_answer(http, worker, conforms):
+    body = (await http.post(PATH, json={**BODY, "logprobs": True, "top_logprobs": 2})).json()
+    conforms(body, "CreateChatCompletionResponse")
+    choice = body["choices"][0]
+    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+    assert worker.claims[0].request.sampling.logprobs == 2
+    without = (await http.post(PATH, json=BODY)).json()
+    assert without["choices"][0]["logprobs"] is None
+
+
+async def test_waiting_text_runs_together(worker, stream, tools):
+    async def burst(claim):
+        for letter in "abcdefgh":
+            yield tools.token(letter)
+        yield 0.05
+        yield {"finish_reason": FinishReason.LENGTH}
+        yield tools.ended(claim)
+
+    worker.script = burst
+    frames = await stream(PATH, BODY)
+    assert texts(frames.data) == {0: "abcdefgh"}
+    assert frames.data[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_every_field_reaches_the_worker(http, worker):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {
+        **BODY,
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]},
+            {"role": "user", "content": "Hi", "name": "ann"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ],
+        "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "n": 2, "seed": 5, "stop": "END",
+        "max_tokens": 9, "max_completion_tokens": 7, "min_tokens": 2, "presence_penalty": 1, "frequency_penalty": -1,
+        "repetition_penalty": 1.1, "logit_bias": {"5": -100}, "stop_token_ids": [3], "ignore_eos": True,
+        "user": "u", "metadata": {"a": "b"}, "tools": [tool], "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False}, "service_tier": "flex", "priority": 3, "expires_in": 60,
+        "store": True, "parallel_tool_calls": False, "response_format": {"type": "text"}, "unknown_field": {},
+    }  # fmt: skip
+    assert (await http.post(PATH, json=body)).status_code == 200
+    request = worker.claims[0].request
+    assert request.messages == (
+        {"role": "system", "content": "Be\nbrief"},
+        {"role": "user", "content": "Hi", "name": "ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (sampling.n, sampling.seed, sampling.stop) == (2, 5, ("END",))
+    assert (sampling.max_tokens, sampling.min_tokens) == (7, 2)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
+    assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({5: -100}, (3,), True)
+    assert (request.user, request.metadata, request.tools) == ("u", {"a": "b"}, (tool,))
+    assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert (request.job_class, request.expires_in) == (JobClass.BATCH, 60)
+
+
+async def test_null_fields_mean_the_default(http, worker):
+    names = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "max_tokens",
+        "seed",
+        "logit_bias",
+        "tools",
+        "response_format",
+        "stream",
+    )
+    assert (await http.post(PATH, json={**BODY, **dict.fromkeys(names)})).status_code == 200
+    sampling = worker.claims[0].request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.n, sampling.max_tokens) == (1.0, 1.0, 1, None)
+
+
+async def test_tool_choice_none_offers_no_tools(http, worker):
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert (await http.post(PATH, json={**BODY, "tools": [tool], "tool_choice": "none"})).status_code == 200
+    assert worker.claims[0].request.tools == ()
+
+
+async def test_same_idempotency_key_is_one_job(http, worker, conforms):
+    headers = {"idempotency-key": "k1"}
+    first = await http.post(PATH, json=BODY, headers=headers)
+    second = await http.post(PATH, json=BODY, headers=headers)
+    assert first.json() == second.json()
+    assert len(worker.claims) == 1
+    other = await http.post(PATH, json={**BODY, "seed": 1}, headers=headers)
+    assert other.status_code == 422
+    conforms(other.json(), "ErrorResponse")
+
+
+async def test_job_of_another_state_is_an_error(http, worker, tools):
+    for state, status in ((JobState.CANCELLED, 499), (JobState.EXPIRED, 504), (JobState.FAILED, 500)):
+
+        async def fails(claim, state=state):
+            yield tools.token("half")
+            yield tools.ended(claim, state)
+
+        worker.script = fails
+        response = await http.post(PATH, json=BODY)
+        assert response.status_code == status
+        assert set(response.json()["error"]) >= {"message", "type", "param", "code"}

@@ -1,0 +1,111 @@
+"""POST /v1/completions: prompts of all kinds, several jobs in one answer, logprobs."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from ktqueue.core.events import FinishReason, JobState
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tale", "prompt": "Once"}
+
+
+async def echo(claim, tools):
+    """Each choice says its prompt and its number."""
+    prompt = claim.request.prompt or str(list(claim.request.prompt_token_ids))
+    for index in range(claim.request.sampling.n):
+        yield tools.token(f"{prompt}/", index=index)
+        yield 0.01
+        yield tools.token(str(index), index=index, finish_reason=FinishReason.STOP)
+    yield tools.ended(claim)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], ["[1, 2]"]),
+        ([[1], [2, 3]], ["[1]", "[2, 3]"]),
+        ([0], ["[0]"]),
+    ],
+)
+async def test_prompts(http, worker, stream, conforms, tools, prompt, said):
+    worker.script = lambda claim: echo(claim, tools)
+    expected = {job * 2 + index: f"{text}/{index}" for job, text in enumerate(said) for index in range(2)}
+    response = await http.post(PATH, json={**BODY, "prompt": prompt, "n": 2})
+    body = response.json()
+    conforms(body, "CreateCompletionResponse")
+    assert {one["index"]: one["text"] for one in body["choices"]} == expected
+    assert [one["index"] for one in body["choices"]] == sorted(expected)
+    assert body["usage"]["total_tokens"] == 8 * len(said)
+    assert len(response.headers["x-job-id"].split(",")) == len(said)
+    assert body["id"] == f"cmpl-{response.headers['x-job-id'].split(',')[0]}"
+
+    frames = await stream(PATH, {**BODY, "prompt": prompt, "n": 2, "stream_options": {"include_usage": True}})
+    texts: dict[int, str] = defaultdict(str)
+    finishes: dict[int, int] = defaultdict(int)
+    for chunk in frames.data:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+            finishes[choice["index"]] += choice["finish_reason"] is not None
+    assert frames.done
+    assert texts == expected
+    assert finishes == dict.fromkeys(expected, 1)
+    assert frames.data[-1]["usage"] == body["usage"]
+
+
+async def test_chunks_are_valid_but_for_the_null_finish_reason(worker, stream, conforms):
+    frames = await stream(PATH, {**BODY, "logprobs": 1})
+    for chunk in frames.data:
+        # OpenAI streams null here as well; its description has one schema for bodies and chunks.
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        conforms(chunk, "CreateCompletionResponse")
+
+
+async def test_logprobs(http, worker, stream, conforms):
+    body = (await http.post(PATH, json={**BODY, "logprobs": 2})).json()
+    conforms(body, "CreateCompletionResponse")
+    logprobs = body["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == body["choices"][0]["text"]
+    assert logprobs["text_offset"] == [0, 4, 9]
+    assert logprobs["token_logprobs"] == [-0.5] * 3
+    assert logprobs["top_logprobs"][0] == {"Once": -0.5, "\ufffd": -9999.0}
+    frames = await stream(PATH, {**BODY, "logprobs": 2})
+    offsets = [
+        offset
+        for chunk in frames.data
+        for choice in chunk["choices"]
+        for offset in (choice["logprobs"] or {"text_offset": []})["text_offset"]
+    ]
+    assert offsets == [0, 4, 9]
+
+
+async def test_default_length_is_openais(http, worker):
+    assert (await http.post(PATH, json=BODY)).status_code == 200
+    assert worker.claims[0].request.sampling.max_tokens == 16
+
+
+async def test_one_failed_prompt_fails_the_answer_and_cancels_the_rest(http, worker, tools, broker):
+    async def some_fail(claim):
+        yield tools.token("x")
+        if claim.request.prompt == "bad":
+            yield tools.ended(claim, JobState.FAILED)
+        else:
+            for _ in range(500):
+                yield 0.01
+
+    worker.script = some_fail
+    response = await http.post(PATH, json={**BODY, "prompt": ["good", "bad"]})
+    assert response.status_code == 500
+    good = next(claim.job_id for claim in worker.claims if claim.request.prompt == "good")
+    assert [event async for event in broker.journal.follow(good)][-1].state is JobState.CANCELLED
+
+
+async def test_too_many_choices(http, worker):
+    response = await http.post(PATH, json={**BODY, "prompt": ["a"] * 100, "n": 2})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+    assert response.json()["error"]["limit"] == 128

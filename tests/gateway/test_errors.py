@@ -1,0 +1,310 @@
+"""Bad input: the status, and an error that names field, limit and value; the next request works."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue.core.errors import ErrorInfo
+from ktqueue.core.events import JobState
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODY: dict[str, Any] = {"model": "tale", "messages": MESSAGES}
+
+
+def deep(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+WRONG_CHAT = [
+    ({"model": None}, "model"),
+    ({"model": ""}, "model"),
+    ({"model": 5}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [5]}, "messages.0"),
+    ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
+    ({"messages": [{"role": "king", "content": "Hi"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"the": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"job_class": "urgent"}, "job_class"),
+    ({"expires_in": 0}, "expires_in"),
+    ({"chat_template_kwargs": deep(40)}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": deep(40)}}, "chat_template_kwargs"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": deep(200)}}}]}, None),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"web_search_options": {"a": 1}}, "web_search_options"),
+    ({"guided_json": {"a": 1}}, "guided_json"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG_CHAT, ids=lambda value: str(value)[:40])
+async def test_wrong_chat_fields(http, worker, conforms, change, param):
+    response = await http.post(CHAT, json={**BODY, **change})
+    assert response.status_code == 400, response.text
+    conforms(response.json(), "ErrorResponse")
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+        assert param.split(".")[-1] in error["message"]
+    assert "limit" in error
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+    ids=str,
+)
+async def test_wrong_completion_fields(http, worker, change, param):
+    response = await http.post(COMPLETE, json={"model": "tale", "prompt": "x", **change})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_missing_fields(http, worker):
+    for path, body, param in ((CHAT, {"model": "tale"}, "messages"), (CHAT, {"messages": MESSAGES}, "model")):
+        response = await http.post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == f"{param} is missing"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"null", b'{"a":NaN}', b'{"a":1e}', b'{"a":"\xff\xfe"}', b'{"a":"\\ud800"}', b"\x00"]
+    + [b"[" * 100_000, b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}", b"\xef\xbb\xbf{}"],
+    ids=lambda body: repr(body[:14]),
+)
+async def test_bodies_that_are_no_json_object(http, worker, conforms, body):
+    response = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    conforms(response.json(), "ErrorResponse")
+    assert response.json()["error"]["param"] == "body"
+    assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_content_types(http, worker):
+    content = json.dumps(BODY).encode()
+    for kind, status in (
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/json; charset=utf-8", 200),
+        ("APPLICATION/JSON", 200),
+    ):
+        response = await http.post(CHAT, content=content, headers={"content-type": kind})
+        assert response.status_code == status
+    request = http.build_request("POST", CHAT, content=content)
+    request.headers.pop("content-type", None)
+    assert (await http.send(request)).status_code == 200
+
+
+async def test_large_bodies_are_refused_while_they_come(serve_with, worker, conforms):
+    async with serve_with(max_body_bytes=100_000) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+        big = json.dumps({**BODY, "user": "x" * 10_000_000}).encode()
+        response = await http.post(CHAT, content=big, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        conforms(response.json(), "ErrorResponse")
+        assert response.json()["error"]["limit"] == 100_000
+
+        sent = 0
+
+        async def pieces():
+            nonlocal sent
+            for _ in range(1_000):
+                sent += 10_000
+                yield b" " * 10_000
+
+        response = await http.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_paths_and_methods(http, conforms):
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/models/none", 404),
+        ("GET", "/v1/jobs/none", 404),
+        ("DELETE", "/v1/jobs/none", 404),
+        ("GET", "/v1/jobs/none/events", 404),
+        ("GET", CHAT, 405),
+        ("PUT", "/v1/jobs", 405),
+    ):
+        response = await http.request(method, path)
+        assert response.status_code == status, path
+        conforms(response.json(), "ErrorResponse")
+        assert response.headers["x-request-id"]
+    assert set((await http.put("/v1/jobs")).headers["allow"].split(", ")) >= {"GET", "POST"}
+
+
+async def test_unknown_model_and_no_worker(http, broker, conforms, tools):
+    response = await http.post(CHAT, json=BODY)
+    assert response.status_code == 503
+    conforms(response.json(), "ErrorResponse")
+    assert int(response.headers["retry-after"]) >= 1
+    worker = tools.ScriptedWorker(broker)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    response = await http.post(CHAT, json={**BODY, "model": "other"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert response.json()["error"]["param"] == "model"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_full_queue(serving_config, config, worker):
+    full = replace(config, broker=replace(config.broker, max_queued_batch=0))
+    async with serving_config(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        response = await http.post(CHAT, json={**BODY, "service_tier": "flex"})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "queue_full"
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_early_errors_have_their_own_status_streamed_or_not(http, worker, tools, conforms):
+    error = ErrorInfo(
+        code="context_length_exceeded",
+        message="This model's maximum context length is 512 tokens, the prompt has 600",
+        status=400,
+        param="messages",
+        limit=512,
+        value=600,
+    )
+
+    async def too_long(claim):
+        yield tools.ended(claim, JobState.FAILED, error=error)
+
+    worker.script = too_long
+    for stream in (False, True):
+        response = await http.post(CHAT, json={**BODY, "stream": stream})
+        assert response.status_code == 400
+        conforms(response.json(), "ErrorResponse")
+        assert response.json()["error"] == {
+            "message": error.message,
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+            "limit": 512,
+            "value": 600,
+            "n_prompt_tokens": 600,
+            "n_ctx": 512,
+        }
+
+
+async def test_late_errors_come_in_the_stream(worker, stream, tools, conforms):
+    async def breaks(claim):
+        yield tools.token("half")
+        yield 0.05
+        yield tools.ended(claim, JobState.FAILED, error=ErrorInfo(code="engine_failure", message="no"))
+
+    worker.script = breaks
+    frames = await stream(CHAT, BODY)
+    assert not frames.done
+    conforms(frames.data[-1], "ErrorResponse")
+    assert frames.data[-1]["error"]["code"] == "engine_failure"
+    assert frames.data[1]["choices"][0]["delta"] == {"content": "half"}
+
+
+async def test_a_slow_start_is_a_200_with_pings(worker, stream, tools):
+    async def late(claim):
+        yield 0.6
+        yield tools.ended(claim, JobState.EXPIRED)
+
+    worker.script = late
+    frames = await stream(CHAT, BODY)
+    assert frames.pings >= 2
+    assert frames.data == [frames.data[-1]]
+    assert frames.data[-1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_deadline_passes_in_the_queue(http, worker, tools):
+    async def never(claim):
+        for _ in range(1000):
+            yield 0.01
+
+    worker.script = never
+    response = await http.post(CHAT, json={**BODY, "expires_in": 0.2})
+    assert response.status_code == 504
+    assert response.json()["error"]["type"] == "timeout_error"
+
+
+async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(http, worker, monkeypatch):
+    async def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("ktqueue.broker.jobs.Jobs.submit", broken)
+    response = await http.post(CHAT, json=BODY)
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] in response.json()["error"]["message"]
