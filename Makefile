@@ -102,7 +102,7 @@ test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
-parity: $(VENV)/dev.stamp ## Our logits and greedy tokens against transformers and llama.cpp
+parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)
 
 .PHONY: lint type format

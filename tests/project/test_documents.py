@@ -71,6 +71,12 @@ def test_commands_in_documents_parse() -> None:
                     assert word in known, f"{page.name}: {line}: no {word}"
 
 
+def test_tests_named_in_documents_exist() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for name in re.findall(r"\btests(?:/\w+)+(?:\.py)?", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
 def error_classes(kind: type[KtqueueError] = KtqueueError) -> Iterator[type[KtqueueError]]:
     for child in kind.__subclasses__():
         yield child
