@@ -48,7 +48,8 @@ double cgroup_cpus(const std::string& groups_file, const std::string& mount) {
         const size_t first = line.find(':');
         const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
         if (second == std::string::npos) continue;
-        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+        std::string controllers = ",";
+        controllers.append(line, first + 1, second - first - 1).append(",");
         const bool version2 = controllers == ",,";
         if (!version2 && controllers.find(",cpu,") == std::string::npos) continue;
         std::string path = line.substr(second + 1);

@@ -188,7 +188,10 @@ def test_refuses_weights_that_do_not_fit(make_weights):
 
     for packed, message in [
         (gate("Q4_0", 32, 60, good.gate.data), "row length must be a positive multiple of 32 weights for Q4_0, got 60"),
-        (gate("Q4_K", 32, 64, good.gate.data), "row length must be a positive multiple of 256 weights for Q4_K, got 64"),
+        (
+            gate("Q4_K", 32, 64, good.gate.data),
+            "row length must be a positive multiple of 256 weights for Q4_K, got 64",
+        ),
         (gate("Q4_0", 31, 64, good.gate.data), r"gate must have shape \[1116\], got \[1152\]"),
         (gate("Q4_0", 32, 64, good.gate.data[:1]), "up must be 1 matrices of 32 x 64, got 2 of 32 x 64"),
         (gate("Q4_0", 32, 64, []), "gate must have at least one expert"),

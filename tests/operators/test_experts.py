@@ -1,0 +1,127 @@
+"""CpuExperts beside the transformers module that it replaces."""
+
+import gguf
+import pytest
+import torch
+from torch import nn
+
+from ktqueue.operators import reference
+from ktqueue.operators.base import Operator, register, registry
+from ktqueue.operators.experts import CpuExperts, ExpertWeights
+
+
+def route(tokens: int, experts: int = 6, slots: int = 2):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(tokens, experts, generator=generator).topk(slots).indices
+    return torch.randn(tokens, 64, generator=generator), ids, torch.rand(tokens, slots, generator=generator)
+
+
+@pytest.fixture
+def module(tiny_model) -> nn.Module:
+    return tiny_model().model.layers[0].mlp.experts
+
+
+@pytest.fixture
+def operator(module, pack_module) -> CpuExperts:
+    operator = CpuExperts.from_module(module)
+    operator.load(pack_module(module))
+    return operator
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+def test_equals_the_module_it_replaces(tokens, module, operator):
+    x, ids, weights = route(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(operator(x, ids, weights), module(x, ids, weights), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
+def test_equals_the_twin_on_the_same_packed_weights(quant, module, pack_module):
+    packed = pack_module(module, quant)
+    operator = CpuExperts.from_module(module)
+    operator.load(packed)
+
+    def exact(name: str, data, count: int) -> torch.Tensor:
+        return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[name]).reshape(-1)).double()
+
+    x, ids, weights = route(9)
+    expected = reference.experts(x.double(), ids, weights.double(), packed, exact)
+    torch.testing.assert_close(operator(x, ids, weights).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_keeps_the_dtype_and_takes_what_routers_give(operator):
+    x, ids, weights = route(5)
+    expected = operator(x.bfloat16().float(), ids, weights.bfloat16().float())
+    got = operator(x.bfloat16(), ids.int(), weights.bfloat16())
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected.bfloat16())
+    assert torch.equal(operator(x.T.contiguous().T, ids, weights), operator(x, ids, weights))
+    assert torch.equal(operator(x.requires_grad_(), ids, weights.requires_grad_()), operator(x, ids, weights))
+
+
+def test_made_from_a_module_on_the_meta_device(tiny_config, tiny_model):
+    with torch.device("meta"):
+        model = type(tiny_model())(tiny_config())
+    operator = CpuExperts.from_module(model.model.layers[0].mlp.experts)
+    assert (operator.experts, operator.hidden, operator.intermediate) == (6, 64, 32)
+    assert list(operator.parameters()) == []
+
+
+def test_counts_its_bytes(module, operator):
+    assert operator.device_bytes() == {"cpu": 6 * 3 * 64 * 32 * 4}
+    assert CpuExperts.from_module(module).device_bytes() == {"cpu": 0}
+
+
+def test_needs_its_weights(module):
+    with pytest.raises(RuntimeError, match="CpuExperts has no weights yet"):
+        CpuExperts.from_module(module)(*route(1))
+
+
+def test_refuses_weights_of_another_shape(module, pack_module, tiny_model):
+    other = pack_module(tiny_model(num_experts=4).model.layers[0].mlp.experts)
+    with pytest.raises(ValueError, match=r"gate must be \[experts, rows, columns\] = \[6, 32, 64\], got \[4, 32, 64\]"):
+        CpuExperts.from_module(module).load(other)
+    good = pack_module(module)
+    with pytest.raises(ValueError, match="down must be 6 matrices of 64 x 32, got 4 of 64 x 32"):
+        CpuExperts.from_module(module).load(ExpertWeights(good.gate, good.up, other.down))
+
+
+def test_refuses_what_it_does_not_compute(module):
+    with pytest.raises(ValueError, match="CpuExperts knows no option 'speed'; it has: isa"):
+        CpuExperts.from_module(module, speed=2)
+    with pytest.raises(ValueError, match="Linear cannot be replaced by CpuExperts: no down_proj"):
+        CpuExperts.from_module(nn.Linear(2, 2))
+    for name, value, message in [
+        ("has_bias", True, "it has biases"),
+        ("has_gate", False, "or no gate"),
+        ("act_fn", nn.GELU(), "its activation is not SiLU"),
+    ]:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        with pytest.raises(ValueError, match=f"Qwen3MoeExperts cannot be replaced by CpuExperts: .*{message}"):
+            CpuExperts.from_module(module)
+        setattr(module, name, before)
+
+
+def test_refuses_a_gate_of_its_own():
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Experts
+
+    with torch.device("meta"):
+        experts = DeepseekV4Experts(DeepseekV4Config(num_hidden_layers=1))
+    with pytest.raises(
+        ValueError, match="DeepseekV4Experts cannot be replaced by CpuExperts: it has a gate of its own"
+    ):
+        CpuExperts.from_module(experts)
+
+
+def test_refuses_an_expert_that_is_not_there(operator):
+    x, ids, weights = route(3)
+    ids[1, 1] = 6
+    with pytest.raises(ValueError, match="expert id must be from 0 to 5, got 6 for token 1"):
+        operator(x, ids, weights)
+
+
+def test_registry():
+    assert registry["CpuExperts"] is CpuExperts
+    with pytest.raises(ValueError, match="operator 'CpuExperts' is registered twice"):
+        register("CpuExperts")(Operator)

@@ -1,0 +1,35 @@
+"""The paged cache."""
+
+import torch
+
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+
+LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=8, page_size=4, dtype=torch.float32)
+
+
+def test_page_bytes_are_those_of_the_tensors():
+    kv = KVCache(LAYOUT, 5)
+    tensors = [*kv.keys, *kv.values]
+    assert LAYOUT.page_bytes * 5 == sum(one.numel() * one.element_size() for one in tensors)
+
+
+def test_write_puts_tokens_at_their_slots():
+    kv = KVCache(LAYOUT, 5)
+    key, value = torch.randn(3, 3, 8), torch.randn(3, 3, 8)
+    kv.write(1, torch.tensor([19, 4, 6]), key, value)
+    assert torch.equal(kv.keys[1][4, 3], key[0])
+    assert torch.equal(kv.values[1][1, 0], value[1])
+    assert torch.equal(kv.values[1][1, 2], value[2])
+    assert not kv.keys[0].any()
+    assert kv.keys[1].ne(0).sum() == key.numel()
+
+
+def test_copy_page_copies_every_layer_and_leaves_the_rest():
+    kv = KVCache(LAYOUT, 3)
+    for one in (*kv.keys, *kv.values):
+        one.normal_()
+    before = [one.clone() for one in (*kv.keys, *kv.values)]
+    kv.copy_page(2, 0)
+    for one, old in zip((*kv.keys, *kv.values), before, strict=True):
+        assert torch.equal(one[0], old[2])
+        assert torch.equal(one[1:], old[1:])
