@@ -5,8 +5,6 @@ what may be sent twice. Errors of redis-py come out as Unavailable or ReplyError
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -51,7 +49,9 @@ def connect(url: str, config: BrokerConfig) -> "Redis":
             decode_responses=False,
             encoding="utf-8",
             encoding_errors="strict",
-            socket_timeout=config.operation_timeout,
+            # With a timeout redis-py sends under asyncio.wait_for, which in Python 3.11 may swallow a cancel, and in a
+            # task of its own, which may meet a closed connection. Our own timeouts are around whole calls.
+            socket_timeout=None,
             socket_connect_timeout=config.connect_timeout,
             retry=Retry(NoBackoff(), 0),
             retry_on_timeout=False,
@@ -72,24 +72,8 @@ def _translate(error: Exception) -> Exception:
     if isinstance(error, OutOfMemoryError):
         return OutOfMemory("Redis has no memory left", retry_after=5.0)
     if isinstance(error, _AWAY):
-        return Unavailable(f"Redis is away: {error}", retry_after=1.0)
+        return Unavailable(f"Redis is away: {str(error) or 'no answer in time'}", retry_after=1.0)
     return ReplyError(str(error))
-
-
-@contextmanager
-def _cancellable() -> Iterator[None]:
-    """Let a cancel through that redis-py has swallowed.
-
-    It sends under `asyncio.wait_for`, which before Python 3.12 returns the result, and forgets the cancel, when both
-    come at once. A loop that is told to stop would then run on, and whoever waits for its end would wait for ever.
-    """
-    task = asyncio.current_task()
-    asked = task.cancelling() if task else 0
-    try:
-        yield
-    finally:
-        if task is not None and task.cancelling() > asked:
-            raise asyncio.CancelledError
 
 
 class Connection:
@@ -97,6 +81,7 @@ class Connection:
 
     def __init__(self, url: str, config: BrokerConfig) -> None:
         self._redis = connect(url, config)
+        self._timeout = config.operation_timeout
 
     async def evaluate(self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...]) -> Any:
         """Run a Lua script once, by its SHA-1 or, where the server does not know that, by its source.
@@ -104,7 +89,7 @@ class Connection:
         Raises Unavailable: then it may have run or not. Raises ReplyError with the script's own words.
         """
         try:
-            with _cancellable():
+            async with asyncio.timeout(self._timeout):  # its TimeoutError is an OSError
                 try:
                     return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
                 except NoScriptError:  # a new or restarted server; nothing was run
@@ -115,14 +100,15 @@ class Connection:
     async def facts(self) -> dict[str, Any]:
         """The server's INFO: `redis_version`, `maxmemory_policy` ... Raises Unavailable, ConfigError, ReplyError."""
         try:
-            return {**await self._redis.info("server"), **await self._redis.info("memory")}
+            async with asyncio.timeout(self._timeout):
+                return {**await self._redis.info("server"), **await self._redis.info("memory")}
         except (RedisError, OSError) as error:
             raise _translate(error) from error
 
     def subscriber(self) -> "Subscriber":
         """A connection of its own for subscriptions, not yet opened."""
         pool = self._redis.connection_pool
-        return Subscriber(pool.connection_class(**pool.connection_kwargs))
+        return Subscriber(pool.connection_class(**pool.connection_kwargs), self._timeout)
 
     async def close(self) -> None:
         """Close the pool; subscribers are closed by their owners."""
@@ -135,13 +121,14 @@ class Subscriber:
     Every call raises Unavailable once the connection is lost; then make a new one.
     """
 
-    def __init__(self, connection: AbstractConnection) -> None:
+    def __init__(self, connection: AbstractConnection, timeout: float) -> None:
         self._connection = connection
+        self._timeout = timeout  # seconds, to connect and log in
 
     async def connect(self) -> None:
         """Open it and log in."""
         try:
-            with _cancellable():
+            async with asyncio.timeout(self._timeout):
                 await self._connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise _lost(error) from error
@@ -151,8 +138,7 @@ class Subscriber:
         if not self._connection.is_connected:  # redis-py would connect anew, without our subscriptions
             raise Unavailable("Redis is away", retry_after=1.0)
         try:
-            with _cancellable():
-                await self._connection.send_command(*words, check_health=False)
+            await self._connection.send_command(*words, check_health=False)
         except (RedisError, OSError) as error:
             raise _lost(error) from error
 

@@ -72,6 +72,8 @@ class Journal:
                         yield event
                         if event.state is not None:
                             return
+                    if page.ended and last == page.tail:  # the reader has seen the end before
+                        return
                     look = bool(page.events) and last < page.tail
                 mail = await mailbox.take(quiet)
                 quiet = QUIET_SECONDS if mail.messages else min(quiet * 2, LONGEST_QUIET)

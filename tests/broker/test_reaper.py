@@ -108,7 +108,7 @@ def unknown_keys(tag, names):
     patterns = []
     for row in rows:
         for name in re.sub(r" \(.*\)", "", row).split(", "):
-            patterns.append(re.escape(tag) + ":" + re.sub(r"[A-Z]+", "[^ ]+", name))
+            patterns += [re.escape(tag) + ":" + re.sub(r"[A-Z]+", "[^ ]+", name)]
     return [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 

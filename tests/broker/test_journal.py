@@ -1,0 +1,236 @@
+"""Readers: each event once and in order, over gaps, lost connections and slow hands."""
+
+import asyncio
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.codec import encode_event
+from ktqueue.core.errors import JobNotFound, JournalRegressed
+from ktqueue.core.events import JobState, TokenEvent
+
+
+@pytest.fixture
+async def job(broker, card, make_request):
+    """A running job, and a function that commits its next events."""
+
+    class Running:
+        def __init__(self, lease, job_id):
+            self.lease, self.id, self.seq = lease, job_id, 0
+
+        async def write(self, count=1, *, size=1, end=False):
+            for k in range(count):
+                self.seq += 1
+                state = JobState.DONE if end and k == count - 1 else None
+                await self.lease.commit([(self.id, TokenEvent(seq=self.seq, text="x" * size, state=state))])
+
+    lease = await Lease.register(broker, card)
+    record = await broker.jobs.submit(make_request())
+    await lease.claim(1)
+    yield Running(lease, record.id)
+    await lease.close()
+
+
+async def seqs(broker, job_id, after=0):
+    return [event.seq async for event in broker.journal.follow(job_id, after)]
+
+
+async def test_follow_replays_then_goes_on_live(broker, job):
+    await job.write(5)
+    early, late = asyncio.create_task(seqs(broker, job.id)), asyncio.create_task(seqs(broker, job.id, 3))
+    await asyncio.sleep(0.05)
+    await job.write(20, end=True)
+    async with asyncio.timeout(5):
+        assert await early == list(range(1, 26))
+        assert await late == list(range(4, 26))
+    assert await seqs(broker, job.id, 24) == [25]
+
+
+async def test_live_events_come_without_waiting(broker, job):
+    loop = asyncio.get_running_loop()
+    events = broker.journal.follow(job.id)
+    first = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.1)
+    began = loop.time()
+    await job.write()
+    await first
+    assert loop.time() - began < 0.3
+    await events.aclose()
+
+
+async def test_a_long_journal_is_replayed_in_pages(broker, job):
+    await job.lease.commit([(job.id, TokenEvent(seq=seq)) for seq in range(1, 2_345)])
+    job.seq = 2_344
+    await job.write(end=True)
+    assert await seqs(broker, job.id) == list(range(1, 2_346))
+    assert [event.seq for event in await broker.journal.replay(job.id, 1_000)] == list(range(1_001, 2_346))
+
+
+async def test_unknown_and_regressed(broker, job, raw):
+    with pytest.raises(JobNotFound):
+        await seqs(broker, "none")
+    with pytest.raises(JobNotFound):
+        await broker.journal.replay("none")
+    await job.write(3)
+    for after in (4, 1_000):
+        with pytest.raises(JournalRegressed) as caught:
+            await seqs(broker, job.id, after)
+        assert caught.value.limit == 3
+        with pytest.raises(JournalRegressed):
+            await broker.journal.replay(job.id, after)
+    assert await broker.journal.replay(job.id, 3) == []
+    await job.write(1, end=True)
+    assert await seqs(broker, job.id, 4) == []
+    with pytest.raises(JournalRegressed):
+        await seqs(broker, job.id, 5)
+    raw.delete(broker.keys.journal_channel(job.id))
+    with pytest.raises(JobNotFound, match="expired"):
+        await seqs(broker, job.id)
+
+
+async def test_a_reader_sees_that_the_journal_got_shorter(broker, job, raw):
+    await job.write(5)
+    events = broker.journal.follow(job.id)
+    for _ in range(5):
+        await anext(events)
+    raw.xtrim(broker.keys.journal_channel(job.id), maxlen=0)
+    raw.delete(broker.keys.journal_channel(job.id))
+    raw.xadd(broker.keys.journal_channel(job.id), {"e": encode_event(TokenEvent(seq=1))}, id="1-0")
+    with pytest.raises(JournalRegressed):
+        async with asyncio.timeout(5):
+            await anext(events)
+
+
+async def test_a_lost_message_is_repaired_from_the_journal(broker, job, raw):
+    key = broker.keys.journal_channel(job.id)
+    reader = asyncio.create_task(seqs(broker, job.id))
+    await asyncio.sleep(0.05)
+    await job.write(2)
+    raw.xadd(key, {"e": encode_event(TokenEvent(seq=3))}, id="3-0")  # journaled, never published
+    raw.hset(f"{broker.keys.tag}:running:{job.lease.id}", job.id, 3)
+    job.seq = 3
+    await job.write(2, end=True)
+    async with asyncio.timeout(5):
+        assert await reader == [1, 2, 3, 4, 5]
+
+
+async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker, job, raw):
+    key = broker.keys.journal_channel(job.id)
+    reader = asyncio.create_task(seqs(broker, job.id))
+    await asyncio.sleep(0.05)
+    await job.write(1)
+    raw.xadd(key, {"e": encode_event(TokenEvent(seq=2, state=JobState.DONE))}, id="2-0")
+    async with asyncio.timeout(3):
+        assert await reader == [1, 2]
+
+
+async def test_a_message_seen_twice_is_told_once(broker, job, raw):
+    key = broker.keys.journal_channel(job.id)
+    reader = asyncio.create_task(seqs(broker, job.id))
+    await asyncio.sleep(0.05)
+    await job.write(3)
+    for seq in (1, 3, 2):
+        raw.publish(key, f"{seq}:".encode() + encode_event(TokenEvent(seq=seq)))
+    await job.write(1, end=True)
+    async with asyncio.timeout(5):
+        assert await reader == [1, 2, 3, 4]
+
+
+async def test_readers_survive_cut_connections(broker, job, raw):
+    readers = [asyncio.create_task(seqs(broker, job.id)) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    for _ in range(8):
+        await job.write(3)
+        raw.client_kill_filter(_type="pubsub")
+        await job.write(3)
+        await asyncio.sleep(0.02)
+    await job.write(1, end=True)
+    async with asyncio.timeout(10):
+        for reader in readers:
+            assert await reader == list(range(1, 50))
+
+
+async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config, job):
+    async with await Broker.open(config, max_mailbox_bytes=4_000) as narrow:
+        events = narrow.journal.follow(job.id)
+        await job.write(1)
+        got = [await anext(events)]
+        for _ in range(5):
+            await job.write(20, size=500)
+            (topic,) = narrow.hub._topics.values()
+            (mailbox,) = topic.mailboxes
+            assert mailbox._bytes <= 4_000
+            got.append(await anext(events))
+        await job.write(1, end=True)
+        async with asyncio.timeout(5):
+            got += [event async for event in events]
+    assert [event.seq for event in got] == list(range(1, 103))
+    assert all(len(event.text) in (1, 500) for event in got)
+
+
+async def test_closing_a_reader_unsubscribes(broker, job, raw, eventually):
+    key = broker.keys.journal_channel(job.id)
+    await job.write(1)
+    readers = [broker.journal.follow(job.id) for _ in range(3)]
+    for reader in readers:
+        await anext(reader)
+    assert raw.pubsub_numsub(key) == [(key.encode(), 1)]  # one subscription for all readers of a process
+    for reader in readers[:2]:
+        await reader.aclose()
+    assert raw.pubsub_numsub(key) == [(key.encode(), 1)]
+    await readers[2].aclose()
+
+    async def gone():
+        return raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub._topics
+
+    await eventually(gone)
+
+
+async def test_readers_come_and_go_quickly(broker, job, raw, eventually):
+    await job.write(1)
+    for _ in range(30):
+        reader = broker.journal.follow(job.id)
+        await anext(reader)
+        await reader.aclose()
+    reader = broker.journal.follow(job.id)
+    await anext(reader)
+    waiting = asyncio.create_task(anext(reader))
+    await asyncio.sleep(0.05)
+    await job.write(1)
+    async with asyncio.timeout(0.8):  # live, not by the check after a second
+        assert (await waiting).seq == 2
+    await reader.aclose()
+
+    async def empty():
+        return not broker.hub._topics or list(broker.hub._topics) == [broker.keys.wake_channel("tale")]
+
+    await eventually(empty)
+
+
+async def test_a_cancelled_reader_leaves_nothing(broker, job, eventually):
+    reader = asyncio.create_task(seqs(broker, job.id))
+    await asyncio.sleep(0.05)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+
+    async def gone():
+        return broker.keys.journal_channel(job.id) not in broker.hub._topics
+
+    await eventually(gone)
+
+
+async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, raw):
+    lease = await Lease.register(broker, card)
+    ids = [(await broker.jobs.submit(make_request())).id for _ in range(200)]
+    await lease.claim(200)
+    readers = [asyncio.create_task(seqs(broker, job_id)) for job_id in ids]
+    await asyncio.sleep(0.2)
+    for seq in range(1, 6):
+        state = JobState.DONE if seq == 5 else None
+        await lease.commit([(job_id, TokenEvent(seq=seq, state=state)) for job_id in ids])
+        if seq == 2:
+            raw.client_kill_filter(_type="pubsub")
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*readers) == [[1, 2, 3, 4, 5]] * 200
+    await lease.close()

