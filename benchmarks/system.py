@@ -72,10 +72,15 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int | None, An
             yield seq, json.loads(line[6:])
 
 
+def prompt(client: int) -> str:
+    """Each client's prompt is its own."""
+    return f"Tale number {client + 1}. {PROMPTS[client % len(PROMPTS)]}"
+
+
 def body(model: str, client: int, tokens: int) -> dict[str, Any]:
-    """A completion request that runs to its full length; each client's prompt is its own."""
-    prompt = f"Tale number {client + 1}. {PROMPTS[client % len(PROMPTS)]}"
-    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    """A streamed completion that runs to its full length."""
+    return {"model": model, "prompt": prompt(client), "stream": True, "stream_options": {"include_usage": True},
+            "max_tokens": tokens, "temperature": 0, "ignore_eos": True}  # fmt: skip
 
 
 async def first_token(http: httpx.AsyncClient, model: str) -> dict[str, float]:
@@ -84,8 +89,7 @@ async def first_token(http: httpx.AsyncClient, model: str) -> dict[str, float]:
     for turn in range(FIRST_TOKEN_REQUESTS):
         began = time.monotonic()
         moments = []
-        request = {**body(model, turn, 16), "stream": True}
-        async with http.stream("POST", "/v1/completions", json=request) as response:
+        async with http.stream("POST", "/v1/completions", json=body(model, turn, 16)) as response:
             response.raise_for_status()
             async for _, data in frames(response):
                 if data["choices"] and data["choices"][0]["text"]:
@@ -106,7 +110,8 @@ async def delivery(http: httpx.AsyncClient, model: str, redis_url: str, prefix: 
     received: dict[tuple[str, int], float] = {}
 
     async def follow(client: int) -> None:
-        made = await http.post("/v1/jobs", json=body(model, client, STREAM_TOKENS))
+        sampling = {"max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+        made = await http.post("/v1/jobs", json={"model": model, "prompt": prompt(client), "sampling": sampling})
         made.raise_for_status()
         job_id = made.json()["id"]
         async with http.stream("GET", f"/v1/jobs/{job_id}/events") as response:
@@ -115,8 +120,10 @@ async def delivery(http: httpx.AsyncClient, model: str, redis_url: str, prefix: 
                 if seq is not None:
                     received[job_id, seq] = time.monotonic()
 
-    await asyncio.gather(*(follow(client) for client in range(STREAMS)))
-    subscriber.stop()
+    try:
+        await asyncio.gather(*(follow(client) for client in range(STREAMS)))
+    finally:
+        subscriber.stop()
     delays = [1e3 * (at - subscriber.seen[key]) for key, at in received.items() if key in subscriber.seen]
     return {
         "events": len(delays),
@@ -132,8 +139,7 @@ async def throughput(http: httpx.AsyncClient, model: str, clients: int) -> dict[
     async def work(client: int) -> int:
         tokens = 0
         for turn in range(CLIENT_REQUESTS):
-            request = {**body(model, client + 10 * turn, CLIENT_TOKENS), "stream": True,
-                       "stream_options": {"include_usage": True}}  # fmt: skip
+            request = body(model, client + 10 * turn, CLIENT_TOKENS)
             async with http.stream("POST", "/v1/completions", json=request) as response:
                 response.raise_for_status()
                 async for _, data in frames(response):
