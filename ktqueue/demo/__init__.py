@@ -1,0 +1,1 @@
+"""The built-in model, and the script that trains one like it."""
