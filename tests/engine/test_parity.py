@@ -2,6 +2,9 @@
 
 64 requests arrive at random steps with prompts of 1 to 700 tokens, in steps of at most 16, 64 and
 512 tokens, with and without prefix reuse, and with so few pages that sequences are preempted.
+The random model runs the whole matrix. On the demo model, which the engine runs from its quantised
+file and transformers from the same weights dequantised, two corners run always with 24 of the
+requests, and the whole of it with `-m parity`.
 """
 
 import copy
@@ -14,10 +17,14 @@ from transformers import AttentionInterface, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
+from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.load import load_model
+from ktqueue.loading.tokenizer import load_tokenizer
 from ktqueue.operators import attention
 from ktqueue.operators.kv_cache import KVLayout
 
 REQUESTS = 64
+FEW = 24
 NEW_TOKENS = 24
 LONGEST = 700
 PAGE_SIZE = 16
@@ -46,7 +53,7 @@ def make_prompts(vocab: int) -> list[list[int]]:
     return prompts
 
 
-def answers_of(model: torch.nn.Module, prompts: list[list[int]], end: int | None) -> list[list[int]]:
+def answers_of(model: torch.nn.Module, prompts: list[list[int]], end: list[int] | None) -> list[list[int]]:
     """What transformers generates for each prompt by itself."""
     answers = []
     with torch.inference_mode():
@@ -67,7 +74,7 @@ def answers_of(model: torch.nn.Module, prompts: list[list[int]], end: int | None
 def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
     """The engine's answers when the prompts arrive at random steps."""
     noise = random.Random(1)
-    arrivals = sorted((noise.randrange(60), i) for i in range(len(prompts)))
+    arrivals = sorted((noise.randrange(len(prompts)), i) for i in range(len(prompts)))
     found: list[list[int]] = [[] for _ in prompts]
     step = 0
     while arrivals or engine.has_work:
@@ -125,3 +132,72 @@ def test_tiny_random_model(tiny, budget, caching, pages):
     assert (engine.stats().preemptions > 0) == (pages == 46)
     assert (engine.stats().prefix_hits > 0) == caching
     assert found == answers
+
+
+TALE = """Once upon a time there lived in the deep green wood an old woman who had three daughters and a black hen.
+The eldest was proud, the second was idle, but the youngest was kind to man and beast. "Go to the well," said the
+mother, "and fetch me water in a sieve." So the maiden went, and wept, and a little frog came up out of the water and
+said, "Why do you weep, dear child? Take moss and clay, and stop the holes, and carry it home." When the king's son
+rode by he saw her, and asked her name, and she told him all that had happened. Then he took her upon his horse and
+they came to a castle of glass, where a wolf lay at the gate and twelve ravens sat upon the roof. """
+
+
+def make_texts(tokenizer) -> list[list[int]]:
+    """64 prompts of 1 to 700 tokens from a tale; those that begin at the same word share a prefix."""
+    noise = random.Random(64)
+    words = TALE.split(" ")
+    prompts = []
+    for i in range(REQUESTS):
+        start = noise.choice((0, 24, 48))
+        ids = tokenizer.encode(" ".join(words[start:] + 6 * words), add_special_tokens=False)
+        length = (1, 2, 15, 16, 17, 32, LONGEST)[i] if i < 7 else int(LONGEST ** noise.random())
+        assert len(ids) >= length
+        prompts.append(ids[:length])
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo model from its file, its tokenizer, prompts, and transformers' first answers on dequantised weights."""
+    checkpoint = open_checkpoint("demo")
+    twin = Qwen3MoeForCausalLM(Qwen3MoeConfig(**checkpoint.config())).eval().float()
+    weights = {name: checkpoint.dense(name, torch.float32) for name in checkpoint.names()}
+    missing, surplus = twin.load_state_dict(weights, strict=False)
+    twin.tie_weights()
+    assert missing == ["lm_head.weight"] and not surplus and twin.config.tie_word_embeddings
+    checkpoint.close()
+    tokenizer = load_tokenizer("demo")
+    prompts = make_texts(tokenizer)
+    answers: list[list[int]] = []
+
+    def first_answers(count: int) -> list[list[int]]:
+        answers.extend(answers_of(twin, prompts[len(answers) : count], sorted(tokenizer.eos_token_ids)))
+        return answers[:count]
+
+    return load_model("demo"), tokenizer, prompts, first_answers
+
+
+def check_demo(demo, count: int, budget: int, caching: bool, pages: int) -> None:
+    model, tokenizer, prompts, first_answers = demo
+    config = EngineConfig(
+        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
+    )
+    engine = Engine(model.module, tokenizer, model.kv_layout(PAGE_SIZE), config, pages, 1024)
+    found = serve(engine, prompts[:count], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+    assert (engine.stats().preemptions > 0) == (pages == 46)
+    assert (engine.stats().prefix_hits > 0) == caching
+    assert found == first_answers(count)
+
+
+@pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 2000)])
+def test_demo_model(demo, budget, caching, pages):
+    check_demo(demo, FEW, budget, caching, pages)
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pages", [46, 2000])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_demo_model_whole_matrix(demo, budget, caching, pages):
+    check_demo(demo, REQUESTS, budget, caching, pages)
