@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.config import BrokerConfig, Config, GatewayConfig
-from ktqueue.core.errors import LeaseLost
 from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.gateway.serve import GatewayServer, build_server
@@ -24,6 +23,7 @@ CARD = ModelCard(
     name="tale", created=1_700_000_000, max_model_len=512, vocab_size=256, architecture="test", quantization="none",
     max_num_seqs=512,
 )  # fmt: skip
+USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2)
 Step = dict[str, Any] | float  # fields of an event, or seconds to wait
 Script = Callable[[Claim], AsyncIterator[Step]]
 
@@ -41,7 +41,7 @@ def logprob(data: bytes, value: float = -0.5) -> PositionLogprobs:
 
 def ended(claim: Claim, state: JobState = JobState.DONE, **fields: Any) -> Step:
     """Fields of a job's last event."""
-    return {"state": state, "usage": Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2), **fields}
+    return {"state": state, "usage": USAGE, **fields}
 
 
 async def tale(claim: Claim) -> AsyncIterator[Step]:
@@ -58,51 +58,67 @@ async def tale(claim: Claim) -> AsyncIterator[Step]:
 
 @dataclass
 class ScriptedWorker:
-    """Claims jobs through a real lease and commits what `script` yields for them; obeys cancels."""
+    """Claims jobs through a real lease and commits, step by step, what `script` yields for them; obeys cancels."""
 
     broker: Broker
     script: Script = tale
     claims: list[Claim] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _plays: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _events: list[tuple[str, TokenEvent]] = field(default_factory=list)
+    _seqs: dict[str, int] = field(default_factory=dict)
 
     async def run(self) -> None:
         lease = await Lease.register(self.broker, CARD)
         self.ready.set()
-        beats = asyncio.create_task(self._beat(lease))
-        plays: set[asyncio.Task[None]] = set()
+        tasks = [asyncio.create_task(self._beat(lease)), asyncio.create_task(self._step(lease))]
         try:
             while True:
                 for claim in await lease.claim(CARD.max_num_seqs):
+                    self._seqs[claim.job_id] = len(claim.events)
+                    self._plays[claim.job_id] = asyncio.create_task(self._play(claim))
                     self.claims.append(claim)
-                    plays.add(asyncio.create_task(self._play(lease, claim)))
                 await lease.wait_for_work(0.05)
         finally:
-            for task in (beats, *plays):
+            tasks += self._plays.values()
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(beats, *plays, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await lease.close()
+
+    async def claimed(self, count: int) -> None:
+        """Wait until so many jobs were claimed."""
+        async with asyncio.timeout(10):
+            while len(self.claims) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def _beat(self, lease: Lease) -> None:
         while True:
             await lease.beat({"running": 1.0, "free_pages": 25.0, "total_pages": 100.0, "generation_tokens": 9.0})
             await asyncio.sleep(0.2)
 
-    async def _play(self, lease: Lease, claim: Claim) -> None:
-        seq = len(claim.events)
-        with suppress(LeaseLost):
-            async for step in self.script(claim):
-                events = []
-                if isinstance(step, float):
-                    await asyncio.sleep(step)
-                else:
-                    seq += 1
-                    events = [(claim.job_id, TokenEvent(seq=seq, **step))]
-                if claim.job_id in await lease.commit(events):
-                    self.stopped.append(claim.job_id)
-                    last = TokenEvent(seq=seq + 1, **ended(claim, JobState.CANCELLED))
-                    await lease.commit([(claim.job_id, last)])
-                    return
+    async def _step(self, lease: Lease) -> None:
+        while True:
+            events, self._events = self._events, []
+            for job_id in await lease.commit(events):
+                if job_id in self._plays and job_id not in self.stopped:
+                    self.stopped.append(job_id)
+                    self._plays[job_id].cancel()
+                    self._say(job_id, {"state": JobState.CANCELLED, "usage": USAGE})
+            await asyncio.sleep(0.005)
+
+    def _say(self, job_id: str, event: dict[str, Any]) -> None:
+        self._seqs[job_id] += 1
+        self._events.append((job_id, TokenEvent(seq=self._seqs[job_id], **event)))
+
+    async def _play(self, claim: Claim) -> None:
+        async for step in self.script(claim):
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                self._say(claim.job_id, step)
+                await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -1,0 +1,205 @@
+"""Keys, request ids, the cap on connections, probes, metrics, the API's description; HTTP that is broken."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from ktqueue import __version__
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def test_keys(serve_with, worker, conforms):
+    async with serve_with(api_keys=("sésame", "other")) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        for headers in (
+            {"authorization": "Bearer other"},
+            {"authorization": "bearer  other"},
+            {"x-api-key": "other"},
+        ):
+            assert (await http.post(CHAT, json=BODY, headers=headers)).status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic other"},
+            {"authorization": "other"},
+            {"authorization": "Bearer"},
+            {"x-api-key": ""},
+            {"x-api-key": "othe"},
+            {"authorization": b"Bearer \xff\xfe"},
+        ):
+            response = await http.post(CHAT, json=BODY, headers=headers)
+            assert response.status_code == 401
+            conforms(response.json(), "ErrorResponse")
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert (await http.get("/v1/models")).status_code == 401
+        assert (await http.get("/metrics")).status_code == 401
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_request_ids(http):
+    assert (await http.get("/healthz", headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
+    made = [(await http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    for odd in ("a b", "x" * 200, ""):
+        assert (await http.get("/healthz", headers={"x-request-id": odd})).headers["x-request-id"].startswith("req-")
+
+
+async def test_the_cap_on_requests(serve_with, worker, tools):
+    async def slow(claim):
+        yield 0.5
+        yield tools.ended(claim)
+
+    worker.script = slow
+    async with serve_with(max_connections=2) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
+        busy = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(2)]
+        await worker.claimed(2)
+        response = await http.post(CHAT, json=BODY)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "too_many_connections"
+        assert response.json()["error"]["limit"] == 2
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+        await asyncio.gather(*busy)
+        worker.script = tools.tale
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_ready_only_with_a_worker(http, broker, tools):
+    assert (await http.get("/healthz")).json() == {"status": "ok"}
+    response = await http.get("/readyz")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    worker = tools.ScriptedWorker(broker)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    assert (await http.get("/readyz")).json() == {"status": "ok", "workers": 1, "models": ["tale"]}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await http.get("/readyz")).status_code == 503
+
+
+async def test_models(http, worker, conforms):
+    body = (await http.get("/v1/models")).json()
+    conforms(body, "ListModelsResponse")
+    assert [one["id"] for one in body["data"]] == ["tale"]
+    model = (await http.get("/v1/models/tale")).json()
+    conforms(model, "Model")
+    assert model == body["data"][0]
+    assert (model["created"], model["max_model_len"]) == (1_700_000_000, 512)
+
+
+async def test_metrics(http, worker):
+    assert (await http.post(CHAT, json=BODY)).status_code == 200
+    assert (await http.get("/nowhere")).status_code == 404
+    await asyncio.sleep(0.3)
+    response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = response.text
+    for line in (
+        'ktqueue:request_success_total{finished_reason="stop",model_name="tale"} 1.0',
+        'ktqueue:time_to_first_token_seconds_count{model_name="tale"} 1.0',
+        'ktqueue:e2e_request_latency_seconds_count{model_name="tale"} 1.0',
+        'ktqueue:request_generation_tokens_sum{model_name="tale"} 3.0',
+        'ktqueue:http_requests_total{handler="/v1/chat/completions",method="POST",status="200"} 1.0',
+        'ktqueue:http_requests_total{handler="other",method="other",status="404"} 1.0',
+        "ktqueue:broker_up 1.0",
+        'ktqueue:queue_depth{job_class="interactive",model_name="tale"} 0.0',
+        'ktqueue:workers{model_name="tale"} 1.0',
+    ):
+        assert line in text.splitlines(), line
+    assert "ktqueue:kv_cache_usage_perc{" in text
+    assert "ktqueue:generation_tokens_total{" in text
+    assert "_created" not in text
+
+
+async def test_without_redis_the_gateway_says_so(http, worker, monkeypatch):
+    from ktqueue.core.errors import Unavailable
+
+    async def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("Redis is away", retry_after=3.2)
+
+    monkeypatch.setattr("ktqueue.broker.scripts.Scripts.call", away)
+    for method, path in (("GET", "/readyz"), ("GET", "/v1/models"), ("GET", "/v1/jobs"), ("POST", CHAT)):
+        response = await http.request(method, path, json=BODY if method == "POST" else None)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "4"
+    assert (await http.get("/healthz")).status_code == 200
+    assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
+
+
+async def test_description(http, worker):
+    document = (await http.get("/openapi.json")).json()
+    OpenAPIV31SpecValidator(document).validate()
+    assert document["info"]["version"] == __version__
+    assert (await http.get("/")).text.startswith(f"ktqueue {__version__}")
+
+    def check(value: Any, name: str) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+    check((await http.post(CHAT, json={**BODY, "logprobs": True})).json(), "ChatCompletion")
+    check((await http.post("/v1/completions", json={"model": "tale", "prompt": "x"})).json(), "Completion")
+    job = (await http.post("/v1/jobs", json={"model": "tale", "prompt": "x"})).json()
+    check(job, "Job")
+    check((await http.get("/v1/jobs")).json(), "JobList")
+    check((await http.get("/v1/models")).json(), "ModelList")
+    check((await http.get("/nowhere")).json(), "ErrorResponse")
+    check(BODY, "ChatBody")
+    with pytest.raises(jsonschema.ValidationError):
+        check({**BODY, "n": 0}, "ChatBody")
+
+
+async def test_every_route_is_described(http):
+    from ktqueue.gateway.app import routes
+
+    paths = set((await http.get("/openapi.json")).json()["paths"])
+    assert {route.path.replace(":path", "") for route in routes()} == paths
+
+
+BROKEN_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"NONSENSE\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-type: \xff\r\n\r\n{",
+    b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /v1/jobs/" + b"a" * 5_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"DELETE /v1/jobs/..%2f..%2f HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
+    b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\nidempotency-key: \xff\xfe\r\ncontent-length: 2\r\n\r\n{}",
+]
+
+
+async def test_broken_http_harms_nobody(url, worker):
+    host, port = url.removeprefix("http://").split(":")
+    async with httpx.AsyncClient(base_url=url) as http:
+        for data in BROKEN_HTTP:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data)
+            try:
+                async with asyncio.timeout(0.3):
+                    answer = await reader.read(12)
+                assert answer == b"" or 400 <= int(answer.split()[1]) < 500 or data.startswith(b"GET / ")
+            except TimeoutError:
+                pass  # waits for the rest of a body
+            writer.transport.abort()
+            assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_a_body_that_never_ends_is_given_up(serve_with, worker):
+    async with serve_with(stall_seconds=0.3) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        async with asyncio.timeout(5):
+            assert (await reader.read(12)).endswith(b"408")
+        writer.transport.abort()

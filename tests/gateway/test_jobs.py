@@ -1,0 +1,194 @@
+"""The jobs API: submit, look up, list, follow, resume, cancel."""
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from ktqueue.core.events import FinishReason, JobState
+from ktqueue.core.request import JobClass
+
+JOBS = "/v1/jobs"
+BODY: dict[str, Any] = {"model": "tale", "prompt": "Once", "sampling": {"max_tokens": 9}}
+
+
+async def wait_for_end(http, job_id):
+    async with asyncio.timeout(10):
+        while True:
+            body = (await http.get(f"{JOBS}/{job_id}")).json()
+            if body["state"] not in ("queued", "running"):
+                return body
+            await asyncio.sleep(0.02)
+
+
+async def test_submit_and_look_up(http, worker):
+    response = await http.post(JOBS, json={**BODY, "user": "u", "metadata": {"a": "b"}})
+    assert response.status_code == 202
+    job = response.json()
+    assert response.headers["location"] == f"{JOBS}/{job['id']}"
+    assert (job["object"], job["state"], job["position"]) == ("job", "queued", 1)
+    done = await wait_for_end(http, job["id"])
+    assert (done["state"], done["attempts"], done["user"], done["metadata"]) == ("done", 1, "u", {"a": "b"})
+    assert done["result"] == [{"index": 0, "text": "Once upon a time", "finish_reason": "stop"}]
+    assert done["usage"]["total_tokens"] == 8
+    assert done["created_at"] <= done["started_at"] <= done["finished_at"]
+
+
+async def test_all_kinds_of_bodies(http, worker):
+    messages = [{"role": "user", "content": "Hi"}]
+    for body in (
+        {"model": "tale", "prompt_token_ids": [1, 2], "job_class": "batch"},
+        {"model": "tale", "messages": messages, "sampling": {"n": 2, "logit_bias": {"5": 1}, "stop": ["x"]}},
+        {"model": "tale", "messages": messages, "max_tokens": 4, "job_class": "batch"},
+    ):
+        assert (await http.post(JOBS, json=body)).status_code == 202
+    await worker.claimed(3)
+    requests = {bool(one.request.messages) + one.request.sampling.n: one.request for one in worker.claims}
+    assert requests[1].prompt_token_ids == (1, 2)
+    assert requests[1].job_class is JobClass.BATCH
+    assert (requests[3].sampling.logit_bias, requests[3].sampling.stop) == ({5: 1}, ("x",))
+    assert (requests[2].sampling.max_tokens, requests[2].job_class) == (4, JobClass.BATCH)
+
+
+async def test_wrong_bodies(http, worker):
+    for change, param in (
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"sampling": {"max_token": 5}}, "sampling.max_token"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"min_tokens": 10}}, None),
+        ({"sampling": 5}, "sampling"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"expires_in": -1}, "expires_in"),
+    ):
+        response = await http.post(JOBS, json={**BODY, **change})
+        if param is None:
+            continue
+        assert response.status_code == 400, change
+        assert response.json()["error"]["param"] == param
+    hint = (await http.post(JOBS, json={**BODY, "max_tokens": 5})).json()["error"]["message"]
+    assert "did you mean sampling.max_tokens?" in hint
+
+
+async def test_list(http, worker):
+    ids = [(await http.post(JOBS, json=BODY)).json()["id"] for _ in range(3)]
+    for one in ids:
+        await wait_for_end(http, one)
+    listed = (await http.get(JOBS)).json()
+    assert {job["id"] for job in listed["data"]} == set(ids)
+    assert len((await http.get(f"{JOBS}?limit=2&state=done")).json()["data"]) == 2
+    assert (await http.get(f"{JOBS}?state=running")).json()["data"] == []
+    for query in ("limit=0", "limit=x", "limit=1001", "state=gone"):
+        response = await http.get(f"{JOBS}?{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query.split("=")[0]
+
+
+async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, tools):
+    async def long(claim):
+        for word in range(60):
+            yield tools.token(f"{word} ", logprobs=(tools.logprob(b"x"),))
+            yield 0.005
+        yield {"finish_reason": FinishReason.STOP}
+        yield tools.ended(claim)
+
+    worker.script = long
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        job = (await http.post(JOBS, json=BODY)).json()
+        seen: list[Any] = []
+        for turn in range(40):
+            headers = {"last-event-id": str(seen[-1]["seq"])} if seen and turn % 2 else {}
+            query = f"?after={seen[-1]['seq']}" if seen and not turn % 2 else ""
+            async with http.stream("GET", job["events_url"] + query, headers=headers) as response:
+                if response.status_code == 204:
+                    break
+                frames = await tools.read_frames(response, until=lambda frames: len(frames.data) >= 5)
+                assert frames.ids == [one["seq"] for one in frames.data][: len(frames.ids)]
+                seen += frames.data
+        else:
+            raise AssertionError("the stream never ended")
+        assert [one["seq"] for one in seen] == list(range(1, 63))
+        assert "".join(one.get("text", "") for one in seen) == "".join(f"{word} " for word in range(60))
+        assert [one["state"] for one in seen if "state" in one] == ["done"]
+        assert seen[0]["logprobs"][0]["token"] == "x"
+        # A reader that left has cancelled nothing, and the whole is still there for another.
+        async with http.stream("GET", job["events_url"]) as response:
+            assert (await tools.read_frames(response)).ids == list(range(1, 63))
+        beyond = await http.get(job["events_url"] + "?after=99")
+        assert "journal_regressed" in beyond.text
+
+
+async def test_wrong_last_event_id(http, worker):
+    job = (await http.post(JOBS, json=BODY)).json()
+    for given in ("x", "-1", "1.5", "9" * 30):
+        response = await http.get(job["events_url"], headers={"last-event-id": given})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_heartbeats_while_nothing_happens(http, worker, tools):
+    async def late(claim):
+        yield 0.5
+        yield tools.ended(claim)
+
+    worker.script = late
+    job = (await http.post(JOBS, json=BODY)).json()
+    async with http.stream("GET", job["events_url"]) as response:
+        frames = await tools.read_frames(response)
+    assert frames.pings >= 3
+    assert frames.ids == [1]
+
+
+async def test_cancel(http, worker, tools):
+    async def never(claim):
+        yield tools.token("half")
+        for _ in range(1000):
+            yield 0.01
+
+    worker.script = never
+    job = (await http.post(JOBS, json=BODY)).json()
+    async with http.stream("GET", job["events_url"]) as response:
+        await tools.read_frames(response, until=lambda frames: frames.data)
+    response = await http.delete(f"{JOBS}/{job['id']}")
+    assert response.status_code == 200
+    ended = await wait_for_end(http, job["id"])
+    assert ended["state"] == "cancelled"
+    assert ended["result"][0]["text"] == "half"
+    assert (await http.delete(f"{JOBS}/{job['id']}")).status_code == 200
+    assert worker.stopped == [job["id"]]
+
+    worker.script = tools.tale
+    done = (await http.post(JOBS, json=BODY)).json()
+    await wait_for_end(http, done["id"])
+    response = await http.delete(f"{JOBS}/{done['id']}")
+    assert response.status_code == 409
+    assert response.json()["error"]["code"] == "job_conflict"
+
+
+async def test_cancelled_by_another(http, worker, tools):
+    """A job that someone else cancels ends a chat with an error, streamed or not."""
+
+    async def never(claim):
+        yield tools.token("half")
+        for _ in range(1000):
+            yield 0.01
+
+    worker.script = never
+    chat = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+
+    async def cancel_soon():
+        await asyncio.sleep(0.2)
+        await http.delete(f"{JOBS}/{worker.claims[-1].job_id}")
+
+    task = asyncio.create_task(cancel_soon())
+    response = await http.post("/v1/chat/completions", json=chat)
+    await task
+    assert response.status_code == 499
+    assert response.json()["error"]["code"] == "cancelled"
+    task = asyncio.create_task(cancel_soon())
+    async with http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as response:
+        frames = await tools.read_frames(response)
+    await task
+    assert frames.data[-1]["error"]["code"] == "cancelled"
+    assert not frames.done
+    assert JobState.CANCELLED.value == (await http.get(f"{JOBS}/{worker.claims[-1].job_id}")).json()["state"]
