@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from ktqueue.broker.connection import Connection
+from ktqueue.broker.connection import Connection, ReplyError
 from ktqueue.broker.hub import Hub
 from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
@@ -46,7 +46,10 @@ class Broker:
             )
         connection = Connection(url, config)
         try:
-            facts = await connection.facts()
+            try:
+                facts = await connection.facts()
+            except ReplyError as error:
+                raise Unavailable(f"Redis refuses INFO: {error}", param="broker.url") from error
             version = tuple(int(part) for part in str(facts["redis_version"]).split(".")[:2])
             if version < LOWEST_VERSION:
                 raise Unavailable(f"Redis is {facts['redis_version']}, 6.2 is needed", limit="6.2")

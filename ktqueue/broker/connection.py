@@ -28,6 +28,7 @@ from ktqueue.core.errors import ConfigError, Unavailable
 MAX_CONNECTIONS = 16  # per process; calls beyond it wait their turn
 
 _AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
+_AWAY_CODES = frozenset({"MISCONF", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY"})
 
 
 class OutOfMemory(Unavailable):
@@ -71,7 +72,7 @@ def _translate(error: Exception) -> Exception:
         return ConfigError("Redis refuses the password", param="broker.url")
     if isinstance(error, OutOfMemoryError):
         return OutOfMemory("Redis has no memory left", retry_after=5.0)
-    if isinstance(error, _AWAY):
+    if isinstance(error, _AWAY) or str(error).partition(" ")[0] in _AWAY_CODES:
         return Unavailable(f"Redis is away: {str(error) or 'no answer in time'}", retry_after=1.0)
     return ReplyError(str(error))
 

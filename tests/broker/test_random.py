@@ -115,13 +115,13 @@ async def test_two_hundred_jobs_three_holders(config, card, make_request, raw, s
         async def client(k):
             await asyncio.sleep(rng.random() * 2)
             job_class = rng.choice(list(JobClass))
-            expires_in = rng.uniform(0.05, 3) if rng.random() < 0.1 else None
+            expires_in = rng.uniform(0.002, 0.5) if rng.random() < 0.1 else None
             request = make_request(job_class=job_class, expires_in=expires_in)
             first = await front.jobs.submit(request, idempotency_key=f"{k}")
             again = await front.jobs.submit(request, idempotency_key=f"{k}")
             assert again.id == first.id
             if rng.random() < 0.2:
-                background.append(asyncio.create_task(cancel_later(first.id, rng.random())))
+                background.append(asyncio.create_task(cancel_later(first.id, rng.random() ** 4)))
             return first.id, await reader(front, first.id, rng)
 
         async def cancel_later(job_id, seconds):
