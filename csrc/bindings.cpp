@@ -179,6 +179,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
 
 NB_MODULE(_kernels, module) {
     using namespace ktqueue;
+    nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
     module.def("available_cpus", &default_threads);
