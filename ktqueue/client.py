@@ -171,12 +171,21 @@ class SyncClient:
         return self._wait(self._client.cancel(job_id))
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        tasks: list[asyncio.Task[Result]] = []
+        ended = threading.Event()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            ended.wait()
+        except BaseException:  # Ctrl-C: what the caller does next must find the work ended
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
             raise
+        return tasks[0].result()
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
