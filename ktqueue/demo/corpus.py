@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.tokenizer_models import Model as Tokenizer
+from ktqueue.loading.tokenizer_models import train_byte_level
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -57,23 +57,7 @@ def documents(texts: Sequence[str]) -> list[str]:
 def train_tokenizer(pieces: Sequence[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` ids, or fewer where the text holds no more merges; the three special
     tokens come last."""
-    pre = PRE_TOKENIZERS["qwen2"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    splits: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(one), "isolated") for one in pre.patterns]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [END_OF_TEXT, TURN_START, TURN_END]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special),
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(pieces, trainer)
-    tokenizer.add_special_tokens(special)
-    return tokenizer
+    return train_byte_level(pieces, vocab_size, "qwen2", [END_OF_TEXT, TURN_START, TURN_END])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:

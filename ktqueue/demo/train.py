@@ -14,15 +14,16 @@ from typing import Annotated
 
 import numpy as np
 import torch
-import transformers
 import typer
 from rich.console import Console
 from torch import nn
 
 from ktqueue.demo import corpus
+from ktqueue.loading.skeleton import build_random
 
 CONTEXT = 4096  # tokens that the config allows; training sees windows of --window
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+BALANCE = 0.01  # weight of the loss that keeps the experts evenly used
 FINAL_RATE = 0.05  # of the peak learning rate, at the end of the cosine
 
 
@@ -57,29 +58,29 @@ def build_model(
 ) -> nn.Module:
     """A fresh Qwen3-MoE: 4 experts a token, heads of 64, a key/value head for four query heads, tied embeddings."""
     heads = max(2, hidden // 32)
-    config = transformers.Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is one of its extra fields
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
-        head_dim=64,
-        num_experts=experts,
-        num_experts_per_tok=min(4, experts),
-        moe_intermediate_size=width,
-        norm_topk_prob=True,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        output_router_logits=True,  # adds the loss that keeps the experts evenly used
-        router_aux_loss_coef=0.01,
-        bos_token_id=token_id(corpus.END_OF_TEXT),
-        eos_token_id=token_id(corpus.TURN_END),
-        pad_token_id=token_id(corpus.END_OF_TEXT),
+    return build_random(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 4),
+            "head_dim": 64,
+            "num_experts": experts,
+            "num_experts_per_tok": min(4, experts),
+            "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+            "max_position_embeddings": CONTEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "tie_word_embeddings": True,
+            "router_aux_loss_coef": BALANCE,
+            "bos_token_id": token_id(corpus.END_OF_TEXT),
+            "eos_token_id": token_id(corpus.TURN_END),
+            "pad_token_id": token_id(corpus.END_OF_TEXT),
+        }
     )
-    model: nn.Module = transformers.Qwen3MoeForCausalLM(config)  # type: ignore[no-untyped-call]
-    return model
 
 
 def batches(text: corpus.Tokens, chat: corpus.Tokens, schedule: Schedule, seed: int) -> Iterator[corpus.Windows]:
@@ -111,8 +112,7 @@ def train(model: nn.Module, data: Iterator[corpus.Windows], schedule: Schedule, 
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         if step % 10 == 0 or step == schedule.steps - 1:
-            balance = 0.01 * float(output.aux_loss.detach())
-            loss = float(output.loss.detach()) - balance
+            loss = float(output.loss.detach()) - BALANCE * float(output.aux_loss.detach())
             speed = (step + 1) * rows.size / (time.monotonic() - began)
             console.print(f"step {step + 1}/{schedule.steps}  loss {loss:.3f}  {speed:,.0f} tokens/s", highlight=False)
     return loss

@@ -57,6 +57,14 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     return model.eval().requires_grad_(False)
 
 
+def build_random(values: Mapping[str, Any]) -> nn.Module:
+    """A freshly initialised float32 model with transformers' own attention, to be trained."""
+    config = build_config(values, "a new model")
+    config.output_router_logits = True  # adds the loss that keeps the experts evenly used
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Parameters that are others under a second name: `{"lm_head.weight": "model.embed_tokens.weight"}`."""
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]

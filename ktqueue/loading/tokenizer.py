@@ -4,9 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenizers
-
-from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading import tokenizer_files, tokenizer_models
 from ktqueue.loading.chat_template import ChatTemplate
@@ -34,7 +32,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        model: tokenizers.Tokenizer,
+        model: tokenizer_models.Model,
         *,
         size: int,
         tokens: Sequence[str],
@@ -94,14 +92,23 @@ class Tokenizer:
                     )
             return list(request.prompt_token_ids)
         if request.prompt is not None:
-            return self.encode(request.prompt)
-        return self.encode(self.render(request), add_special_tokens=False)
+            return self._within(self.encode(request.prompt), "prompt")
+        return self._within(self.encode(self.render(request), add_special_tokens=False), "messages")
 
     def render(self, request: GenerationRequest) -> str:
         """The prompt text of a request with messages. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
         return self._template.render(request.messages or (), request.tools, request.chat_template_kwargs)
+
+    def _within(self, ids: list[int], param: str) -> list[int]:
+        """Some tokenizers know more tokens than their model."""
+        if ids and max(ids) >= self._size:
+            token = self._tokens[max(ids)]
+            raise InvalidRequest(
+                f"{param} holds {token!r}, a token that the model does not have", param=param, value=token
+            )
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for special tokens and for ids without a token."""
@@ -130,7 +137,11 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    data = from_metadata(read_parts(path)[0].metadata, str(path))
+    parts = read_parts(path)
+    data = from_metadata(parts[0].metadata, str(path))
+    for rows in (info.shape[0] for part in parts for info in part.tensors if info.name == "token_embd.weight"):
+        if rows < len(data.tokens):
+            raise CheckpointError(f"{path}: {len(data.tokens)} tokens, but 'token_embd.weight' has {rows} rows")
     special = {f"{role}_token": data.tokens[token_id] for role, token_id in data.ids.items()}
     return Tokenizer(
         tokenizer_models.build(data, str(path)),

@@ -1,20 +1,22 @@
 """Builds runnable tokenizers (the door to the tokenizers library) from plain vocabulary data or a tokenizer.json."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_USER_DEFINED
-from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ktqueue.loading.vocabulary_data import VocabularyData
 
+Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 
 
-def from_json(path: Path) -> tokenizers.Tokenizer:
+def from_json(path: Path) -> Model:
     """A tokenizer.json as it is, without truncation and padding. Raises CheckpointError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -25,7 +27,7 @@ def from_json(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def build(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
+def build(data: VocabularyData, source: str) -> Model:
     """A tokenizer for `data`. Raises CheckpointError naming `source` where the data do not fit together."""
     try:
         tokenizer = _byte_level(data, source) if data.model == "gpt2" else _sentence_piece(data)
@@ -44,7 +46,21 @@ def build(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _byte_level(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
+def train_byte_level(pieces: Iterable[str], vocab_size: int, pre: str, special: Sequence[str]) -> Model:
+    """Learn a byte-level BPE from text; `special` tokens come last and count in `vocab_size`."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    _split_as(tokenizer, PRE_TOKENIZERS[pre])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(special),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def _byte_level(data: VocabularyData, source: str) -> Model:
     pre = PRE_TOKENIZERS.get(data.pre)
     if pre is None:
         known = ", ".join(PRE_TOKENIZERS)
@@ -54,6 +70,11 @@ def _byte_level(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), merges, ignore_merges=pre.whole_words))
+    _split_as(tokenizer, pre)
+    return tokenizer
+
+
+def _split_as(tokenizer: Model, pre: PreTokenizer) -> None:
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits: list[pre_tokenizers.PreTokenizer] = [
@@ -63,10 +84,9 @@ def _byte_level(data: VocabularyData, source: str) -> tokenizers.Tokenizer:
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
-def _sentence_piece(data: VocabularyData) -> tokenizers.Tokenizer:
+def _sentence_piece(data: VocabularyData) -> Model:
     """SentencePiece BPE joins the neighbours whose joint piece scores best; as merges: every way to make a piece
     of two pieces, best piece first."""
     vocabulary = _vocabulary(data)
@@ -94,7 +114,7 @@ def _vocabulary(data: VocabularyData) -> dict[str, int]:
     return vocabulary
 
 
-def _add_ends(tokenizer: tokenizers.Tokenizer, data: VocabularyData) -> None:
+def _add_ends(tokenizer: Model, data: VocabularyData) -> None:
     ends = {role: data.tokens[data.ids[role]] for role in ("bos", "eos") if role in data.ids}
     first = [ends["bos"]] if data.add_bos and "bos" in ends else []
     last = [ends["eos"]] if data.add_eos and "eos" in ends else []

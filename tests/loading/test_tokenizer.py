@@ -143,3 +143,18 @@ def test_unusable_vocabularies(old: bytes, new: bytes, words: str, tiny_gguf: Pa
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer.json: No such file"):
         load_tokenizer(str(tmp_path))
+
+
+def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    with pytest.raises(InvalidRequest, match="messages holds '.*', a token that the model does not have"):
+        tokenizer.encode_request(GenerationRequest(model="m", messages=({"role": "user", "content": "Hi"},)))
+    raw = tiny_gguf.read_bytes()
+    at = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 8
+    (tmp_path / "few.gguf").write_bytes(raw[:at] + (200).to_bytes(8, "little") + raw[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"384 tokens, but 'token_embd.weight' has 200 rows"):
+        load_tokenizer(str(tmp_path / "few.gguf"))
