@@ -36,8 +36,12 @@ class RecordFile:
             os.close(self._handle)
             raise UsageFault(f"{path}: another batch run is writing to it") from error
         self._synced = time.monotonic()
-        if mend:
-            self._mend()
+        try:
+            if mend:
+                self._mend()
+        except UsageFault:
+            os.close(self._handle)
+            raise
 
     def records(self) -> Iterator[dict[str, Any]]:
         """What the file holds. Raises UsageFault naming the line that is no batch output line."""
@@ -103,7 +107,11 @@ class BatchOutput:
         self._run_path = path.with_name(path.name + ".run")
         self.error_path = path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}")
         self._answers = RecordFile(path, mend=not overwrite)
-        self._errors = RecordFile(self.error_path, mend=not overwrite)
+        try:
+            self._errors = RecordFile(self.error_path, mend=not overwrite)
+        except BaseException:
+            self._answers.close()
+            raise
         self.ids = IdSet()
         self.answered = self.failed = 0
         try:

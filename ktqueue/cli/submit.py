@@ -108,11 +108,12 @@ def follow(
                 write_json({"id": record.id, **event_json(event)}, indent=None)
             elif as_it_comes:
                 write(plain_text(event.text))
-    except KeyboardInterrupt:
-        write("\n" * (as_it_comes and not as_json))
+    except (KeyboardInterrupt, BrokenPipeError) as reason:  # nobody reads on
         if cancel_on_interrupt:
             connected.cancel(record.id)
-            sys.stderr.write(f"cancelled {record.id}\n")
+        if isinstance(reason, KeyboardInterrupt):
+            write("\n" * (as_it_comes and not as_json))
+            sys.stderr.write(f"cancelled {record.id}\n" * cancel_on_interrupt)
         raise
     last = events[-1]
     choices = result_json(record, events)

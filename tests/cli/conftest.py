@@ -103,38 +103,41 @@ class Terminal:
             os.chdir(cwd)
             os.execvpe(COMMAND[0], [*COMMAND, *words], _environment({"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}))
         self.screen = ""
+        self._waited_for = 0  # what was found goes up to here
 
     def type(self, text: str) -> None:
         """Press keys."""
         os.write(self._handle, text.encode())
 
     def wait_for(self, text: str, timeout: float = 60) -> str:
-        """Read until the text has come after what was read before; returns what came up to its end."""
+        """Read until the text has come after what was waited for before; returns what came up to its end."""
         deadline = time.monotonic() + timeout
-        seen = ""
-        while text not in seen:
-            assert time.monotonic() < deadline, f"waited for {text!r}, saw {seen!r}"
-            ready, _, _ = select.select([self._handle], [], [], 0.2)
-            if ready:
-                piece = os.read(self._handle, 4096).decode(errors="replace")
-                seen += piece
-        self.screen += seen
-        return seen
+        begin = self._waited_for
+        while (found := self.screen.find(text, begin)) < 0:
+            assert time.monotonic() < deadline, f"waited for {text!r}, saw {self.screen[begin:]!r}"
+            self._read(0.2)
+        self._waited_for = found + len(text)
+        return self.screen[begin : self._waited_for]
 
     def end(self, timeout: float = 30) -> int:
         """Wait for the process; its exit code."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            ready, _, _ = select.select([self._handle], [], [], 0.05)
-            if ready:
-                try:
-                    self.screen += os.read(self._handle, 4096).decode(errors="replace")
-                except OSError:  # the other end is closed
-                    break
+        while time.monotonic() < deadline and self._read(0.05):
+            pass
         _, status = os.waitpid(self.pid, 0)
         os.close(self._handle)
         self.pid = 0
         return os.waitstatus_to_exitcode(status)
+
+    def _read(self, timeout: float) -> bool:
+        """Take what has come; False once the other end is closed."""
+        ready, _, _ = select.select([self._handle], [], [], timeout)
+        if ready:
+            try:
+                self.screen += os.read(self._handle, 4096).decode(errors="replace")
+            except OSError:
+                return False
+        return True
 
     def kill(self) -> None:
         """End it, if it still runs."""

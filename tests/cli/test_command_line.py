@@ -86,9 +86,6 @@ def test_every_verb_has_help_that_fits_80_columns():
         (["chat", "--local", "--base-url", "http://x"], 2, "--local"),
         (["jobs", "list", "--config", "nowhere.toml"], 2, "nowhere.toml"),
         (["batch", "run", "nowhere.jsonl", "-o", "out.jsonl"], 2, "nowhere.jsonl"),
-        (["inspect", "nowhere.gguf"], 2, "nowhere.gguf"),
-        (["inspect", "--dtype", "int3"], 2, "engine.dtype"),
-        (["convert", "nowhere", "out.gguf"], 2, "nowhere"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(ktqueue, words, code, says):

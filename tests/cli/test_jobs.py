@@ -1,8 +1,15 @@
 """`submit` and `jobs` against a real stack."""
 
 import json
+import os
 import signal
+import threading
 import time
+
+import pytest
+
+from ktqueue.client import SyncClient
+from ktqueue.core.config import BrokerConfig
 
 
 def test_a_prompt_is_answered_on_standard_output(ktqueue, stack):
@@ -97,8 +104,9 @@ def test_an_unknown_job_is_an_error(ktqueue, stack):
         assert done.stderr.startswith("ktqueue: no job 'cli-nobody'")
 
 
-def test_a_closed_pipe_is_no_traceback(start, stack, tmp_path):
-    process = start("submit", "hello", "--max-tokens", 400, "--stream", *stack.flags, cwd=tmp_path)
+def test_a_closed_pipe_cancels_the_job_without_a_traceback(ktqueue, start, stack, tmp_path):
+    words = ("submit", "hello", "--max-tokens", 4000, "--stream", "--job-id", "cli-piped", *stack.flags)
+    process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
     assert process.stdout.read(3)
     process.stdout.close()
@@ -106,3 +114,17 @@ def test_a_closed_pipe_is_no_traceback(start, stack, tmp_path):
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
+    assert json.loads(ktqueue("jobs", "show", "cli-piped", "--json", *stack.flags).stdout)["state"] != "done"
+
+
+def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack):
+    with SyncClient.open(config=BrokerConfig(state_dir=str(stack.state_dir))) as client:
+        for moment in range(20):
+            job = client.submit(model="demo", prompt="hello", max_tokens=500)
+            timer = threading.Timer(0.05 + 0.01 * moment, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                for _ in client.stream(job.id):
+                    pass
+            timer.join()
+            client.cancel(job.id)
