@@ -1,21 +1,12 @@
-// The table of the plain C++ kernels: correct everywhere, fast nowhere.
+// The plain C++ kernels: correct everywhere, fast nowhere.
 #include "quant_decode_portable.h"
-// The kernels are written against the decoders and vectors above.
-#include "attention_kernels.h"
-#include "expert_kernels.h"
+// The table is built of the decoders above.
+#include "isa_table.h"
 
 namespace ktqueue {
 
 const KernelTable& portable_kernels() {
-    static constexpr KernelTable kTable = {
-        "scalar",
-        {matrix<DecodeF32>, matrix<DecodeF16>, matrix<DecodeBF16>, matrix<DecodeQ4_0>, matrix<DecodeQ8_0>,
-         matrix<DecodeQ4_K>, matrix<DecodeQ5_K>, matrix<DecodeQ6_K>},
-        {dequantize<DecodeF32>, dequantize<DecodeF16>, dequantize<DecodeBF16>, dequantize<DecodeQ4_0>,
-         dequantize<DecodeQ8_0>, dequantize<DecodeQ4_K>, dequantize<DecodeQ5_K>, dequantize<DecodeQ6_K>},
-        silu_gate,
-        attention,
-    };
+    static constexpr KernelTable kTable = make_table("scalar");
     return kTable;
 }
 
