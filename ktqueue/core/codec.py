@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ktqueue.core.errors import ErrorInfo, KtqueueError
+from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
 from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
@@ -46,8 +46,14 @@ def _record(data: bytes | str) -> dict[str, Any]:
 
 
 def encode_request(request: GenerationRequest) -> bytes:
-    """A request as JSON; equal requests give equal bytes."""
-    return dumps({"v": VERSION, **asdict(request)})
+    """A request as JSON; the same request always gives the same bytes.
+
+    Raises InvalidRequest for what JSON cannot hold: half a surrogate pair, a number of more than 64 bits, an object.
+    """
+    try:
+        return dumps({"v": VERSION, **asdict(request)})
+    except TypeError as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
 def decode_request(data: bytes | str) -> GenerationRequest:
@@ -63,7 +69,7 @@ def decode_request(data: bytes | str) -> GenerationRequest:
                 value[name] = tuple(value[name])
         value["job_class"] = JobClass(value["job_class"])
         return GenerationRequest(sampling=SamplingParams(logit_bias=bias, **sampling), **value)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CodecError(f"not a generation request: {error}") from error
 
 
@@ -125,7 +131,7 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
             usage=Usage(prompt_tokens=usage[0], completion_tokens=usage[1], cached_tokens=usage[2]) if usage else None,
             error=ErrorInfo(**error) if error else None,
         )
-    except (KeyError, IndexError, TypeError, ValueError) as fault:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as fault:
         raise CodecError(f"not a journal event: {fault}") from fault
 
 

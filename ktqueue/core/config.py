@@ -5,6 +5,8 @@ the nearest known one.
 """
 
 import difflib
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +18,17 @@ from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
+
+
+def _at_least(config: object, name: str, low: float) -> None:
+    value = getattr(config, name)
+    if not low <= value < math.inf:  # NaN fails both
+        raise ConfigError(
+            f"broker.{name} must be a number from {low:g} on, got {value!r}",
+            param=f"broker.{name}",
+            limit=low,
+            value=value,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +51,22 @@ class BrokerConfig:
     model_ttl: float = 3_600.0  # a model stays known this long after its last worker left
     connect_timeout: float = 2.0
     operation_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        for name in ("lease_seconds", "job_ttl", "journal_ttl", "idempotency_ttl", "model_ttl"):
+            _at_least(self, name, 0.01)
+        _at_least(self, "connect_timeout", 0.01)
+        _at_least(self, "operation_timeout", 0.01)
+        for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
+            _at_least(self, name, 1)
+        _at_least(self, "ageing_seconds", 0)
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.prefix):
+            raise ConfigError(
+                f"broker.prefix must be 1 to 64 letters, digits or _ . -, got {self.prefix!r}",
+                param="broker.prefix",
+                value=self.prefix,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

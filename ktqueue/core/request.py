@@ -148,5 +148,21 @@ class GenerationRequest:
                 raise _refuse("prompt_token_ids", self.prompt_token_ids, "a list of at least one token id")
             for token_id in self.prompt_token_ids:
                 _integer("prompt_token_ids", token_id, 0, 2**31 - 1, "a list of token ids")
+        if not isinstance(self.sampling, SamplingParams):
+            raise _refuse("sampling", self.sampling, "SamplingParams")
+        try:
+            object.__setattr__(self, "job_class", JobClass(self.job_class))
+        except ValueError:
+            raise _refuse("job_class", self.job_class, f"one of {', '.join(JobClass)}") from None
+        if not isinstance(self.tools, tuple) or not all(isinstance(tool, Mapping) for tool in self.tools):
+            raise _refuse("tools", self.tools, "a list of objects")
+        if not isinstance(self.chat_template_kwargs, Mapping):
+            raise _refuse("chat_template_kwargs", self.chat_template_kwargs, "an object")
+        if self.user is not None and not isinstance(self.user, str):
+            raise _refuse("user", self.user, "a text")
+        if not isinstance(self.metadata, Mapping) or not all(
+            isinstance(one, str) for pair in self.metadata.items() for one in pair
+        ):
+            raise _refuse("metadata", self.metadata, "a map from text to text")
         if self.expires_in is not None:
             _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")

@@ -1,0 +1,165 @@
+"""Records survive the way through JSON, and nothing else gets in."""
+
+import contextlib
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktqueue.core.codec import (
+    CodecError,
+    decode_card,
+    decode_event,
+    decode_request,
+    encode_card,
+    encode_event,
+    encode_request,
+)
+from ktqueue.core.errors import ErrorInfo, InvalidRequest
+from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+
+quick = settings(max_examples=60, deadline=None)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+words = text.filter(bool)
+ids = st.integers(0, 2**31 - 1)
+counts = st.integers(0, 10**9)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+    max_leaves=8,
+)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=ids,
+    top_p=st.floats(0.001, 1),
+    min_p=st.floats(0, 1),
+    logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=4),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop=st.lists(words, max_size=4).map(tuple),
+    stop_token_ids=st.lists(ids, max_size=4).map(tuple),
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    n=st.integers(1, 128),
+)
+prompts = st.one_of(
+    st.fixed_dictionaries({"prompt": words}),
+    st.fixed_dictionaries({"prompt_token_ids": st.lists(ids, min_size=1, max_size=6).map(tuple)}),
+    st.fixed_dictionaries(
+        {
+            "messages": st.lists(
+                st.fixed_dictionaries({"role": words, "content": json_values}), min_size=1, max_size=3
+            ).map(tuple)
+        }
+    ),
+)
+requests = st.builds(
+    lambda prompt, **rest: GenerationRequest(**prompt, **rest),
+    prompt=prompts,
+    model=words,
+    sampling=samplings,
+    job_class=st.sampled_from(JobClass),
+    expires_in=st.none() | st.floats(0.001, 86400),
+    tools=st.lists(st.dictionaries(text, json_values, max_size=3), max_size=2).map(tuple),
+    chat_template_kwargs=st.dictionaries(text, json_values, max_size=3),
+    user=st.none() | text,
+    metadata=st.dictionaries(text, text, max_size=3),
+)
+token_logprobs = st.builds(TokenLogprob, ids, st.binary(max_size=6), st.floats(-9_999, 0))
+events = st.builds(
+    TokenEvent,
+    seq=st.integers(1, 2**40),
+    index=st.integers(0, 127),
+    token_ids=st.lists(ids, max_size=5).map(tuple),
+    text=text,
+    logprobs=st.lists(
+        st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple)), max_size=3
+    ).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    state=st.none() | st.sampled_from(JobState),
+    usage=st.none() | st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
+    error=st.none()
+    | st.builds(
+        ErrorInfo,
+        code=words,
+        message=text,
+        status=st.integers(400, 599),
+        param=st.none() | text,
+        limit=st.none() | text | counts,
+        value=st.none() | text | counts,
+    ),
+)
+cards = st.builds(
+    ModelCard,
+    name=words,
+    created=counts,
+    max_model_len=counts,
+    vocab_size=counts,
+    architecture=text,
+    quantization=text,
+    max_num_seqs=counts,
+)
+
+
+@quick
+@given(requests)
+def test_requests(request):
+    data = encode_request(request)
+    assert decode_request(data) == request
+    assert encode_request(decode_request(data)) == data
+
+
+@quick
+@given(events)
+def test_events(event):
+    assert decode_event(event.seq, encode_event(event)) == event
+
+
+@quick
+@given(cards)
+def test_cards(card):
+    assert decode_card(encode_card(card)) == card
+
+
+@quick
+@given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_anything_else_is_a_codec_error(data):
+    for decode in (decode_request, decode_card, lambda data: decode_event(1, data)):
+        with pytest.raises(CodecError):
+            decode(data)
+
+
+@quick
+@given(st.dictionaries(st.sampled_from([*"itxlfsue", "sampling", "model", "prompt", "name", "stop"]), json_values))
+def test_wrong_fields_never_break_the_decoder(fields):
+    data = json.dumps({**fields, "v": 1}).encode()
+    for decode in (decode_request, decode_card, lambda data: decode_event(1, data)):
+        with contextlib.suppress(CodecError, InvalidRequest):
+            decode(data)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_version_is_refused(version):
+    with pytest.raises(CodecError, match="version"):
+        decode_event(1, json.dumps({"v": version}))
+
+
+def test_the_smallest_event_is_small():
+    assert encode_event(TokenEvent(seq=9, token_ids=(5,), text="a")) == b'{"v":1,"t":[5],"x":"a"}'
+
+
+def test_a_token_that_could_not_be_chosen_keeps_a_number():
+    event = TokenEvent(seq=1, logprobs=(PositionLogprobs(TokenLogprob(1, b"a", -math.inf)),))
+    assert decode_event(1, encode_event(event)).logprobs[0].chosen.logprob == -9_999
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**70, object(), b"x"], ids=repr)
+def test_what_json_cannot_hold_is_an_invalid_request(value):
+    request = GenerationRequest(model="m", messages=({"role": "user", "content": value},))
+    with pytest.raises(InvalidRequest, match="JSON"):
+        encode_request(request)

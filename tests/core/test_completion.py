@@ -1,0 +1,37 @@
+"""Events fold into a completion."""
+
+import pytest
+
+from ktqueue.core.completion import completion_of
+from ktqueue.core.errors import DeadlineExceeded, EngineFailure
+from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+
+
+def test_choices_are_put_together():
+    one = PositionLogprobs(TokenLogprob(5, b"a", -0.5))
+    usage = Usage(prompt_tokens=1, completion_tokens=3)
+    done = completion_of(
+        "j",
+        2,
+        [
+            TokenEvent(seq=1, index=1, token_ids=(7,), text="x"),
+            TokenEvent(seq=2, index=0, token_ids=(5,), text="a", logprobs=(one,)),
+            TokenEvent(seq=3, index=0, token_ids=(6,), text="", finish_reason=FinishReason.STOP),
+            TokenEvent(seq=4, index=1, text="y", finish_reason=FinishReason.LENGTH),
+            TokenEvent(seq=5, state=JobState.DONE, usage=usage),
+        ],
+    )
+    assert done.texts == ("a", "xy")
+    assert (done.text, done.finish_reason) == ("a", FinishReason.STOP)
+    assert done.finish_reasons == (FinishReason.STOP, FinishReason.LENGTH)
+    assert done.token_ids == ((5, 6), (7,))
+    assert done.logprobs == ((one,), ())
+    assert done.usage == usage
+
+
+def test_another_end_raises_its_error():
+    late = TokenEvent(seq=1, state=JobState.EXPIRED, error=DeadlineExceeded("late").info())
+    with pytest.raises(DeadlineExceeded, match="late"):
+        completion_of("j", 1, [late])
+    with pytest.raises(EngineFailure, match="failed"):
+        completion_of("j", 1, [TokenEvent(seq=1, state=JobState.FAILED)])

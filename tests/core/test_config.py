@@ -1,0 +1,104 @@
+"""Settings from a file, the environment and flags; wrong ones are named."""
+
+from dataclasses import fields
+
+import pytest
+
+from ktqueue.core.config import BrokerConfig, Config, config_environment, load_config
+from ktqueue.core.errors import ConfigError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "ktqueue.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults():
+    assert load_config() == Config()
+
+
+def test_later_sources_win(tmp_path):
+    path = write(tmp_path, '[engine]\nmax_num_seqs = 4\nthreads = 1\nmodel = "file"\n[broker]\nlease_seconds = 3\n')
+    config = load_config(
+        path,
+        {"KTQUEUE_ENGINE_THREADS": "2", "KTQUEUE_ENGINE_MODEL": "environment", "PATH": "/bin", "KTQUEUE_ISA": "scalar"},
+        {"engine": {"model": "flag", "threads": None}},
+    )
+    assert config.engine.max_num_seqs == 4
+    assert config.engine.threads == 2
+    assert config.engine.model == "flag"
+    assert config.broker.lease_seconds == 3.0
+    assert isinstance(config.broker.lease_seconds, float)
+
+
+def test_kinds_of_values(tmp_path):
+    config = load_config(
+        write(tmp_path, '[gateway]\napi_keys = ["a", "b"]\nmax_body_bytes = "2MiB"\n'),
+        {"KTQUEUE_ENGINE_ENABLE_PREFIX_CACHING": "No", "KTQUEUE_ENGINE_KV_CACHE_BYTES": "1g"},
+    )
+    assert config.gateway.api_keys == ("a", "b")
+    assert config.gateway.max_body_bytes == 2 << 20
+    assert config.engine.enable_prefix_caching is False
+    assert config.engine.kv_cache_bytes == 1_000_000_000
+    assert load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": "a,b"}).gateway.api_keys == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "message"),
+    [
+        ("[engin]\n", {}, None),
+        ("[engin]\nmodel = 1\n", {}, "unknown section 'engin' (did you mean 'engine'?)"),
+        ('[engine]\nmodle = "x"\n', {}, "unknown key engine.modle (did you mean 'model'?)"),
+        ("[engine]\nzzzz = 1\n", {}, "unknown key engine.zzzz"),
+        ("engine = 1\n", {}, "engine must be a table"),
+        ("[engine\n", {}, "ktqueue.toml"),
+        ("[engine]\nthreads = 'two'\n", {}, "engine.threads"),
+        ("[engine]\nthreads = true\n", {}, "engine.threads"),
+        ("[engine]\nthreads = 1.5\n", {}, "engine.threads"),
+        ("[engine]\nenable_prefix_caching = 1\n", {}, "engine.enable_prefix_caching"),
+        ("[broker]\nlease_seconds = true\n", {}, "broker.lease_seconds"),
+        ("[broker]\nlease_seconds = 0\n", {}, "broker.lease_seconds"),
+        ("[broker]\nlease_seconds = nan\n", {}, "broker.lease_seconds"),
+        ("[broker]\nmax_attempts = 0\n", {}, "broker.max_attempts"),
+        ("[broker]\nprefix = 'a}b'\n", {}, "broker.prefix"),
+        ("[broker]\nmax_request_bytes = '4 chunks'\n", {}, "broker.max_request_bytes"),
+        ("", {"KTQUEUE_BROKER_LEASE_SECOND": "1"}, "KTQUEUE_BROKER_LEASE_SECOND"),
+        ("", {"KTQUEUE_BROKER_LEASE_SECONDS": "soon"}, "KTQUEUE_BROKER_LEASE_SECONDS"),
+        ("", {"KTQUEUE_BROKR_URL": "x"}, "did you mean 'broker'"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path, text, environment, message):
+    path = write(tmp_path, text)
+    if message is None:  # an empty section is harmless
+        assert load_config(path, environment) == Config()
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environment)
+    assert message in caught.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
+        load_config(tmp_path / "bad.toml")
+
+
+def test_settings_reach_a_child_process():
+    config = load_config(
+        overrides={
+            "broker": {"url": "redis://x", "lease_seconds": 0.5},
+            "gateway": {"api_keys": ["a", "b"], "port": 1},
+            "engine": {"enable_prefix_caching": False, "num_pages": 7},
+        }
+    )
+    assert load_config(environment=config_environment(config)) == config
+    assert config_environment(Config()) == {}
+
+
+def test_settings_are_frozen():
+    with pytest.raises(AttributeError):
+        Config().broker = BrokerConfig()
+    assert all(field.kw_only for field in fields(BrokerConfig))

@@ -1,0 +1,40 @@
+"""Byte sizes, there and back."""
+
+import pytest
+
+from ktqueue.core.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096 b", 4096),
+        ("1k", 1000),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        (" 1.5 GiB ", 3 << 29),
+        ("500MB", 500_000_000),
+        ("8gib", 8 << 30),
+    ],
+)
+def test_parse(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "b", "-1", -1, "1.2.3", "1 TiB", "many", None, True, 1.5j, "1e3", "."])
+def test_parse_refuses(text):
+    with pytest.raises(ValueError):
+        parse_bytes(text)
+
+
+def test_format():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 << 29, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "5120.0 GiB",
+    ]
