@@ -15,8 +15,8 @@
 //                           208: half d
 //
 // Q4_0: weights 0..15 are the low nibbles of q, 16..31 the high ones.
-XX
-//   group 2n+1 in its high nibble. Q5_K's fifth bit of weight j of group g is bit g of h[j].
+// Q4_K, Q5_K: groups 2n and 2n+1 share the 32 bytes q[32n ..]: byte j holds weight j of group 2n in its low nibble and
+//   that of group 2n+1 in its high nibble. Q5_K's fifth bit of weight j of group g is bit g of h[j].
 //   s packs eight 6-bit scales and mins. For g < 4, scale = s[g] & 63 and min = s[g+4] & 63. For g >= 4 the low 4 bits
 //   are the nibbles of s[g+4] (low: scale, high: min) and the upper 2 bits the top bits of s[g-4] and of s[g].
 // Q6_K: the block has two halves n of four groups k. Weight j of group k has its low 4 bits in l[64n + 32(k % 2) + j]
