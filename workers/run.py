@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, load_config
@@ -50,29 +51,33 @@ async def _serve(config: Config, built: Built) -> int:
         await worker.run()
     except Exception:
         log.exception("the engine cannot go on; its jobs will resume on another worker")
-        _leave(BROKEN)
+        leave(BROKEN)
     await broker.close()
+    log.info("drained")
     return DRAINED
 
 
-def _leave(code: int) -> None:
-    # A thread that hangs in a device call would keep the interpreter from ending.
+def leave(code: int) -> NoReturn:
+    """End the process now. Taking an interpreter with torch in it apart takes seconds, and a thread that hangs in a
+    device call would keep it from ending at all."""
     logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
-def main() -> int:
-    """Serve with the settings of the environment; errors go to the log."""
+def main() -> NoReturn:
+    """Serve with the settings of the environment; errors go to the log. Ends the process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        return run(load_config(environment=os.environ))
+        leave(run(load_config(environment=os.environ)))
     except (ConfigError, CheckpointError, RuleError) as error:
         log.error("%s", error.message)
-        return UNUSABLE
-    except KtqueueError as error:
-        log.error("%s", error.message)
-        return BROKEN
+        leave(UNUSABLE)
+    except Exception as error:
+        log.error("%s", error, exc_info=None if isinstance(error, KtqueueError) else error)
+        leave(BROKEN)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
