@@ -38,13 +38,19 @@ def _content(value: Any) -> Any:
 Content = Annotated[str | list[TextPart] | None, BeforeValidator(_content)]
 
 
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise must_be("a string of JSON, or an object", value)
+    return shallow(value)
+
+
 class FunctionCall(BaseModel):
     """The function that a past assistant message called."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
-    arguments: Annotated[str | dict[str, Any], BeforeValidator(shallow)] = ""
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(_arguments)] = ""
 
 
 class ToolCall(BaseModel):

@@ -1,12 +1,13 @@
 """`ktqueue gateway`: the application under uvicorn, and a stop that lets streams end (the door to uvicorn)."""
 
 import asyncio
-import signal
+import resource
 import socket
 from types import FrameType
 
 import uvicorn
 
+from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
@@ -64,6 +65,23 @@ def build_server(config: Config) -> GatewayServer:
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Exits the process with 3 when it cannot start."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError when there is no usable broker.
+
+    Ends the process with 3 when the address cannot be listened on.
+    """
+    asyncio.run(_check_broker(config))
+    _allow_files(2 * CONNECTIONS_PER_REQUEST * config.gateway.max_connections)
     build_server(config).run()
+
+
+async def _check_broker(config: Config) -> None:
+    """Fail here, by name; inside the server the same error would be a long traceback."""
+    await (await Broker.open(config.broker)).close()
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the limit of open files, each connection being one, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -34,6 +34,10 @@ WRONG_CHAT = [
     ({"messages": [{"role": "king", "content": "Hi"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+    ),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -224,14 +228,22 @@ async def test_unknown_model_and_no_worker(http, broker, conforms, tools):
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_full_queue(serving_config, config, worker):
-    full = replace(config, broker=replace(config.broker, max_queued_batch=0))
+async def test_full_queue(serving_config, config, broker, tools):
+    worker = tools.ScriptedWorker(broker)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    task.cancel()  # the model stays known, and nobody empties its queue
+    await asyncio.gather(task, return_exceptions=True)
+    full = replace(config, broker=replace(config.broker, max_queued_batch=1))
     async with serving_config(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        first = await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})
+        assert first.status_code == 202
         response = await http.post(CHAT, json={**BODY, "service_tier": "flex"})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["code"] == "queue_full"
-        assert (await http.post(CHAT, json=BODY)).status_code == 200
+        assert (await http.delete(f"/v1/jobs/{first.json()['id']}")).json()["state"] == "cancelled"
+        assert (await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})).status_code == 202
 
 
 async def test_early_errors_have_their_own_status_streamed_or_not(http, worker, tools, conforms):

@@ -1,0 +1,272 @@
+"""The `openai` package against a gateway and a worker with the built-in model, each a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GATEWAY = (
+    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
+    "serve(load_config(environment=os.environ))"
+)
+MESSAGES: Any = [{"role": "user", "content": "Once upon a time there was a"}]
+KEY = "secret"
+
+
+def spawn(stack: ExitStack, arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=stack.enter_context(log.open("wb")),
+        stderr=subprocess.STDOUT,
+    )
+
+    def end() -> None:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.wait()
+
+    stack.callback(end)
+    return process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL of a gateway with a live worker behind it, and the gateway's process."""
+    pytest.importorskip("torch")
+    logs = tmp_path_factory.mktemp("logs")
+    port = free_port()
+    environment = {
+        "KTQUEUE_BROKER_URL": redis_server,
+        "KTQUEUE_BROKER_PREFIX": "package",
+        "KTQUEUE_BROKER_MAX_QUEUED_BATCH": "1",
+        "KTQUEUE_ENGINE_MAX_MODEL_LEN": "256",
+        "KTQUEUE_GATEWAY_PORT": str(port),
+        "KTQUEUE_GATEWAY_API_KEYS": KEY,
+        "KTQUEUE_GATEWAY_DRAIN_SECONDS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with ExitStack() as resources:
+        worker = spawn(resources, ["-m", "workers.run"], environment, logs / "worker.log")
+        gateway = spawn(resources, ["-c", GATEWAY], environment, logs / "gateway.log")
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            time.sleep(0.1)
+            for process, name in ((worker, "worker"), (gateway, "gateway")):
+                assert process.poll() is None, (logs / f"{name}.log").read_text()
+            try:
+                if httpx.get(f"{url}/readyz").status_code == 200:
+                    break
+            except httpx.TransportError:
+                continue
+        yield url, gateway
+
+
+@pytest.fixture
+def client(stack: tuple[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack[0]}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    return next(iter(client.models.list())).id
+
+
+def test_models(client, model, conforms):
+    assert client.models.retrieve(model).owned_by == "ktqueue"
+    conforms(client.models.list().to_dict(), "ListModelsResponse")
+
+
+def test_chat_whole_and_streamed_say_the_same(client, model, conforms):
+    ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**ask)
+    conforms(whole.to_dict(), "CreateChatCompletionResponse")
+    text = whole.choices[0].message.content
+    assert text
+    assert whole.usage.completion_tokens == 24
+    assert whole.choices[0].finish_reason == "length"
+    assert whole._request_id
+
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        conforms(chunk.to_dict(), "CreateChatCompletionStreamResponse")
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
+    assert chunks[-1].usage.completion_tokens == 24
+    # All but the prompt's last page comes from the cache the second time.
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens <= chunks[-1].usage.prompt_tokens
+
+
+def test_the_streaming_helper(client, model):
+    with client.chat.completions.stream(model=model, messages=MESSAGES, max_completion_tokens=8, n=2) as stream:
+        for _ in stream:
+            pass
+        final = stream.current_completion_snapshot  # the final one is refused by the package when cut by length
+    assert [choice.finish_reason is not None for choice in final.choices] == [True, True]
+    assert all(choice.message.content for choice in final.choices)
+
+
+def test_choices_seed_and_stop(client, model):
+    ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 16, "n": 3, "seed": 11}
+    first, second = (client.chat.completions.create(**ask) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) > 1
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    word = texts[0].split()[2]
+    stopped = client.chat.completions.create(**{**ask, "stop": [word]})
+    assert word not in stopped.choices[0].message.content
+    assert texts[0].startswith(stopped.choices[0].message.content)
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client, model, conforms):
+    ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=3)
+    conforms(whole.to_dict(), "CreateChatCompletionResponse")
+    content = whole.choices[0].logprobs.content
+    assert len(content) == 8
+    assert "".join(one.token for one in content) == whole.choices[0].message.content
+    for one in content:
+        assert one.logprob <= 0
+        assert len(one.top_logprobs) == 3
+        assert one.top_logprobs[0].token == one.token  # greedy
+    chunks = list(client.chat.completions.create(**ask, logprobs=True, top_logprobs=3, stream=True))
+    streamed = [
+        one.logprob
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for one in choice.logprobs.content
+    ]
+    assert streamed == pytest.approx([one.logprob for one in content], abs=1e-4)
+
+
+def test_completions(client, model, conforms):
+    ask: Any = {"model": model, "prompt": ["Once upon", "The king"], "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**ask, n=1)
+    conforms(whole.to_dict(), "CreateCompletionResponse")
+    texts = [choice.text for choice in whole.choices]
+    assert len(texts) == 2
+    assert "".join(whole.choices[0].logprobs.tokens) == texts[0]
+    assert whole.choices[0].logprobs.text_offset[0] == 0
+    streamed = ["", ""]
+    for chunk in client.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    by_id = client.completions.create(model=model, prompt=[1, 2, 3], max_tokens=2)
+    assert by_id.usage.prompt_tokens == 3
+
+
+def test_error_classes(client, model, stack):
+    def create(**change: Any) -> Any:
+        return client.chat.completions.create(**{"model": model, "messages": MESSAGES, **change})
+
+    with pytest.raises(openai.BadRequestError) as bad:
+        create(temperature=9)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    assert bad.value.body["limit"] == 2
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as bad:
+            create(messages=[{"role": "user", "content": "tale " * 600}], stream=stream)
+        assert bad.value.code == "context_length_exceeded"
+        assert bad.value.body["n_ctx"] == 256
+        assert bad.value.body["n_prompt_tokens"] > 256
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=model, prompt=[10**7])
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.NotFoundError):
+        create(model="nothing")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nothing")
+    headers = {"Idempotency-Key": "once"}
+    create(max_completion_tokens=1, seed=1, extra_headers=headers)
+    with pytest.raises(openai.UnprocessableEntityError):
+        create(max_completion_tokens=1, seed=2, extra_headers=headers)
+    with pytest.raises(openai.InternalServerError) as late:
+        create(max_completion_tokens=200, n=8, extra_body={"expires_in": 0.05, "ignore_eos": True})
+    assert late.value.status_code == 504
+    with pytest.raises(openai.APIError, match="deadline"):
+        for _ in create(max_completion_tokens=240, n=16, stream=True, extra_body={"expires_in": 1, "ignore_eos": True}):
+            pass
+    assert create(max_completion_tokens=2).choices[0].message.content
+
+
+def test_a_full_queue_is_a_rate_limit_error(client, model, stack):
+    headers = {"x-api-key": KEY}
+    body = {"model": model, "prompt": "Once", "job_class": "batch"}
+    body["sampling"] = {"n": 16, "max_tokens": 250, "ignore_eos": True}
+    ids = []
+    for _ in range(40):
+        response = httpx.post(f"{stack[0]}/v1/jobs", json=body, headers=headers)
+        if response.status_code == 429:
+            break
+        ids.append(response.json()["id"])
+    try:
+        with pytest.raises(openai.RateLimitError) as full:
+            client.chat.completions.create(model=model, messages=MESSAGES, service_tier="flex")
+        assert int(full.value.response.headers["retry-after"]) >= 1
+    finally:
+        for one in ids:
+            httpx.delete(f"{stack[0]}/v1/jobs/{one}", headers=headers)
+
+
+def test_special_requests_of_vllms_clients(client, model):
+    whole = client.chat.completions.create(
+        model=model,
+        messages=MESSAGES,
+        max_tokens=6,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+        user="me",
+        extra_body={"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 6},
+    )
+    assert whole.usage.completion_tokens == 6
+
+
+def test_serve_without_redis_says_what_is_missing(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KTQUEUE_BROKER_URL": f"unix://{tmp_path}/none.sock"}
+    environment["KTQUEUE_BROKER_CONNECT_TIMEOUT"] = "0.2"
+    ended = subprocess.run(
+        [sys.executable, "-c", GATEWAY], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode != 0
+    assert "Unavailable: Redis is away" in ended.stderr
+
+
+def test_the_gateway_needs_no_torch():
+    code = (
+        "import sys, ktqueue.gateway.serve; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
+
+
+def test_sigterm_ends_the_gateway_in_order(stack):
+    """The last test here: the gateway is gone after it."""
+    _, gateway = stack
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(15) == 0
