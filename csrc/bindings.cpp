@@ -183,7 +183,7 @@ NB_MODULE(_kernels, module) {
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
     module.def("available_cpus", &default_threads);
-    module.def("threads", [] { return shared_pool().threads(); });
+    module.def("threads", [] { return shared_pool()->threads(); });
     module.def("set_threads", &set_shared_pool, nb::arg("threads"), nb::arg("spin_microseconds"),
                nb::call_guard<nb::gil_scoped_release>());
     module.def(

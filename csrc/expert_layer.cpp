@@ -70,7 +70,7 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
         if (ids[pair] < 0 || static_cast<size_t>(ids[pair]) >= experts())
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) + ", got " +
                                         std::to_string(ids[pair]) + " for token " + std::to_string(pair / slots));
-    static Workspace space;  // one for all layers: only one runs at a time
+    static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
     for (size_t t = 0; t < tokens; t += kTokensAtOnce)
         forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
@@ -115,16 +115,16 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         space.mid_row[at] = space.mid.data() + at * space.mid_stride;
     }
 
-    ThreadPool& pool = shared_pool();
+    const std::shared_ptr<ThreadPool> pool = shared_pool();
     const size_t gate_blocks = (intermediate() + gate_block_rows_ - 1) / gate_block_rows_;
-    pool.for_each(space.spans.size() * gate_blocks,
-                  [&](size_t task) { gate_up(space.spans[task / gate_blocks], task % gate_blocks, space); });
+    pool->for_each(space.spans.size() * gate_blocks,
+                   [&](size_t task) { gate_up(space.spans[task / gate_blocks], task % gate_blocks, space); });
     const size_t down_blocks = (hidden() + down_block_rows_ - 1) / down_block_rows_;
-    pool.for_each(space.spans.size() * down_blocks,
-                  [&](size_t task) { down(space.spans[task / down_blocks], task % down_blocks, space); });
+    pool->for_each(space.spans.size() * down_blocks,
+                   [&](size_t task) { down(space.spans[task / down_blocks], task % down_blocks, space); });
 
     constexpr size_t kTokensPerTask = 16;
-    pool.for_each((tokens + kTokensPerTask - 1) / kTokensPerTask, [&](size_t task) {
+    pool->for_each((tokens + kTokensPerTask - 1) / kTokensPerTask, [&](size_t task) {
         for (size_t t = task * kTokensPerTask; t < std::min(tokens, (task + 1) * kTokensPerTask); ++t) {
             float* sum = out + t * hidden();
             std::fill_n(sum, hidden(), 0.0f);

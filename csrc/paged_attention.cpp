@@ -113,11 +113,11 @@ void cut(const AttentionStep& step, std::vector<Piece>& pieces) {
 void paged_attention(const AttentionStep& step, const KernelTable& kernels) {
     validate(step);
     static std::mutex mutex;
-    static std::vector<Piece> pieces;  // grows only
+    static std::vector<Piece>& pieces = *new std::vector<Piece>;  // grows only, never destroyed
     std::lock_guard lock(mutex);
     write_cache(step);
     cut(step, pieces);
-    shared_pool().for_each(pieces.size(), [&](size_t task) { attend(step, pieces[task], kernels); });
+    shared_pool()->for_each(pieces.size(), [&](size_t task) { attend(step, pieces[task], kernels); });
 }
 
 }  // namespace ktqueue

@@ -118,13 +118,20 @@ void ThreadPool::work() {
 
 namespace {
 
-std::mutex shared_mutex;
-std::unique_ptr<ThreadPool> shared;
+// Never destroyed: a thread may still be at work when the process exits.
+struct SharedPool {
+    std::mutex mutex;
+    std::shared_ptr<ThreadPool> pool;
+};
 
-// The workers did not survive the fork and the old pool's locks may be held: leave it behind unfreed.
+SharedPool& shared() {
+    static SharedPool& one = *new SharedPool;
+    return one;
+}
+
+// The workers did not survive the fork and the old pool's locks may be held: leave it behind, unfreed.
 void forget_pool_in_child() {
-    new (&shared_mutex) std::mutex;
-    (void)shared.release();
+    new (&shared()) SharedPool;
 }
 
 void watch_forks() {
@@ -134,20 +141,22 @@ void watch_forks() {
 
 }  // namespace
 
-ThreadPool& shared_pool() {
-    std::lock_guard lock(shared_mutex);
-    if (!shared) {
+std::shared_ptr<ThreadPool> shared_pool() {
+    SharedPool& one = shared();
+    std::lock_guard lock(one.mutex);
+    if (!one.pool) {
         watch_forks();
-        shared = std::make_unique<ThreadPool>(default_threads(), kDefaultSpinMicroseconds);
+        one.pool = std::make_shared<ThreadPool>(default_threads(), kDefaultSpinMicroseconds);
     }
-    return *shared;
+    return one.pool;
 }
 
 void set_shared_pool(size_t threads, uint32_t spin_microseconds) {
-    auto fresh = std::make_unique<ThreadPool>(threads, spin_microseconds);
-    std::lock_guard lock(shared_mutex);
+    auto fresh = std::make_shared<ThreadPool>(threads, spin_microseconds);
+    SharedPool& one = shared();
+    std::lock_guard lock(one.mutex);
     watch_forks();
-    shared = std::move(fresh);
+    one.pool.swap(fresh);  // the old pool, if idle, ends when `fresh` goes
 }
 
 }  // namespace ktqueue

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -64,9 +65,9 @@ class ThreadPool {
 };
 
 // The pool of this process, made at its first use with default_threads(). After a fork the child gets a new one.
-ThreadPool& shared_pool();
+std::shared_ptr<ThreadPool> shared_pool();
 
-// Replaces the pool of this process. Not to be called while a kernel runs.
+// Replaces the pool of this process. Jobs that run on the old one end there.
 void set_shared_pool(size_t threads, uint32_t spin_microseconds);
 
 }  // namespace ktqueue

@@ -78,5 +78,5 @@ def paged_attention(
 
 def _dense(states: torch.Tensor) -> native.Floats:
     """[1, heads, tokens, head_dim] -> [heads, tokens, head_dim] with a dense last dimension, as numpy."""
-    array: native.Floats = states.detach().numpy()[0]
+    array: native.Floats = native.as_array(states)[0]
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)

@@ -78,12 +78,12 @@ class CpuExperts(Operator[ExpertWeights]):
         """
         if self._layer is None:
             raise RuntimeError("CpuExperts has no weights yet")
-        source = hidden_states.detach().float().contiguous()
-        out = torch.empty_like(source)
+        source = hidden_states.float().contiguous()
+        out = torch.empty_like(source, requires_grad=False)
         self._layer.forward(
-            source.numpy(),
-            top_k_index.detach().long().contiguous().numpy(),
-            top_k_weights.detach().float().contiguous().numpy(),
+            native.as_array(source),
+            native.as_array(top_k_index.long().contiguous()),
+            native.as_array(top_k_weights.float().contiguous()),
             out.numpy(),
         )
         return out.to(hidden_states.dtype)

@@ -4,6 +4,8 @@ Arrays are numpy; the kernels read and write them in place and release the inter
 size, type or index raises ValueError before anything is written. Knows no module and no model.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -73,6 +75,12 @@ def dequantize(quant: str, data: Bytes, count: int, *, isa: str = "") -> Floats:
     out = np.empty(count, np.float32)
     _kernels.dequantize(quant, data, out, isa)
     return out
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's own memory as numpy, gradients forgotten."""
+    array: npt.NDArray[Any] = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+    return array
 
 
 class ExpertLayer:

@@ -63,15 +63,29 @@ void callers_take_turns() {
     require(done == 4 * 300 * 10, "jobs of several callers all run");
 }
 
+void the_pool_may_be_replaced_under_a_job() {
+    std::atomic<bool> stop{false};
+    std::thread replacing([&] {
+        for (size_t i = 0; !stop; ++i) set_shared_pool(1 + i % 3, 20);
+    });
+    for (int job = 0; job < 500; ++job) {
+        std::atomic<int> done{0};
+        shared_pool()->for_each(10, [&](size_t) { ++done; });
+        require(done == 10, "a job ends on the pool it began on");
+    }
+    stop = true;
+    replacing.join();
+}
+
 void a_forked_child_gets_a_pool_of_its_own() {
     set_shared_pool(3, 50);
     std::atomic<int> done{0};
-    shared_pool().for_each(10, [&](size_t) { ++done; });
+    shared_pool()->for_each(10, [&](size_t) { ++done; });
     const pid_t child = fork();
     if (child == 0) {
         alarm(20);
         done = 0;
-        shared_pool().for_each(10, [&](size_t) { ++done; });
+        shared_pool()->for_each(10, [&](size_t) { ++done; });
         _exit(done == 10 ? 0 : 1);
     }
     int status = 0;
@@ -103,6 +117,7 @@ int main(int count, char** arguments) {
     every_task_once(50, 1, 100);
     exceptions_reach_the_caller();
     callers_take_turns();
+    the_pool_may_be_replaced_under_a_job();
     sizes_are_checked();
 #if !defined(__SANITIZE_THREAD__)  // the sanitizer does not follow a fork of several threads
     a_forked_child_gets_a_pool_of_its_own();
