@@ -61,9 +61,8 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where the gateway answers."""
-        host = self.config.gateway.host
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-        return f"http://{host}:{self.config.gateway.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.gateway.host, self.config.gateway.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.gateway.port}"
 
     @property
     def broker_url(self) -> str:
@@ -143,7 +142,7 @@ class Supervisor:
         port = _claim_port(self.config.gateway.host, self.config.gateway.port)
         self.config = replace(self.config, gateway=replace(self.config.gateway, port=port))
         if self.config.engine.threads is None:  # the workers share the machine
-            threads = max(1, len(os.sched_getaffinity(0)) // self._count)
+            threads = max(1, len(os.sched_getaffinity(0)) // max(1, self._count))
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
         self.workers = [self._child(f"worker-{i + 1}", WORKER_COMMAND, state) for i in range(self._count)]
@@ -154,7 +153,8 @@ class Supervisor:
             for worker in self.workers:
 
                 async def serves(worker: Child = worker) -> bool:
-                    return any(one.pid == worker.pid for one in await broker.models.workers())
+                    here = (socket.gethostname(), worker.pid)
+                    return any((one.host, one.pid) == here for one in await broker.models.workers())
 
                 what = f"{worker.name} to load {self.config.engine.model}"
                 await self._until(what, worker, serves, WORKER_START_SECONDS)
