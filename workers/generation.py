@@ -49,7 +49,7 @@ class GenerationWorker:
 
     async def run(self) -> None:
         """Work until drained. Raises EngineStalled or whatever broke the engine: the process must then end."""
-        reaper = asyncio.create_task(self._broker.reaper().run())
+        reaper = asyncio.create_task(self._reap(), name="reaper")
         try:
             while (lease := await self._register()) is not None:
                 self.incarnations += 1
@@ -66,8 +66,18 @@ class GenerationWorker:
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             reaper.cancel()
+            await asyncio.gather(reaper, return_exceptions=True)
             self._tokeniser.close()
             self._engine.close()
+
+    async def _reap(self) -> None:
+        """Keep a reaper at work: where there is no gateway, the workers look after each other's jobs."""
+        while True:
+            try:
+                await self._broker.reaper().run()
+            except Exception:
+                log.exception("the reaper broke; starting it again")
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _register(self) -> Lease | None:
         """A new lease, however long Redis takes to come back; None when draining."""

@@ -5,10 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from ktqueue.core.config import (
+    BrokerConfig,
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    WorkerConfig,
+    config_environment,
+    load_config,
+)
 from ktqueue.core.errors import ConfigError
 from workers.child import ProcessFailed
 from workers.supervise import Supervisor
+
+
+def test_settings_reach_a_child_through_its_environment() -> None:
+    config = Config(
+        broker=BrokerConfig(url="redis://:secret@127.0.0.1:7/0", lease_seconds=3.5),
+        engine=EngineConfig(threads=3, enable_prefix_caching=False, kv_cache_bytes=12_345, dtype="float32"),
+        worker=WorkerConfig(drain_seconds=0.0),
+        gateway=GatewayConfig(api_keys=("one", "two"), host="::1"),
+    )
+    assert load_config(environment=config_environment(config)) == config
+    assert config_environment(Config()) == {}
 
 
 async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp_path: Path) -> None:
