@@ -74,8 +74,11 @@ async def test_no_usage_chunk_unless_asked_for(worker, stream):
 async def test_text_held_back_makes_no_empty_chunk(worker, stream, tools, conforms):
     async def held(claim):
         yield {"token_ids": (1,), "logprobs": (tools.logprob(b"\xe2\x82"),)}
+        yield 0.05
         yield {"token_ids": (2,), "logprobs": (tools.logprob(b"\xac"),), "text": "€"}
+        yield 0.05
         yield {"token_ids": (3,), "logprobs": (tools.logprob(b"st"),)}
+        yield 0.05
         yield {"token_ids": (4,), "logprobs": (tools.logprob(b""),), "finish_reason": FinishReason.STOP}
         yield tools.ended(claim)
 

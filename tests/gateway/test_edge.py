@@ -195,6 +195,15 @@ async def test_broken_http_harms_nobody(url, worker):
             assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
+async def test_an_announced_size_is_refused_before_the_body(url):
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert (await reader.read(12)).endswith(b"413")
+    writer.transport.abort()
+
+
 async def test_a_body_that_never_ends_is_given_up(serve_with, worker):
     async with serve_with(stall_seconds=0.3) as (_, url):
         host, port = url.removeprefix("http://").split(":")
