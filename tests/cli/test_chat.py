@@ -1,22 +1,31 @@
 """`ktqueue chat` on a real terminal and through pipes: locally, through Redis, over HTTP."""
 
+import pytest
+
+
+def _say(chat, text):
+    """Type a turn at the prompt, wait for the first words of the answer."""
+    chat.wait_for("> ")
+    chat.type(text)
+    chat.wait_for(text)
+    chat.type("\r")
+    chat.wait_for("\n")
+    chat.wait_for(" ")
+
 
 def test_a_local_conversation(terminal):
     chat = terminal("chat", "--local", "--temperature", "0", "--max-tokens", "400")
-    chat.wait_for("Ctrl-C stops an answer")
-    chat.wait_for("> ")
-    chat.type("Tell me a story about a fox.\r")
-    chat.wait_for("fox.\r\n")
-    chat.wait_for(" ")  # the answer has begun
+    _say(chat, "Tell me a story about a fox.")
     chat.type("\x03")
     stopped = chat.wait_for("tok/s")
     assert "stopped" in stopped
     assert "^C" not in stopped
-    chat.wait_for("> ")
-    chat.type("And then?\r")
+    _say(chat, "And then?")
     chat.wait_for("tok/s")
     chat.wait_for("> ")
-    chat.type("half a line\x03")
+    chat.type("half a line")
+    chat.wait_for("half a line")
+    chat.type("\x03")
     chat.wait_for("Ctrl-D or /exit leaves")
     chat.type("/reset\r")
     chat.wait_for("a new conversation")
@@ -25,30 +34,18 @@ def test_a_local_conversation(terminal):
     assert "Traceback" not in chat.screen
 
 
-def test_through_redis_on_a_terminal(terminal, stack):
-    chat = terminal("chat", "--max-tokens", "3000", "--temperature", "0", *stack.flags)
-    chat.wait_for("Ctrl-C stops an answer")
-    chat.type("Tell me a story.\r")
-    chat.wait_for("story.\r\n")
-    chat.wait_for(" ")
-    chat.type("\x03")
-    chat.wait_for("stopped")
+@pytest.mark.parametrize("over_http", [False, True])
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, stack, over_http):
+    where = ("--base-url", f"{stack.url}/v1") if over_http else stack.flags
+    chat = terminal("chat", "--max-tokens", "3000", "--temperature", "0", *where)
+    for turn in ("Tell me a story.", "And then?"):
+        _say(chat, turn)
+        chat.type("\x03")
+        chat.wait_for("stopped")
     chat.wait_for("> ")
     chat.type("\x04")
     assert chat.end() == 0
     assert "Traceback" not in chat.screen
-
-
-def test_over_http_on_a_terminal(terminal, stack):
-    chat = terminal("chat", "--base-url", f"{stack.url}/v1", "--max-tokens", "3000", "--temperature", "0")
-    chat.wait_for("Ctrl-C stops an answer")
-    chat.type("Tell me a story.\r")
-    chat.wait_for("story.\r\n")
-    chat.wait_for(" ")
-    chat.type("\x03")
-    chat.wait_for("stopped")
-    chat.type("/exit\r")
-    assert chat.end() == 0
 
 
 def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue, stack):
