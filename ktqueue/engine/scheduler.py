@@ -30,6 +30,11 @@ class Plan:
     rows: dict[Sequence, int] = field(default_factory=dict)
     hopeless: list[Sequence] = field(default_factory=list)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens planned so far."""
+        return sum(self.rows.values())
+
 
 def _arrival(sequence: Sequence) -> tuple[float, int, int]:
     return sequence.request.arrival, sequence.request.serial, sequence.index
@@ -94,23 +99,17 @@ class Scheduler:
         self._now = now
         self.running.sort(key=self._rank)
         plan = Plan()
-        budget = self._budget
         decoding = [one for one in self.running if one.remaining == 1]
         filling = [one for one in self.running if one.remaining > 1]
-        for sequence in decoding + filling:
-            if sequence.status is Status.RUNNING and sequence not in plan.hopeless:
-                count = min(sequence.remaining, budget - sum(plan.rows.values()) if sequence.remaining > 1 else 1)
-                if count > 0 and self._make_room(sequence, count, plan):
-                    plan.rows[sequence] = count
+        for sequence in decoding:
+            self._plan(sequence, plan)
+        for sequence in filling:
+            if plan.tokens < self._budget:
+                self._plan(sequence, plan)
         for sequence in plan.hopeless:
             self.remove(sequence)
-        budget -= sum(plan.rows.values())
-        while budget > 0 and (head := self._head()) is not None and self._admit(head, plan):
-            if head.status is Status.RUNNING:
-                count = min(head.remaining, budget)
-                if self._make_room(head, count, plan):
-                    plan.rows[head] = count
-                    budget -= count
+        while plan.tokens < self._budget and (head := self._head()) is not None and self._admit(head, plan):
+            self._plan(head, plan)
         return plan
 
     def commit(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -136,6 +135,13 @@ class Scheduler:
         for queue in self._waiting.values():
             assert queue == sorted(queue, key=_arrival), "the queue is out of order"
             assert all(one.page_count == 0 and one.status is Status.WAITING for one in queue), "a waiting one has pages"
+
+    def _plan(self, sequence: Sequence, plan: Plan) -> None:
+        """Give a sequence its part of the step, if it still runs and pages can be had. Decode rows always fit in."""
+        if sequence.status is Status.RUNNING:
+            count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._budget - plan.tokens)
+            if self._make_room(sequence, count, plan):
+                plan.rows[sequence] = count
 
     def _rank(self, sequence: Sequence) -> Rank:
         request = sequence.request
