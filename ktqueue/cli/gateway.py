@@ -1,11 +1,17 @@
 """`ktqueue gateway`: the HTTP front alone."""
 
+import typer
+
+from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, GatewayFlags, expand, settings
 
 
 @expand
 def gateway(common: CommonFlags, gateway: GatewayFlags) -> None:
-    """Serve the OpenAI-compatible HTTP API in front of a Redis. Needs no torch."""
+    """Serve the OpenAI-compatible HTTP API in front of a Redis. Needs no torch. Ctrl-C lets open streams end."""
     from ktqueue.gateway.serve import serve
 
-    serve(settings(common, gateway=gateway))
+    try:
+        serve(settings(common, gateway=gateway))
+    except SystemExit as end:  # uvicorn has told why
+        raise typer.Exit(ExitCode.FAILED if end.code else ExitCode.OK) from end

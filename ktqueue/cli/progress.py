@@ -53,13 +53,17 @@ class Bar:
         elif not self._quiet:
             sys.stderr.write(f"{text}\n")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def finish(self) -> None:
+        """Leave the bar as it stands; it moves no more."""
         if self._progress is not None:
             self._progress.stop()
         elif self._moved:
             self._write_line()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
 
     def _write_line(self) -> None:
         self._last_line = time.monotonic()

@@ -1,0 +1,59 @@
+"""`ktqueue gateway` and `ktqueue worker`, each alone, over a Redis that was there before."""
+
+import signal
+import socket
+import time
+
+import httpx
+
+
+def _free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _wait_for(url, process):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        try:
+            if httpx.get(url, timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{url} did not answer")
+
+
+def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_path):
+    port = _free_port()
+    base = f"http://127.0.0.1:{port}"
+    gateway = start("gateway", "--redis-url", redis_url, "--port", port, "--api-key", "sesame", cwd=tmp_path)
+    worker = start("worker", "--redis-url", redis_url, "--served-model-name", "tales", cwd=tmp_path)
+    try:
+        _wait_for(f"{base}/readyz", gateway)
+        words = ("chat", "--base-url", base, "--max-tokens", 4, "--api-key")
+        refused = ktqueue(*words, "wrong", stdin="hello\n")
+        assert refused.returncode == 1
+        answered = ktqueue(*words, "sesame", stdin="hello\n")
+        assert (answered.returncode, answered.stderr) == (0, "")
+        taken = ktqueue("gateway", "--redis-url", redis_url, "--port", port)
+        assert taken.returncode == 1
+        assert "address already in use" in taken.stderr
+    finally:
+        worker.send_signal(signal.SIGINT)
+        gateway.send_signal(signal.SIGINT)
+        _, worker_log = worker.communicate(timeout=30)
+        gateway.communicate(timeout=30)
+    assert (worker.returncode, gateway.returncode) == (0, 0)
+    assert "drained" in worker_log
+    assert "loading: 18" in worker_log
+
+
+def test_without_a_redis_both_say_so_at_once(ktqueue):
+    for verb in ("gateway", "worker"):
+        done = ktqueue(verb, "--redis-url", "redis://127.0.0.1:1")
+        assert done.returncode == 3
+        assert done.stderr.splitlines()[-1].startswith("ktqueue: Redis is away")
+        assert "Traceback" not in done.stderr
