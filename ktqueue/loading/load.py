@@ -1,5 +1,6 @@
 """A model file to a model that runs: checkpoint -> skeleton -> plan -> inject -> materialize."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import experts as _experts  # noqa: F401  (enters its operators in the registry)
 from ktqueue.operators.base import registry
 from ktqueue.operators.kv_cache import KVLayout
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,22 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     """Open, build the skeleton, compare it with the file and plan. Raises CheckpointError, RuleError."""
     checkpoint = open_checkpoint(path)
     config = build_config(checkpoint.config(), checkpoint.path)
+    _check_depth(config, checkpoint)
     skeleton = build_skeleton(config, dtype, checkpoint.path)
     check(skeleton, checkpoint)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device)
     return Prepared(checkpoint, config, skeleton, plan)
+
+
+def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
+    """A wrong layer count would build a skeleton of any size."""
+    stated = config.num_hidden_layers
+    found = len({match[1] for name in checkpoint.names() if (match := _LAYER.search(name))})
+    if not isinstance(stated, int) or stated > found:
+        raise CheckpointError(
+            f"{checkpoint.path}: num_hidden_layers is {stated!r}, there are tensors of {found} layers"
+        )
 
 
 def load_model(

@@ -34,8 +34,8 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    if experts and chosen and chosen > experts:
-        raise CheckpointError(f"{source}: {chosen} experts a token are wanted, the model has {experts}")
+    if experts and chosen and not (isinstance(experts, int) and isinstance(chosen, int) and chosen <= experts):
+        raise CheckpointError(f"{source}: {chosen!r} experts a token are wanted, the model has {experts!r}")
     config.output_router_logits = False  # else every forward would gather them for a training loss
     config.use_cache = False
     return config

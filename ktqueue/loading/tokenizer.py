@@ -158,6 +158,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     file = tokenizer_files.read_tokenizer(folder)
     settings = tokenizer_files.optional_json(folder / "tokenizer_config.json")
     size = tokenizer_files.optional_json(folder / "config.json").get("vocab_size", len(file.tokens))
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
     ends = tokenizer_files.end_tokens(folder, settings, file.tokens)
     template = tokenizer_files.chat_template(folder, settings)
     return Tokenizer(

@@ -153,6 +153,9 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
     tokenizer = load_tokenizer(str(tmp_path))
     with pytest.raises(InvalidRequest, match=r"messages holds '.*', a token that the model does not have"):
         tokenizer.encode_request(GenerationRequest(model="m", messages=({"role": "user", "content": "Hi"},)))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": "many"}))
+    with pytest.raises(CheckpointError, match=r"config.json: vocab_size must be a positive number, got 'many'"):
+        load_tokenizer(str(tmp_path))
     raw = tiny_gguf.read_bytes()
     at = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 8
     (tmp_path / "few.gguf").write_bytes(raw[:at] + (200).to_bytes(8, "little") + raw[at + 8 :])
