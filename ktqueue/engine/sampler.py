@@ -10,8 +10,8 @@ with top_k or top_p are handled by themselves, which is faster than padding them
 Knows nothing of requests. Each row's result depends on that row alone.
 """
 
+import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from ktqueue.engine.noise import uniform
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy
-_GUESS = 1e-3  # candidates of top_p: tokens at least so likely, relative to the likeliest
+_GUESS = np.float32(1e-3)  # candidates of top_p: tokens at least so likely, relative to the likeliest
 _BLOCK = 64  # columns summed at a time
 _IN_CACHE = 1 << 18  # logits that are worked on at a time
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]
-AnyDouble = TypeVar("AnyDouble", np.float64, Doubles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +63,51 @@ def greedy(logits: Floats) -> tuple[Integers, NDArray[np.bool_]]:
     return chosen, np.isfinite(logits[np.arange(len(chosen)), chosen])
 
 
-def sample(logits: Floats, rows: SamplingRows) -> Integers:
-    """Draw a token for each row of finite `logits` [rows, vocab]; temperatures are at least GREEDY_BELOW."""
-    together = max(1, _IN_CACHE // logits.shape[1])
-    if len(logits) <= together:
-        return _sample(logits, rows)
-    parts = [np.arange(start, min(start + together, len(logits))) for start in range(0, len(logits), together)]
-    return np.concatenate([_sample(logits[part], rows.take(part)) for part in parts])
+class Sampler:
+    """Draws tokens; keeps the memory that it works in."""
 
+    def __init__(self) -> None:
+        self._scratch: Floats = np.empty(0, dtype=np.float32)
 
-def _sample(logits: Floats, rows: SamplingRows) -> Integers:
-    vocab = logits.shape[1]
-    padded = np.zeros((len(logits), -(-vocab // _BLOCK) * _BLOCK), dtype=np.float32)
-    weights = padded[:, :vocab]
-    with np.errstate(over="ignore", under="ignore"):
-        np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
-        weights *= (1.0 / rows.temperature).astype(np.float32)[:, None]
-        np.exp(weights, out=weights)  # 1 at the likeliest token
-    noise = uniform(rows.stream, rows.position)
-    few = (rows.top_k > 0) | (rows.top_p < 1.0)
-    chosen = np.empty(len(logits), dtype=np.int64)
-    if not few.all():
-        many = np.flatnonzero(~few)
-        chosen[many] = _draw_from_all(
-            padded if len(many) == len(padded) else padded[many], rows.min_p[many], noise[many]
-        )
-    if few.any():
-        totals = _block_sums(padded).sum(axis=1).tolist()
-        top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
-        for row in np.flatnonzero(few).tolist():
-            chosen[row] = _draw_from_few(weights[row], top_k[row], top_p[row], min_p[row], totals[row], noise[row])
-    return chosen
+    def sample(self, logits: Floats, rows: SamplingRows) -> Integers:
+        """Draw a token for each row of finite `logits` [rows, vocab]; temperatures are at least GREEDY_BELOW."""
+        together = max(1, _IN_CACHE // logits.shape[1])
+        if len(logits) <= together:
+            return self._sample(logits, rows)
+        parts = [np.arange(start, min(start + together, len(logits))) for start in range(0, len(logits), together)]
+        return np.concatenate([self._sample(logits[part], rows.take(part)) for part in parts])
+
+    def _sample(self, logits: Floats, rows: SamplingRows) -> Integers:
+        padded = self._buffer(logits.shape)
+        weights = padded[:, : logits.shape[1]]
+        with np.errstate(over="ignore", under="ignore"):
+            np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
+            weights *= (1.0 / rows.temperature).astype(np.float32)[:, None]
+            np.exp(weights, out=weights)  # 1 at the likeliest token
+        noise = uniform(rows.stream, rows.position)
+        few = (rows.top_k > 0) | (rows.top_p < 1.0)
+        chosen = np.empty(len(logits), dtype=np.int64)
+        if not few.all():
+            many = np.flatnonzero(~few)
+            part = padded if len(many) == len(padded) else padded[many]
+            chosen[many] = _draw_from_all(part, rows.min_p[many], noise[many])
+        if few.any():
+            totals = _block_sums(padded).sum(axis=1).tolist()
+            top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
+            each = noise.tolist()
+            for row in np.flatnonzero(few).tolist():
+                chosen[row] = _draw_from_few(weights[row], top_k[row], top_p[row], min_p[row], totals[row], each[row])
+        return chosen
+
+    def _buffer(self, shape: tuple[int, ...]) -> Floats:
+        """[rows, vocab rounded up to whole blocks] with zeros in the columns beyond the vocabulary."""
+        rows, vocab = shape
+        columns = -(-vocab // _BLOCK) * _BLOCK
+        if self._scratch.size < rows * columns:
+            self._scratch = np.empty(rows * columns, dtype=np.float32)
+        padded = self._scratch[: rows * columns].reshape(rows, columns)
+        padded[:, vocab:] = 0.0
+        return padded
 
 
 def _draw_from_all(weights: Floats, min_p: Doubles, noise: Doubles) -> Integers:
@@ -102,7 +115,7 @@ def _draw_from_all(weights: Floats, min_p: Doubles, noise: Doubles) -> Integers:
     if min_p.any():
         weights[weights < min_p.astype(np.float32)[:, None]] = 0.0
     blocks = _block_sums(weights).cumsum(axis=1)
-    target = _target(noise, blocks[:, -1])
+    target = np.minimum(noise * blocks[:, -1], np.nextafter(blocks[:, -1], 0.0))  # below, though the product rounds up
     block = (blocks <= target[:, None]).sum(axis=1)
     every = np.arange(len(noise))
     target -= np.where(block > 0, blocks[every, block - 1], 0.0)
@@ -112,7 +125,7 @@ def _draw_from_all(weights: Floats, min_p: Doubles, noise: Doubles) -> Integers:
     return found
 
 
-def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, total: float, noise: np.float64) -> int:
+def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, total: float, noise: float) -> int:
     """Draw from one row, looking only at the candidates of at least a certain weight.
 
     With top_k or min_p that weight is exact. With top_p alone it is a guess; where the candidates hold
@@ -123,20 +136,26 @@ def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, tota
     if 0 < top_k < len(weights):
         floor = max(floor, np.partition(weights, len(weights) - top_k)[len(weights) - top_k])
     guessed = top_k == 0 and min_p == 0.0
-    ids = np.flatnonzero(weights >= (_GUESS if guessed else floor))
-    kept = weights[ids].astype(np.float64)  # in vocabulary order
+    ids, kept = _candidates(weights, _GUESS if guessed else floor)
     if top_p < 1.0:
         order, cumulative = _ordered(kept)
-        wanted = top_p * (total if guessed else cumulative[-1])
+        wanted = top_p * (total if guessed else float(cumulative[-1]))
         if guessed and cumulative[-1] < wanted:
             spare = 0.5 * (1.0 - top_p) * total / len(weights)  # half of it: sums are rounded
-            ids = np.flatnonzero(weights >= np.float32(spare if top_p < 0.9999 else 0.0))
-            kept = weights[ids].astype(np.float64)
+            ids, kept = _candidates(weights, np.float32(spare if top_p < 0.9999 else 0.0))
             order, cumulative = _ordered(kept)
         last = min(int(cumulative.searchsorted(wanted)), len(order) - 1)  # the first with which top_p is reached
         kept[kept < order[last]] = 0.0
     cumulative = kept.cumsum()
-    return int(ids[cumulative.searchsorted(_target(noise, cumulative[-1]), side="right")])
+    weight = float(cumulative[-1])
+    target = min(noise * weight, math.nextafter(weight, 0.0))
+    return int(ids[cumulative.searchsorted(target, side="right")])
+
+
+def _candidates(weights: Floats, floor: np.float32) -> tuple[Integers, Doubles]:
+    """Tokens of at least `floor`, in vocabulary order, and their weights."""
+    ids: Integers = (weights >= floor).nonzero()[0]
+    return ids, weights[ids].astype(np.float64)
 
 
 def _ordered(kept: Doubles) -> tuple[Doubles, Doubles]:
@@ -149,9 +168,3 @@ def _block_sums(weights: Floats) -> Doubles:
     """Sums over blocks of columns, [rows, blocks]."""
     sums: Floats = np.einsum("rbc->rb", weights.reshape(len(weights), -1, _BLOCK))
     return sums.astype(np.float64)
-
-
-def _target(noise: AnyDouble, total: AnyDouble) -> AnyDouble:
-    """The cumulative weight to pass: below the total even where the product rounds up to it."""
-    target: AnyDouble = np.minimum(noise * total, np.nextafter(total, 0.0))
-    return target

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ktqueue.core.events import PositionLogprobs
 from ktqueue.engine.logits import edit
 from ktqueue.engine.logprobs import logprobs
-from ktqueue.engine.sampler import GREEDY_BELOW, SamplingRows, greedy, sample
+from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, greedy
 from ktqueue.engine.sequence import Sequence
 
 
@@ -31,6 +31,7 @@ class Selector:
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
+        self._sampler = Sampler()
 
     def select(self, logits: NDArray[np.float32], sequences: Many[Sequence]) -> Selection:
         """Choose a token for each sequence from its row of `logits` [rows, vocab], which may be written to."""
@@ -45,7 +46,7 @@ class Selector:
         drawn = [row for row, one in enumerate(samplings) if one.temperature >= GREEDY_BELOW and finite[row]]
         if drawn:
             part = logits if len(drawn) == len(sequences) else logits[drawn]
-            chosen[drawn] = sample(part, _rows([sequences[row] for row in drawn]))
+            chosen[drawn] = self._sampler.sample(part, _rows([sequences[row] for row in drawn]))
         tokens = chosen.tolist()
         return Selection(
             token_ids=tokens,

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from ktqueue.engine.noise import stream, uniform
-from ktqueue.engine.sampler import SamplingRows, greedy, sample
+from ktqueue.engine.sampler import Sampler, SamplingRows, greedy
+
+sample = Sampler().sample
 
 
 def streams(seeds, indices):
