@@ -70,7 +70,7 @@ def connect(url: str, config: BrokerConfig) -> "Redis":
 def _translate(error: Exception) -> Exception:
     if isinstance(error, AuthenticationError):
         return ConfigError("Redis refuses the password", param="broker.url")
-    if isinstance(error, OutOfMemoryError):
+    if isinstance(error, OutOfMemoryError) or " -OOM " in str(error):  # the latter from within a script, Redis 6.2
         return OutOfMemory("Redis has no memory left", retry_after=5.0)
     if isinstance(error, _AWAY) or str(error).partition(" ")[0] in _AWAY_CODES:
         return Unavailable(f"Redis is away: {str(error) or 'no answer in time'}", retry_after=1.0)

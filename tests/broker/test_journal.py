@@ -234,3 +234,18 @@ async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, r
     async with asyncio.timeout(10):
         assert await asyncio.gather(*readers) == [[1, 2, 3, 4, 5]] * 200
     await lease.close()
+
+
+async def test_what_came_while_the_connection_was_lost_is_read_at_once(broker, job, raw):
+    events = broker.journal.follow(job.id)
+    first = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.05)
+    await job.write(1)
+    await first
+    second = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.05)
+    raw.client_kill_filter(_type="pubsub")
+    await job.write(1)
+    async with asyncio.timeout(0.7):  # before the check that a quiet second brings
+        assert (await second).seq == 2
+    await events.aclose()

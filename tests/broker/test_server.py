@@ -116,7 +116,9 @@ def test_data_survives_a_stop_and_a_kill(server, tmp_path):
         assert one.mget("a", "b") == [b"1", b"2"]
 
 
-def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path):
+@pytest.fixture
+def orphan(tmp_path):
+    """The pid of a server, and the process that started it on `tmp_path` and can be killed."""
     code = textwrap.dedent(
         """
         import sys, time
@@ -130,13 +132,33 @@ def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path):
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with parent:
-        child = int(parent.stdout.readline())
-        assert running_url(tmp_path) is not None
+        yield int(parent.stdout.readline()), parent
         parent.kill()
+
+
+def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path, orphan):
+    child, parent = orphan
+    assert running_url(tmp_path) is not None
+    parent.kill()
     end = time.monotonic() + 5
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < end, "the server outlived its parent"
         time.sleep(0.01)
+    server.start(tmp_path)
+
+
+def test_a_folder_is_not_free_while_the_old_server_still_ends(server, tmp_path, orphan, monkeypatch):
+    child, parent = orphan
+    os.kill(child, signal.SIGSTOP)
+    try:
+        parent.kill()
+        parent.wait()
+        monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.2)
+        with pytest.raises(Unavailable, match="already"):
+            server.start(tmp_path)
+    finally:
+        os.kill(child, signal.SIGCONT)
+    monkeypatch.setattr(server_module, "LOCK_SECONDS", 5.0)
     server.start(tmp_path)
 
 
@@ -146,17 +168,15 @@ def test_ctrl_c_does_not_reach_it(server, tmp_path):
 
 
 def test_a_server_that_cannot_start_says_why(server, tmp_path):
-    (tmp_path / "appendonlydir").write_text("a file where the folder should be")
+    (tmp_path / "appendonly.aof").write_text("no such command\n")
     with pytest.raises(Unavailable, match=r"redis\.log"):
         server.start(tmp_path)
     assert running_url(tmp_path) is None
-    (tmp_path / "appendonlydir").unlink()
-    server.start(tmp_path)
+    assert server.pid is None
 
 
 def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path, monkeypatch):
-    wheel = find_program()
-    assert wheel.endswith("valkey-server")
+    assert find_program().endswith(("valkey-server", "redis-server"))
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, version in (("redis-server", "7.0.15"), ("valkey-server", "6.0.1")):
         program = tmp_path / name
