@@ -222,7 +222,7 @@ class Scheduler:
         # The last page first: of a cached prefix the tail must be evicted before the head.
         for page in reversed(sequence.pages[: sequence.page_count].tolist()):
             self.pages.release(page)
-        sequence.page_count = sequence.computed = sequence.named = 0
+        sequence.page_count = sequence.computed = 0
 
     def _fork(self, leader: Sequence, fork: Sequence) -> None:
         """Let `fork` share the pages of the prompt that `leader` has computed.

@@ -170,6 +170,21 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
         assert results[name, 0].token_ids == continue_greedily(scores, prompt, 16)
 
 
+def test_cached_pages_are_not_counted_as_room_twice(model, vocabulary, make_engine, run):
+    """8 pages: 4 are running, 4 idle hold the head of a prompt of 6 pages. Those 4 leave no room for the other 2."""
+    engine = make_engine(model, vocabulary, num_pages=8)
+    head = list(range(16))
+    engine.add("before", [*head, 1], SamplingParams(max_tokens=1))
+    run(engine)
+    engine.add("running", [40] * 15, SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    engine.add("after", head + [50] * 6, SamplingParams(max_tokens=1))
+    engine.step()
+    assert engine.stats().waiting == 1 and engine.stats().running == 1
+    result = run(engine)["after", 0]
+    assert result.usage.cached_tokens >= 12 and len(result.token_ids) == 1
+
+
 def test_nothing_is_reserved(model, vocabulary, make_engine):
     """Eight requests that could grow to 100 tokens each run at once on pages for 64 tokens."""
     engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8)
