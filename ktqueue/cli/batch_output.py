@@ -18,7 +18,7 @@ from ktqueue.cli.id_set import IdSet
 from ktqueue.core.codec import CodecError, dumps, loads
 
 SYNC_SECONDS = 1.0
-RUN_NAME_BYTES = 6
+RUN_NAME_BYTES = 4
 _TAIL_BYTES = 1 << 16
 _RECORD_START = b'{"id":"batch_req_'  # how each of our lines begins: nothing else is ever cut off
 

@@ -52,7 +52,7 @@ class Work:
 
 def work_id(line: BatchLine, run: str) -> str:
     """A line's name in its run; another body under the same custom_id has another name."""
-    digest = blake2b(dumps([line.custom_id, line.url, line.body]), digest_size=12)
+    digest = blake2b(dumps([line.custom_id, line.url, line.body]), digest_size=8)
     return f"batch-{run}-{digest.hexdigest()}"
 
 

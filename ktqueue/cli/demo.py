@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -24,10 +24,10 @@ QUESTION = "Tell me a story about a fox and a crow."
 TALE_TOKENS = 220
 FAREWELL = """
 Everything is stopped. To go on from here:
-  ktqueue up                     leave it running, for curl and the openai client
-  ktqueue chat --local           talk with the model in this terminal
-  ktqueue up --model FILE.gguf   serve a model of your own
-  ktqueue --help                 all the rest"""
+  ktqueue up                    keep it running, for curl and the openai client
+  ktqueue chat --local          talk with the model in this terminal
+  ktqueue up --model FILE.gguf  serve a model of your own
+  ktqueue --help                all the rest"""
 LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: each may be a bit longer than the one before
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
@@ -98,6 +98,8 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
     """Ask for a tale and write it as it comes. Raises Unavailable, KtqueueError."""
     import httpx
 
+    from ktqueue.cli.talkers import stream_document
+
     write(f"> {QUESTION}\n\n")
     body = {
         "model": model,
@@ -121,7 +123,7 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
         ):
             response.raise_for_status()
             async for line in response.aiter_lines():
-                document = _document(line)
+                document = stream_document(line)
                 for choice in document.get("choices", ()):
                     if text := choice["delta"].get("content"):
                         first = first if first is not None else time.monotonic() - began
@@ -135,16 +137,6 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
     page.end()
     write("\n")
     return Tale(tokens, first or 0.0, time.monotonic() - began)
-
-
-def _document(line: str) -> dict[str, Any]:
-    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-    if not data or data == "[DONE]":
-        return {}
-    document: dict[str, Any] = json.loads(data)
-    if document.get("error"):
-        raise KtqueueError(document["error"]["message"])
-    return document
 
 
 def _write_prompts(path: Path, model: str) -> int:

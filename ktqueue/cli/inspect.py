@@ -11,6 +11,8 @@ from ktqueue.core.units import format_bytes
 if TYPE_CHECKING:
     from ktqueue.loading.inspect import Report
 
+WIDE = 120  # columns: room for everything
+
 
 @expand
 def inspect(
@@ -52,20 +54,26 @@ def _show(report: "Report") -> None:
         soft_wrap=True,
         markup=False,
     )
-    numbers = ("count", "in file", "loaded")
-    made = table(("module", "count", "operator", "device", "stored as", "in file", "loaded"), right=numbers)
+    wide = console.width >= WIDE
+    columns = ["module", "count", "operator", "class", "device", "stored as", "in file", "loaded"]
+    if not wide:
+        columns = [column for column in columns if column not in ("count", "class")]
+    made = table(columns, right=("count", "in file", "loaded"))
     for row in report.rows:
-        made.add_row(
-            row.name,
-            str(row.count),
-            row.operator if row.operator != KEEP else f"[dim]{row.class_name}[/]",
-            row.device,
-            ", ".join(row.quants),
-            format_bytes(row.file_bytes),
-            format_bytes(row.device_bytes),
-        )
+        cells = {
+            "module": row.name,
+            "count": str(row.count),
+            "operator": row.operator if row.operator != KEEP else "",
+            "class": row.class_name,
+            "device": row.device,
+            "stored as": ", ".join(row.quants),
+            "in file": format_bytes(row.file_bytes),
+            "loaded": format_bytes(row.device_bytes),
+        }
+        made.add_row(*(cells[column] for column in columns))
     made.add_section()
     for device, count in report.device_bytes.items():
         in_file = sum(row.file_bytes for row in report.rows if row.device == device)
-        made.add_row("total", "", "", device, "", format_bytes(in_file), format_bytes(count))
-    console.print(made)
+        total = {"module": "total", "device": device, "in file": format_bytes(in_file), "loaded": format_bytes(count)}
+        made.add_row(*(total.get(column, "") for column in columns))
+    console.print(made, markup=False)

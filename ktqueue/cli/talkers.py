@@ -82,8 +82,9 @@ class HttpTalker:
                 if response.is_error:
                     response.read()
                 _check(response)
-                for document in stream_documents(response):
-                    for choice in document["choices"]:
+                for line in response.iter_lines():
+                    document = stream_document(line)
+                    for choice in document.get("choices", ()):
                         if text := choice["delta"].get("content"):
                             yield Piece(text, 0)
                     if usage := document.get("usage"):
@@ -171,18 +172,18 @@ def local_talker(config: "EngineConfig") -> LocalTalker:
     return LocalTalker(built.engine, built.tokenizer, built.card.name)
 
 
-def stream_documents(response: "httpx.Response") -> Iterator[dict[str, Any]]:
-    """The JSON documents of a server-sent event stream, up to [DONE]. Raises KtqueueError for one that is an error."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        document = json.loads(data)
-        if document.get("error"):
-            raise KtqueueError(str(document["error"].get("message")))
-        yield document
+def stream_document(line: str) -> dict[str, Any]:
+    """The JSON document on one line of a server-sent event stream, {} where it has none.
+
+    Raises KtqueueError for one that tells of an error.
+    """
+    data = line[5:].strip() if line.startswith("data:") else ""
+    if data in ("", "[DONE]"):
+        return {}
+    document: dict[str, Any] = json.loads(data)
+    if document.get("error"):
+        raise KtqueueError(str(document["error"].get("message")))
+    return document
 
 
 def _check(response: "httpx.Response") -> None:

@@ -65,7 +65,7 @@ def test_a_batch_answers_as_http_does(ktqueue, stack, tmp_path):
 
 def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue, stack, tmp_path):
     source = _write(tmp_path / "in.jsonl", 3, tokens=4)
-    bad = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 9}
+    bad = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 9, "max_tokens": 4}
     late = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4000, "expires_in": 0.05}
     with source.open("a") as file:
         for name, body in (("bad", bad), ("late", late)):
