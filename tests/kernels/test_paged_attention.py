@@ -14,7 +14,8 @@ class Case:
 
     def __init__(self, chunks, contexts, *, heads=4, kv_heads=2, head_dim=16, page_size=16, window=0, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.page_size, self.window, self.scaling = page_size, window, head_dim**-0.5
+        self.page_size, self.window = page_size, window
+        self.scaling = 1.1 * head_dim**-0.5  # no power of two, so that it rounds
         used = [-(-context // page_size) for context in contexts]
         order = (torch.randperm(sum(used), generator=generator) + 1).int()
         self.cache = [torch.randn(sum(used) + 1, page_size, kv_heads, head_dim, generator=generator) for _ in range(2)]
