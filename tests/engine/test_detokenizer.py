@@ -95,6 +95,8 @@ def test_tokens_before_the_least_length_do_not_stop():
     assert [one.push(0, may_stop=False), one.push(1, may_stop=False)] == ["", "ab"]
     assert [one.push(2, may_stop=False), one.push(3)] == ["", ""]
     assert one.stopped
+    again = Detokenizer([b"aba", b"ba"].__getitem__, StopStrings(["aba"]))
+    assert [again.push(0, may_stop=False), again.push(1)] == ["ab", ""] and again.stopped
     overlapping = Detokenizer([b"aba", b"ba"].__getitem__, StopStrings(["ababa", "aba"]))
     assert overlapping.push(0, may_stop=False) + overlapping.push(1) == ""
     assert overlapping.stopped, "the longest that ends first wins, though it began where none could end"

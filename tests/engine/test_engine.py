@@ -59,6 +59,15 @@ def test_prefix_is_reused_but_never_the_last_token(model, vocabulary, make_engin
     assert result.usage.cached_tokens == 8  # 10 were computed: two full pages
 
 
+def test_equal_pages_of_different_prefixes_are_different(model, vocabulary, make_engine, run, greedy):
+    one, other = PROMPT[:4], PROMPT[4:8]
+    engine = make_engine(model, vocabulary)
+    for i, prompt in enumerate(([*one, *other, 7], [*other, *one, 7], [*one, *one, 7], [*other, *other, 7])):
+        engine.add(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=3))
+        result = run(engine)[f"r{i}", 0]
+        assert result.token_ids == greedy(prompt, 3) and result.usage.cached_tokens == (0, 0, 4, 4)[i]
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("length", [1, 4, 7, 8])
 def test_choices_share_the_prompt(model, vocabulary, make_engine, run, caching, length):
@@ -247,6 +256,48 @@ def test_stop_string_and_min_tokens(model, vocabulary, make_engine, run, greedy)
         assert results[name, 0].text == text[:4] and results[name, 0].finish_reason is FinishReason.STOP
         assert len(results[name, 0].token_ids) == 7
     assert results["z", 0].text == text and results["z", 0].finish_reason is FinishReason.LENGTH
+
+
+def test_penalties_count_what_was_generated(model, vocabulary, make_engine, run, scores):
+    model.scores = lambda context: scores(context[-1:])  # without penalties the same tokens come round again
+
+    def expected(count):
+        context = list(PROMPT)
+        for _ in range(count):
+            row = model.scores(context)
+            for token in set(context):
+                row[token] = row[token] / 1.1 if row[token] > 0 else row[token] * 1.1
+            for token in context[len(PROMPT) :]:
+                row[token] -= 0.7
+            context.append(int(np.argmax(row)))
+        return context[len(PROMPT) :]
+
+    engine = make_engine(model, vocabulary, num_pages=13)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, frequency_penalty=0.7, repetition_penalty=1.1)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, sampling)
+    engine.add("plain", PROMPT, SamplingParams(temperature=0.0, max_tokens=40))
+    results = run(engine)
+    assert engine.stats().preemptions > 0
+    assert results["a", 0].token_ids == results["b", 0].token_ids == expected(40)
+    assert len(set(results["plain", 0].token_ids)) < len(set(expected(40)))
+
+
+def test_held_back_text_comes_out_at_the_end(model, make_vocabulary, make_engine, run, greedy):
+    """A possible stop string and half a character are decided when the choice ends, by length or by an end token."""
+    expected = greedy(PROMPT, 7)
+    assert len(set(expected)) == 7
+    pieces = [b"-"] * 96 + [b""]
+    for token, piece in zip(expected, (b"a", b"b", b"EN", b"c", b"E", b"\xe2\x82", b"."), strict=True):
+        pieces[token] = piece
+    engine = make_engine(model, make_vocabulary(pieces))
+    for name, count, stop_ids in (("held", 5, ()), ("half", 6, ()), ("ended", 20, (expected[5],))):
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, stop=("END",), stop_token_ids=stop_ids)
+        engine.add(name, PROMPT, sampling)
+    results = run(engine)
+    assert results["held", 0].text == "abENcE" and results["held", 0].outputs[-1].text == "E"
+    assert results["half", 0].text == "abENcE\ufffd" and results["half", 0].finish_reason is FinishReason.LENGTH
+    assert results["ended", 0].text == "abENcE" and results["ended", 0].finish_reason is FinishReason.STOP
 
 
 def test_context_length_ends_a_choice(model, vocabulary, make_engine, run, greedy):
