@@ -109,7 +109,7 @@ parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matri
 lint: $(VENV)/dev.stamp ## Style, import contracts, shell and docker files, the project's own books
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run --Werror
 	@$(BIN)/shellcheck .ci/run
 	@$(BIN)/hadolint docker/*.Dockerfile
