@@ -190,11 +190,13 @@ def _put(values: dict[str, dict[str, Any]], section: str, key: str, value: Any, 
     if key not in names:
         raise ConfigError(f"{source}: unknown key {section}.{key}{_nearest(key, names)}", param=f"{section}.{key}")
     hint = get_type_hints(_SECTIONS[section])[key]
+    byte_size = key.endswith("_bytes")
     try:
-        values[section][key] = _convert(value, hint, byte_size=key.endswith("_bytes"))
+        values[section][key] = _convert(value, hint, byte_size=byte_size)
     except (TypeError, ValueError) as error:
+        wanted = "a size such as 256MiB" if byte_size else f"of type {getattr(hint, '__name__', hint)}"
         raise ConfigError(
-            f"{source}: {section}.{key} must be {hint}, got {value!r}", param=f"{section}.{key}", value=str(value)
+            f"{source}: {section}.{key} must be {wanted}, got {value!r}", param=f"{section}.{key}", value=str(value)
         ) from error
 
 
