@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -113,16 +112,17 @@ class Stack:
 StartStack = Callable[..., AbstractAsyncContextManager[Stack]]
 
 
-@pytest.fixture
-def start_stack(tmp_path: Path) -> StartStack:
+@pytest.fixture(scope="session")
+def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
     """`async with start_stack(workers=2) as stack:`."""
 
     @contextlib.asynccontextmanager
     async def start(
         *, workers: int = 1, broker: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **worker: Any
     ) -> AsyncIterator[Stack]:
+        state_dir = tmp_path_factory.mktemp("state")
         config = Config(
-            broker=BrokerConfig(**{"state_dir": str(tmp_path / "state"), **(broker or {})}),
+            broker=BrokerConfig(**{"state_dir": str(state_dir), **(broker or {})}),
             engine=EngineConfig(**{"num_pages": 1024, "threads": 1, **(engine or {})}),
             worker=WorkerConfig(**worker),
             gateway=GatewayConfig(port=0, drain_seconds=2.0),

@@ -5,14 +5,23 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+import pytest_asyncio
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STORY = "Once upon a time there was a king who"
 GREEDY = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 100, "ignore_eos": True}
-TWO = {**SEEDED, "n": 2, "max_tokens": 60}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "two": {**SEEDED, "n": 2, "max_tokens": 60},
+}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,96 +61,91 @@ async def chat(stack: Any, on_event: Callable[[int], None] | None = None) -> tup
     raise AssertionError("the stream ended without [DONE]")
 
 
-async def test_streams_outlive_the_only_worker(start_stack: Any, record_property: Any) -> None:
-    async with start_stack() as stack:
-        worker = stack.up.workers[0]
-        expected = {}
-        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED), ("two", TWO)):
-            job = await stack.submit(prompt=STORY, sampling=sampling)
-            expected[name] = (await stack.read(job)).choices(sampling.get("n", 1))
-        expected_chat = await chat(stack)
-
-        jobs = {
-            name: await stack.submit(prompt=STORY, sampling=sampling)
-            for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED), ("two", TWO))
-        }
-        first = worker.pid
-        *streams, told = await asyncio.gather(
-            stack.read(jobs["greedy"], on_event=kill_at(20, lambda: worker.pid)),
-            stack.read(jobs["seeded"]),
-            stack.read(jobs["two"]),
-            chat(stack),
-        )
-        assert worker.pid != first
-        assert worker.deaths == 1
-        for name, stream in zip(jobs, streams, strict=True):
-            assert stream.state == "done"
-            assert stream.choices(2 if name == "two" else 1) == expected[name]
-            assert (await stack.job(jobs[name]))["attempts"] == 2
-        assert told == expected_chat
-        record_property("longest_gap_seconds", streams[0].longest_gap)
-        assert streams[0].longest_gap < 30.0
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(start_stack: Any) -> AsyncIterator[Any]:
+    """One worker, for all tests of this file."""
+    async with start_stack() as one:
+        yield one
 
 
-async def test_another_worker_takes_over(start_stack: Any, record_property: Any) -> None:
-    async with start_stack(workers=2) as stack:
-        job = await stack.submit(prompt=STORY, sampling=GREEDY)
-        expected = (await stack.read(job)).choices()
-        job = await stack.submit(prompt=STORY, sampling=GREEDY)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(stack: Any) -> dict[str, Any]:
+    """What each way of sampling says when nothing is killed."""
+    told: dict[str, Any] = {"chat": await chat(stack)}
+    for name, sampling in SAMPLINGS.items():
+        job = await stack.submit(prompt=STORY, sampling=sampling)
+        told[name] = (await stack.read(job)).choices(sampling.get("n", 1))
+    return told
 
-        async def owner() -> Any:
-            name = (await stack.job(job))["worker_id"]
-            return next(worker for worker in stack.up.workers if f"-{worker.pid}-" in name)
 
-        stream = await stack.read(job, leave_after=10)
-        dead = await owner()
-        os.kill(dead.pid, signal.SIGKILL)
-        await stack.read(job, stream)
-        assert await owner() is not dead or dead.deaths == 1
+async def test_streams_outlive_the_only_worker(stack: Any, undisturbed: Any, record_property: Any) -> None:
+    worker = stack.up.workers[0]
+    first, deaths = worker.pid, worker.deaths
+    jobs = {name: await stack.submit(prompt=STORY, sampling=sampling) for name, sampling in SAMPLINGS.items()}
+    *streams, told = await asyncio.gather(
+        stack.read(jobs["greedy"], on_event=kill_at(20, lambda: worker.pid)),
+        stack.read(jobs["seeded"]),
+        stack.read(jobs["two"]),
+        chat(stack),
+    )
+    assert worker.pid != first
+    assert worker.deaths == deaths + 1
+    for name, stream in zip(jobs, streams, strict=True):
         assert stream.state == "done"
-        assert stream.choices() == expected
+        assert stream.choices(SAMPLINGS[name].get("n", 1)) == undisturbed[name]
+        assert (await stack.job(jobs[name]))["attempts"] == 2
+    assert told == undisturbed["chat"]
+    record_property("longest_gap_seconds", streams[0].longest_gap)
+    assert streams[0].longest_gap < 30.0
+
+
+async def test_a_worker_that_slept_too_long_comes_back_anew(stack: Any, undisturbed: Any) -> None:
+    worker = stack.up.workers[0]
+    deaths = worker.deaths
+    job = await stack.submit(prompt=STORY, sampling=GREEDY)
+    stream = await stack.read(job, leave_after=10)
+    worker.signal(signal.SIGSTOP)
+    await asyncio.sleep(stack.up.config.broker.lease_seconds + 1.0)
+    assert (await stack.job(job))["state"] == "queued"
+    worker.signal(signal.SIGCONT)
+    await stack.read(job, stream)
+    assert stream.choices() == undisturbed["greedy"]
+    assert worker.deaths == deaths
+
+
+async def test_streams_outlive_redis(stack: Any, undisturbed: Any) -> None:
+    worker = stack.up.workers[0]
+    deaths = worker.deaths
+    job = await stack.submit(prompt=STORY, sampling=SEEDED)
+    stream = await stack.read(job, on_event=kill_at(20, lambda: stack.up.redis_pid))
+    assert stream.choices() == undisturbed["seeded"]
+    assert stream.state == "done"
+    assert (await stack.job(job))["attempts"] == 1
+    assert worker.deaths == deaths
+
+
+async def test_a_dead_gateway_is_replaced(stack: Any, undisturbed: Any) -> None:
+    job = await stack.submit(prompt=STORY, sampling=SEEDED)
+    stream = await stack.read(job, leave_after=10)
+    os.kill(stack.up.gateway.pid, signal.SIGKILL)
+    await stack.until_ready()
+    await stack.read(job, stream)
+    assert stream.choices() == undisturbed["seeded"]
+
+
+async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, record_property: Any) -> None:
+    async with start_stack(workers=2) as two:
+        job = await two.submit(prompt=STORY, sampling=GREEDY)
+        stream = await two.read(job, leave_after=10)
+        owner = (await two.job(job))["worker_id"]
+        dead = next(worker for worker in two.up.workers if f"-{worker.pid}-" in owner)
+        dead.signal(signal.SIGKILL)
+        await two.read(job, stream)
+        assert (await two.job(job))["worker_id"] != owner
+        assert stream.state == "done"
+        assert stream.choices() == undisturbed["greedy"]
         record_property("longest_gap_seconds", stream.longest_gap)
         assert stream.longest_gap < 15.0
-
-
-async def test_a_worker_that_slept_too_long_comes_back_anew(start_stack: Any) -> None:
-    async with start_stack(broker={"lease_seconds": 1.0}) as stack:
-        job = await stack.submit(prompt=STORY, sampling=GREEDY)
-        expected = (await stack.read(job)).choices()
-        job = await stack.submit(prompt=STORY, sampling=GREEDY)
-        stream = await stack.read(job, leave_after=10)
-        worker = stack.up.workers[0]
-        worker.signal(signal.SIGSTOP)
-        await asyncio.sleep(2.0)
-        assert (await stack.job(job))["state"] == "queued"
-        worker.signal(signal.SIGCONT)
-        await stack.read(job, stream)
-        assert stream.choices() == expected
-        assert worker.deaths == 0
-
-
-async def test_streams_outlive_redis(start_stack: Any) -> None:
-    async with start_stack() as stack:
-        job = await stack.submit(prompt=STORY, sampling=SEEDED)
-        expected = (await stack.read(job)).choices()
-        job = await stack.submit(prompt=STORY, sampling=SEEDED)
-        stream = await stack.read(job, on_event=kill_at(20, lambda: stack.up.redis_pid))
-        assert stream.choices() == expected
-        assert stream.state == "done"
-        assert (await stack.job(job))["attempts"] == 1
-        assert stack.up.workers[0].deaths == 0
-
-
-async def test_a_dead_gateway_is_replaced(start_stack: Any) -> None:
-    async with start_stack() as stack:
-        job = await stack.submit(prompt=STORY, sampling=SEEDED)
-        expected = (await stack.read(job)).choices()
-        job = await stack.submit(prompt=STORY, sampling=SEEDED)
-        stream = await stack.read(job, leave_after=10)
-        os.kill(stack.up.gateway.pid, signal.SIGKILL)
-        await stack.until_ready()
-        await stack.read(job, stream)
-        assert stream.choices() == expected
 
 
 UP = """
