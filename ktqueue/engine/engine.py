@@ -160,8 +160,6 @@ class Engine:
         self._early = [one for one in self._early if one.request_id != request_id]
         if request is not None:
             for sequence in request.sequences:
-                sequence.forks = []
-            for sequence in request.sequences:
                 self._scheduler.remove(sequence)
 
     def step(self) -> list[SequenceOutput]:

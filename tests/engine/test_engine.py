@@ -187,6 +187,7 @@ def test_resume_with_uneven_choices(make_model, vocabulary, make_engine, run):
         engine.add("x", PROMPT, sampling, emitted=emitted)
         rest = run(engine)
         for i, cut in enumerate(cuts):
+            assert cut < 10 or ("x", i) not in rest or rest["x", i].finish_reason is None, "it had ended before"
             if ("x", i) in rest:
                 assert tokens[i][:cut] + rest["x", i].token_ids == tokens[i]
                 assert text[i].endswith(rest["x", i].text)

@@ -85,6 +85,30 @@ def test_equals_the_reference(vocab, scale):
             assert found[row] == reference_draw(kept, u[row]), (row, rows.take(np.array([row])))
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99999])
+def test_many_unlikely_tokens_hold_most_of_the_weight(top_p):
+    noise = np.random.default_rng(1)
+    logits = np.full((200, 3000), -7.5, dtype=np.float32) + noise.normal(size=3000).astype(np.float32) / 10
+    logits[:, 1234] = 0.0
+    rows = make_rows(200, top_p=top_p, position=np.arange(200))
+    kept = reference_kept(logits[0], 1.0, 0, top_p, 0.0)
+    drawn = [reference_draw(kept, u) for u in uniform(rows.stream, rows.position)]
+    assert sample(logits, rows).tolist() == drawn
+    assert len(set(drawn)) > 30
+
+
+@pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, extreme, settings):
+    monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, positions: np.full(len(streams), extreme))
+    logits = np.full((4, 300), -40.0, dtype=np.float32)
+    logits[:, [0, 299]] = -np.inf
+    logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
+    chosen = sample(logits, make_rows(4, **settings))
+    expected = (70 if extreme == 0.0 else 131) if settings else (1 if extreme == 0.0 else 131)
+    assert set(chosen.tolist()) == {expected} or (not settings and extreme > 0.5 and set(chosen.tolist()) <= {131, 298})
+
+
 def test_a_row_does_not_depend_on_the_others():
     noise = np.random.default_rng(3)
     logits = (noise.normal(size=(64, 777)) * 4).astype(np.float32)
