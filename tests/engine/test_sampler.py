@@ -97,16 +97,19 @@ def test_many_unlikely_tokens_hold_most_of_the_weight(top_p):
     assert len(set(drawn)) > 30
 
 
-@pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-53])
-@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, extreme, settings):
-    monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, positions: np.full(len(streams), extreme))
+@pytest.mark.parametrize(
+    ("settings", "first"), [({"top_k": 3}, 70), ({"top_k": 2}, 130), ({"top_p": 0.7}, 130), ({"min_p": 0.5}, 130)]
+)
+def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, settings, first):
     logits = np.full((4, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
-    chosen = sample(logits, make_rows(4, **settings))
-    expected = (70 if extreme == 0.0 else 131) if settings else (1 if extreme == 0.0 else 131)
-    assert set(chosen.tolist()) == {expected} or (not settings and extreme > 0.5 and set(chosen.tolist()) <= {131, 298})
+    for extreme, expected in ((0.0, first), (1.0 - 2.0**-53, 131)):
+        monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, _, u=extreme: np.full(len(streams), u))
+        assert set(sample(logits, make_rows(4, **settings)).tolist()) == {expected}
+    assert set(sample(logits, make_rows(4)).tolist()) <= {131, 298}
+    monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, _: np.zeros(len(streams)))
+    assert set(sample(logits, make_rows(4)).tolist()) == {1}
 
 
 def test_a_row_does_not_depend_on_the_others():
