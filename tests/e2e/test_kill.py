@@ -161,8 +161,10 @@ async def main():
         worker=WorkerConfig(drain_seconds=1.0),
     )
     async with Supervisor(config) as up:
+        running = asyncio.ensure_future(up.run_until_signal())
+        await asyncio.sleep(0)  # its handlers are set
         print(up.url, up.redis_pid, up.gateway.pid, up.workers[0].pid, flush=True)
-        await up.run_until_signal()
+        await running
 
 asyncio.run(main())
 """
