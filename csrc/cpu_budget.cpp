@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <thread>
 
@@ -22,29 +22,40 @@ size_t affinity_cpus() {
     return std::max(1u, std::thread::hardware_concurrency());  // more than 1024 CPUs: the mask does not fit
 }
 
+// The C library's files, not C++ streams: streams break where a process holds two C++ runtimes, as it may beside torch.
+std::string read_text(const std::string& path) {
+    std::string text;
+    if (FILE* file = std::fopen(path.c_str(), "r")) {
+        char part[1024];
+        for (size_t count; (count = std::fread(part, 1, sizeof(part), file)) > 0;) text.append(part, count);
+        std::fclose(file);
+    }
+    return text;
+}
+
 // cgroup v2: one file "cpu.max" with "max 100000" or "150000 100000" (microseconds a period).
 double quota_v2(const std::string& folder) {
-    std::ifstream file(folder + "/cpu.max");
-    std::string quota;
-    double period = 0;
-    if (!(file >> quota >> period) || quota == "max" || period <= 0) return kNoLimit;
-    return std::atof(quota.c_str()) / period;
+    double quota = 0, period = 0;
+    const std::string text = read_text(folder + "/cpu.max");
+    if (std::sscanf(text.c_str(), "%lf %lf", &quota, &period) != 2 || period <= 0) return kNoLimit;
+    return quota / period;
 }
 
 // cgroup v1: two files; quota -1 is no limit.
 double quota_v1(const std::string& folder) {
-    std::ifstream quota_file(folder + "/cpu.cfs_quota_us"), period_file(folder + "/cpu.cfs_period_us");
-    double quota = -1, period = 0;
-    if (!(quota_file >> quota) || !(period_file >> period) || quota <= 0 || period <= 0) return kNoLimit;
-    return quota / period;
+    const double quota = std::atof(read_text(folder + "/cpu.cfs_quota_us").c_str());
+    const double period = std::atof(read_text(folder + "/cpu.cfs_period_us").c_str());
+    return quota <= 0 || period <= 0 ? kNoLimit : quota / period;
 }
 
 }  // namespace
 
 double cgroup_cpus(const std::string& groups_file, const std::string& mount) {
     double limit = kNoLimit;
-    std::ifstream groups(groups_file);
-    for (std::string line; std::getline(groups, line);) {  // "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
+    const std::string groups = read_text(groups_file);
+    for (size_t start = 0, end; start < groups.size(); start = end + 1) {
+        end = std::min(groups.find('\n', start), groups.size());
+        const std::string line = groups.substr(start, end - start);  // "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
         const size_t first = line.find(':');
         const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
         if (second == std::string::npos) continue;
