@@ -152,6 +152,19 @@ def scores() -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture
+def greedy() -> Callable[[Sequence[int], int], list[int]]:
+    """The greedy continuation of a prompt, computed without any cache."""
+
+    def go(prompt: Sequence[int], count: int) -> list[int]:
+        context = list(prompt)
+        for _ in range(count):
+            context.append(int(np.argmax(next_scores(context))))
+        return context[len(prompt) :]
+
+    return go
+
+
+@pytest.fixture
 def make_engine() -> Callable[..., Engine]:
     """Engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
 

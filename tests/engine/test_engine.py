@@ -11,19 +11,6 @@ from ktqueue.engine.outputs import EmittedChoice
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 
-@pytest.fixture
-def greedy(scores):
-    """The greedy continuation of a prompt, computed without any cache."""
-
-    def go(prompt, count):
-        context = list(prompt)
-        for _ in range(count):
-            context.append(int(np.argmax(scores(context))))
-        return context[len(prompt) :]
-
-    return go
-
-
 @pytest.mark.parametrize("budget", [2, 3, 16, 512])
 @pytest.mark.parametrize("caching", [True, False])
 def test_greedy_in_any_chunks(model, vocabulary, make_engine, run, greedy, budget, caching):
@@ -113,99 +100,6 @@ def test_a_seed_is_drawn_when_none_is_given(model, vocabulary, make_engine, run)
     for i in range(3):
         engine.add(f"r{i}", PROMPT, SamplingParams(max_tokens=20))
     assert len({tuple(result.token_ids) for result in run(engine).values()}) == 3
-
-
-RESUMED = SamplingParams(
-    seed=11,
-    temperature=1.2,
-    top_p=0.95,
-    n=2,
-    max_tokens=18,
-    min_tokens=4,
-    repetition_penalty=1.3,
-    frequency_penalty=0.4,
-    presence_penalty=0.2,
-    logit_bias={4: 2.0, 60: -3.0},
-    logprobs=1,
-    stop=("QqQ", "zz"),
-)
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_resume_at_every_token(make_model, vocabulary, make_engine, run, gather_outputs, caching):
-    whole = make_engine(make_model(), vocabulary)
-    whole.add("x", PROMPT, RESUMED)
-    expected = run(whole)
-    for cut in range(19):
-        first = make_engine(make_model(), vocabulary)
-        first.add("x", PROMPT, RESUMED)
-        journal = {}
-        for _ in range(cut):
-            gather_outputs(journal, first.step())
-        emitted = []
-        for index in range(2):
-            one = journal.get(("x", index))
-            emitted.append(
-                EmittedChoice(
-                    token_ids=tuple(one.token_ids), text_length=len(one.text), finish_reason=one.finish_reason
-                )
-                if one
-                else EmittedChoice()
-            )
-        model = make_model()
-        second = make_engine(model, vocabulary, enable_prefix_caching=caching, max_num_batched_tokens=6)
-        second.add("x", PROMPT, RESUMED, emitted=emitted)
-        rest = run(second)
-        usage = None
-        for index in range(2):
-            old, new, want = journal.get(("x", index)), rest.get(("x", index)), expected["x", index]
-            assert (old.token_ids if old else []) + (new.token_ids if new else []) == want.token_ids
-            assert (old.text if old else "") + (new.text if new else "") == want.text
-            assert (old.logprobs if old else []) + (new.logprobs if new else []) == want.logprobs
-            assert ((new and new.finish_reason) or (old and old.finish_reason)) == want.finish_reason
-            usage = usage or (new and new.usage)
-        assert usage.completion_tokens == sum(len(expected["x", i].token_ids) for i in range(2))
-
-
-def test_resume_with_uneven_choices(make_model, vocabulary, make_engine, run):
-    sampling = SamplingParams(seed=2, n=4, max_tokens=10)
-    whole = make_engine(make_model(), vocabulary)
-    whole.add("x", PROMPT, sampling)
-    expected = run(whole)
-    tokens = [expected["x", i].token_ids for i in range(4)]
-    text = [expected["x", i].text for i in range(4)]
-    for cuts in ((3, 0, 10, 7), (0, 5, 0, 1), (10, 10, 10, 10), (10, 10, 0, 0), (0, 0, 0, 9), (9, 9, 9, 9)):
-        emitted = [
-            EmittedChoice(
-                token_ids=tuple(tokens[i][:cut]),
-                text_length=len("".join(vocabulary.token_bytes(t).decode() for t in tokens[i][:cut])),
-                finish_reason=FinishReason.LENGTH if cut == 10 else None,
-            )
-            for i, cut in enumerate(cuts)
-        ]
-        engine = make_engine(make_model(), vocabulary, max_num_batched_tokens=5)
-        engine.add("x", PROMPT, sampling, emitted=emitted)
-        rest = run(engine)
-        for i, cut in enumerate(cuts):
-            assert cut < 10 or ("x", i) not in rest or rest["x", i].finish_reason is None, "it had ended before"
-            if ("x", i) in rest:
-                assert tokens[i][:cut] + rest["x", i].token_ids == tokens[i]
-                assert text[i].endswith(rest["x", i].text)
-        (usage,) = [result.usage for result in rest.values() if result.usage]
-        assert usage.completion_tokens == 40
-
-
-def test_resumed_choice_that_had_ended_without_saying_so(model, vocabulary, make_engine, run):
-    engine = make_engine(model, vocabulary)
-    sampling = SamplingParams(temperature=0.0, max_tokens=3, n=2)
-    full = EmittedChoice(token_ids=(1, 2, 3), text_length=2)
-    engine.add("x", PROMPT, sampling, emitted=[full, full])
-    results = run(engine)
-    assert model.computed_tokens == 0
-    for index in range(2):
-        assert results["x", index].finish_reason is FinishReason.LENGTH
-        assert results["x", index].token_ids == [] and results["x", index].text == chr(33 + 3)
-    assert [results["x", i].usage is not None for i in range(2)] == [False, True]
 
 
 def test_end_token(model, vocabulary, make_engine, run, greedy, scores):
