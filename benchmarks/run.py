@@ -28,7 +28,7 @@ def main() -> None:
         help="a Python with llama-cpp-python, to measure llama.cpp in turns with ours",
     )
     given = parser.parse_args()
-    command = "python -m benchmarks.run " + shlex.join(sys.argv[1:])
+    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
     for what in given.what:
         sys.stderr.write(f"measuring: {what}\n")
         if what == "engine":

@@ -1,5 +1,6 @@
 """Fixtures of all tests: a private Redis for the session, an empty one for each test, the shared test data."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import redis
 
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
