@@ -18,8 +18,8 @@ from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.scripts import Refused
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card, encode_event
-from ktqueue.core.errors import LeaseLost, Unavailable
-from ktqueue.core.events import TokenEvent
+from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
+from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 
@@ -55,6 +55,7 @@ class Lease:
         self._patience = OUTAGE_LEASES * broker.config.lease_seconds
         self._claims = 0
         self._steps = 0
+        self._untold: set[str] = set()  # jobs to stop that the next commit tells of
         self._claiming = asyncio.Lock()
         self._stepping = asyncio.Lock()
 
@@ -90,7 +91,8 @@ class Lease:
     async def claim(self, limit: int) -> list[Claim]:
         """Take up to `limit` waiting jobs of the model.
 
-        A claim that failed half-way leaves jobs with this lease: LeaseLost, and they go elsewhere once it lapses.
+        A job whose record cannot be decoded (another version wrote it) fails here, alone. A claim that failed
+        half-way leaves jobs with this lease: LeaseLost, and they go elsewhere once it lapses.
         """
         config, terminal = self._broker.config, self._terminal
         async with self._claiming:
@@ -105,16 +107,27 @@ class Lease:
                 terminal.job_ttl,
                 terminal.journal_ttl,
             )
-        return [
-            Claim(
-                job_id=job_id.decode(),
-                request=decode_request(request),
-                attempt=attempt,
-                events=[decode_event(int(key.split(b"-")[0]), fields[1]) for key, fields in entries],
-                deadline=None if deadline is None else int(deadline) / MICROSECONDS,
-            )
-            for job_id, request, attempt, deadline, entries in reply
-        ]
+        claims: list[Claim] = []
+        unreadable: list[tuple[str, TokenEvent]] = []
+        for job_id, request, attempt, deadline, entries in reply:
+            numbered = [(int(key.split(b"-")[0]), fields[1]) for key, fields in entries]
+            try:
+                claims.append(
+                    Claim(
+                        job_id=job_id.decode(),
+                        request=decode_request(request),
+                        attempt=attempt,
+                        events=[decode_event(seq, event) for seq, event in numbered],
+                        deadline=None if deadline is None else int(deadline) / MICROSECONDS,
+                    )
+                )
+            except KtqueueError as fault:
+                tail = numbered[-1][0] if numbered else 0
+                last = TokenEvent(seq=tail + 1, state=JobState.FAILED, error=fault.info())
+                unreadable.append((job_id.decode(), last))
+        if unreadable:
+            self._untold |= await self.commit(unreadable)
+        return claims
 
     async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
         """Append a step's events to their journals; a job whose event has a state ends with it.
@@ -122,8 +135,8 @@ class Lease:
         Returns the ids of jobs to stop: cancelled, expired, or no longer this worker's. Events of a job that has
         ended are dropped, and its id is among the returned. The events of a job come in order of seq.
         """
-        stop: set[str] = set()
         async with self._stepping:
+            stop, self._untold = self._untold, set()
             for start in range(0, max(len(events), 1), MAX_EVENTS):
                 self._steps += 1
                 arguments: list[bytes | str | int] = []

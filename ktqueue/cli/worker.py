@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-import typer
-
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 
 if TYPE_CHECKING:
@@ -16,7 +14,7 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
     """Load a model and run jobs until told to stop; Ctrl-C drains, a second one leaves at once."""
     from ktqueue.cli.connection import ask
     from ktqueue.cli.progress import Bar
-    from workers.run import run
+    from workers.run import leave, run
 
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away
@@ -29,7 +27,7 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
                 bar.finish()
 
         code = run(config, progress)
-    raise typer.Exit(code)
+    leave(code)
 
 
 async def _answers(broker: "Broker") -> None:

@@ -36,6 +36,26 @@ async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker,
     assert (await broker.jobs.get(waiting.id)).state is JobState.QUEUED
 
 
+async def test_a_job_of_another_version_fails_alone(broker, card, make_request, raw):
+    lease = await Lease.register(broker, card)
+    strange, good = [await broker.jobs.submit(make_request()) for _ in range(2)]
+    cancelled = await broker.jobs.submit(make_request())
+    raw.hset(broker.keys.tag + ":job:" + strange.id, "request", b'{"v":99}')
+    assert [claim.job_id for claim in await lease.claim(1)] == []
+    last = (await broker.journal.replay(strange.id))[-1]
+    assert last.state is JobState.FAILED
+    assert last.error is not None
+    assert last.error.code == "codec_error"
+    assert [claim.job_id for claim in await lease.claim(2)] == [good.id, cancelled.id]
+    await broker.jobs.cancel(cancelled.id)
+    another = await broker.jobs.submit(make_request())
+    raw.hset(broker.keys.tag + ":job:" + another.id, "request", b"not JSON")
+    assert await lease.claim(1) == []
+    assert await lease.commit([]) == {cancelled.id}
+    assert await lease.commit([(good.id, TokenEvent(seq=1, state=JobState.DONE))]) == {cancelled.id}
+    await lease.close()
+
+
 async def test_a_beat_keeps_the_lease(broker, card, make_request):
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
