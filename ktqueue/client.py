@@ -178,11 +178,18 @@ class SyncClient:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(begin)
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before `begin` was handed over
+                work.close()
+                ended.set()
+
         try:
+            self._loop.call_soon_threadsafe(begin)
             ended.wait()
         except BaseException:  # Ctrl-C: what the caller does next must find the work ended
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(stop)
             ended.wait()
             raise
         return tasks[0].result()
