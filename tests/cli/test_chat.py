@@ -1,5 +1,7 @@
 """`ktqueue chat` on a real terminal and through pipes: locally, through Redis, over HTTP."""
 
+import time
+
 import pytest
 
 
@@ -25,8 +27,7 @@ def test_a_local_conversation(terminal):
     chat.wait_for("> ")
     chat.type("half a line")
     chat.wait_for("half a line")
-    chat.type("\x03")
-    chat.wait_for("Ctrl-D or /exit leaves")
+    chat.interrupt("Ctrl-D or /exit leaves")
     chat.type("/reset\r")
     chat.wait_for("a new conversation")
     chat.type("/exit\r")
