@@ -119,6 +119,20 @@ class Terminal:
         self._waited_for = found + len(text)
         return self.screen[begin : self._waited_for]
 
+    def interrupt(self, text: str) -> None:
+        """Press Ctrl-C at the prompt and wait for `text`; press again after 10 s, as a person would.
+
+        An interrupt that comes between readline's last look at its signals and its wait for a key is seen only with
+        the next key: CPython's, not ours, and it takes a busy machine.
+        """
+        self.type("\x03")
+        deadline = time.monotonic() + 10
+        while text not in self.screen[self._waited_for :] and time.monotonic() < deadline:
+            self._read(0.2)
+        if text not in self.screen[self._waited_for :]:
+            self.type("\x03")
+        self.wait_for(text)
+
     def end(self, timeout: float = 30) -> int:
         """Wait for the process; its exit code."""
         deadline = time.monotonic() + timeout

@@ -1,7 +1,5 @@
 """`ktqueue chat` on a real terminal and through pipes: locally, through Redis, over HTTP."""
 
-import time
-
 import pytest
 
 
