@@ -115,7 +115,8 @@ async def test_two_hundred_jobs_three_holders(config, card, make_request, raw, s
         async def client(k):
             await asyncio.sleep(rng.random() * 2)
             job_class = rng.choice(list(JobClass))
-            expires_in = rng.uniform(0.002, 0.5) if rng.random() < 0.1 else None
+            # Some can never be done in time, whatever the machine; others may or may not.
+            expires_in = 0.001 if k % 20 == 0 else rng.uniform(0.002, 0.5) if rng.random() < 0.1 else None
             request = make_request(job_class=job_class, expires_in=expires_in)
             first = await front.jobs.submit(request, idempotency_key=f"{k}")
             again = await front.jobs.submit(request, idempotency_key=f"{k}")
