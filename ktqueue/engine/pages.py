@@ -44,7 +44,7 @@ class Pages:
             page = self._free.pop()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            self.unname(page)
         else:
             raise IndexError("no page is available")
         self._holders[page] = 1
@@ -82,6 +82,13 @@ class Pages:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
+    def unname(self, page: int) -> None:
+        """Forget its name, if it has one: its content is about to change. At most one holder may have it."""
+        digest = self._digest_of[page]
+        if digest is not None:
+            del self._page_of[digest]
+            self._digest_of[page] = None
+
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix of `digests`; no hold is taken."""
         found = []
@@ -108,9 +115,3 @@ class Pages:
         named = {page: digest for page, digest in enumerate(self._digest_of) if digest is not None}
         assert {digest: page for page, digest in named.items()} == self._page_of, "names and pages disagree"
         assert idle <= named.keys(), "an idle page has no name"
-
-    def _forget(self, page: int) -> None:
-        digest = self._digest_of[page]
-        if digest is not None:
-            del self._page_of[digest]
-            self._digest_of[page] = None

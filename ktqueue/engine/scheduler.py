@@ -206,6 +206,8 @@ class Scheduler:
             self._preempt(victim, plan)
         if splits:
             sequence.pages[first] = pages.split(int(sequence.pages[first]))
+        elif first < sequence.page_count:
+            pages.unname(int(sequence.pages[first]))  # a sibling that has ended may have filled it with its own tokens
         for _ in range(missing):
             sequence.pages[sequence.page_count] = pages.take()
             sequence.page_count += 1
@@ -235,9 +237,9 @@ class Scheduler:
         for page in leader.pages[:count].tolist():
             self.pages.share(page)
         fork.page_count = count
-        fork.named = min(leader.named, prompt // self._page_size)
-        fork.digests = leader.digests[: prompt // self._page_size]
         fork.computed = prompt if leader.length == prompt else min(prompt, fork.length - 1)
+        fork.named = min(leader.named, fork.computed // self._page_size)
+        fork.digests = leader.digests[: prompt // self._page_size]
         fork.status = Status.RUNNING
         self.running.append(fork)
 

@@ -98,3 +98,22 @@ def test_resumed_choice_that_had_ended_without_saying_so(model, vocabulary, make
         assert results["x", index].finish_reason is FinishReason.LENGTH
         assert results["x", index].token_ids == [] and results["x", index].text == chr(33 + 3)
     assert [results["x", i].usage is not None for i in range(2)] == [False, True]
+
+
+def test_a_named_page_is_not_written_by_a_sibling(make_model, vocabulary, make_engine, run):
+    """The first choice ends, and its sibling goes on within a page that the first had filled and named."""
+    sampling = SamplingParams(seed=2, n=2, max_tokens=10, ignore_eos=True)
+    whole = make_engine(make_model(), vocabulary, page_size=16)
+    whole.add("x", PROMPT, sampling)
+    expected = run(whole)
+    first = expected["x", 0].token_ids
+    engine = make_engine(make_model(), vocabulary, page_size=16)
+    engine.add("x", PROMPT, sampling, emitted=[EmittedChoice(token_ids=tuple(first[:9]))])
+    assert run(engine)["x", 1].token_ids == expected["x", 1].token_ids
+    engine.check()
+    longer = [*PROMPT, *first, 1, 2]
+    later = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    engine.add("later", longer, later)
+    fresh = make_engine(make_model(), vocabulary)
+    fresh.add("later", longer, later)
+    assert run(engine)["later", 0].token_ids == run(fresh)["later", 0].token_ids
