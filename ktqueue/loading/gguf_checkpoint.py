@@ -99,11 +99,11 @@ def _named(
             module, part = split
             stacks.setdefault(module, {})[part] = tensor
         else:
-            dense[name] = _fitted(tensor, name, family, config)
+            dense[name] = _fitted(path, tensor, name, family, config)
     return dense, stacks
 
 
-def _fitted(tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
+def _fitted(path: Path, tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
     """What GGUF stores otherwise than transformers: rotary order, and the shared expert's gate as a vector."""
     shape, heads = tensor.shape, 0
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
@@ -111,7 +111,9 @@ def _fitted(tensor: StoredTensor, name: str, family: Family, config: dict[str, A
     if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         if shape[0] % (2 * heads):
-            raise CheckpointError(f"tensor {tensor.name!r} has {shape[0]} rows, which {heads} heads do not divide")
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} has {shape[0]} rows, which {heads} heads of even size do not divide"
+            )
     return StoredTensor(tensor.name, tensor.quant, shape, tensor.data, heads)
 
 

@@ -86,12 +86,13 @@ def _read(path: Path) -> list[StoredTensor]:
 def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        good = all(isinstance(n, int) and n > 0 for n in shape) and isinstance(begin, int) and isinstance(end, int)
+        whole = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
+        good = whole and min(shape, default=1) > 0 and isinstance(kind, str)
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
-    tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, str(kind)), shape or (1,), start + begin, file)
+    tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
     if tensor.data.size != end - begin:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {end - begin} bytes stored, its shape needs {tensor.data.size}"

@@ -98,7 +98,10 @@ def permute(weight: Floats, heads: int) -> Floats:
 
 
 class StoredCheckpoint:
-    """A model's config and tensors by transformers name. Implements checkpoint.Checkpoint."""
+    """A model's config and tensors by transformers name. Implements checkpoint.Checkpoint.
+
+    Raises CheckpointError where a module's gate and up weights differ in shape.
+    """
 
     def __init__(
         self,
@@ -111,6 +114,10 @@ class StoredCheckpoint:
         self._config = config
         self._tensors = dict(tensors)
         self._experts = dict(experts)
+        for module, weights in experts.items():
+            gate, up = ([len(one.data), one.rows, one.columns] for one in (weights.gate, weights.up))
+            if gate != up:  # `shape` tells of both by what gate is
+                raise CheckpointError(f"{path}: {module}: gate is {gate}, up is {up}; they must have one shape")
 
     def config(self) -> dict[str, Any]:
         """The transformers config as a plain dict, a copy."""

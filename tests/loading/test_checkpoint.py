@@ -200,6 +200,8 @@ def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> Non
         ({"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}, "corrupt header entry"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [-1 << 70, 16]}, "needs bytes|corrupt"),
         ({"shape": [4]}, "corrupt header entry"),
+        ({"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}, "corrupt header entry"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "corrupt header entry"),
         ([], "corrupt header entry"),
     ],
 )
@@ -210,6 +212,16 @@ def test_corrupt_safetensors_entries(entry: object, words: str, tiny: Path, tmp_
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint(str(tmp_path))
     assert "model.safetensors" in str(caught.value)
+
+
+def test_gate_and_up_of_two_shapes_are_named(tiny: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    for name in [one for one in weights if ".layers.1." in one and one.endswith("up_proj.weight")]:
+        weights[name] = weights[name][:-1].clone()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts: gate is \[.*\], up is \[.*\]"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_missing_experts_are_named(tiny: Path, tmp_path: Path) -> None:
