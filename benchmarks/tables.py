@@ -21,7 +21,11 @@ def write() -> None:
 
 def render() -> str:
     """All tables as Markdown."""
-    makers: dict[str, Callable[[dict[str, Any]], list[str]]] = {"engine": _engine, "system": _system}
+    makers: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+        "engine": _engine,
+        "system": _system,
+        "seeded": _seeded,
+    }
     parts = []
     for name, make in makers.items():
         path = FOLDER / "results" / f"{name}.json"
@@ -114,6 +118,25 @@ def _system(result: dict[str, Any]) -> list[str]:
         "| what | figure |",
         "| --- | ---: |",
         *(f"| {name} | {value} |" for name, value in rows),
+    ]
+
+
+def _seeded(result: dict[str, Any]) -> list[str]:
+    layers = result["dense layers"].values()
+    batches = sorted({rows for one in layers for rows in one["batches_that_differ"]})
+    worst = max(one["largest_difference"] for one in layers)
+    told = f"batches of {', '.join(map(str, batches))} rows (by {worst:.1g} at most)" if batches else "no batch size"
+    runs = [(name, one) for name, one in result.items() if isinstance(one, dict) and "requests" in one]
+    return [
+        "### Seeded requests",
+        "Does a seeded sample (temperature 0.8, top_p 0.95) of the demo model change with its company? Requests whose "
+        "token ids differ from the run alone. Where float rounding depends on the batch at all: torch's dense layers, in "
+        f"{told}; our attention and experts, nowhere. "
+        "`python -m benchmarks.seeded_reproducibility > benchmarks/results/seeded.json`",
+        "",
+        "| run | requests | different |",
+        "| --- | ---: | ---: |",
+        *(f"| {name} | {one['requests']} | {one['different']} |" for name, one in runs),
     ]
 
 
