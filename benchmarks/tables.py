@@ -130,8 +130,8 @@ def _seeded(result: dict[str, Any]) -> list[str]:
     return [
         "### Seeded requests",
         "Does a seeded sample (temperature 0.8, top_p 0.95) of the demo model change with its company? Requests whose "
-        "token ids differ from the run beside which they stand, alone where none is named. Where float rounding depends "
-        f"on the batch at all: torch's dense layers, in {told}; our attention and experts, nowhere. "
+        "token ids differ from the run beside which they stand, alone where none is named. Where float rounding "
+        f"depends on the batch at all: torch's dense layers, in {told}; our attention and experts, nowhere. "
         "`python -m benchmarks.seeded_reproducibility > benchmarks/results/seeded.json`",
         "",
         "| run | requests | different |",
