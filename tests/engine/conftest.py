@@ -13,11 +13,18 @@ from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.step import StepContext
 
 VOCAB = 97
 EOS = 96
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cpus():
+    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
+    native.set_threads()
 
 
 class ByteVocabulary:
