@@ -118,13 +118,16 @@ class SyncClient:
 
     def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
         self._loop = asyncio.new_event_loop()
+        self._calls: set[asyncio.Task[Any]] = set()  # touched by the loop's thread only
+        self._gate = threading.Lock()  # a call is either handed over before the end begins, or refused
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="ktqueue-client", daemon=True)
         self._thread.start()
         self._client = Client(url, config=config)
         try:
             self._wait(self._client.__aenter__())
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
     @classmethod
@@ -133,10 +136,14 @@ class SyncClient:
         return cls(url, config=config)
 
     def close(self) -> None:
-        """Drop the connections; jobs go on."""
-        if self._thread.is_alive():
-            self._wait(self._client.close())
-            self._stop()
+        """Drop the connections; jobs go on. Calls under way in other threads, and later ones, raise Unavailable."""
+        with self._gate:
+            closed, self._closed = self._closed, True
+        if not closed:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
         """See Client.submit."""
@@ -152,7 +159,8 @@ class SyncClient:
                     return
                 yield event
         finally:
-            self._wait(events.aclose())
+            if not self._closed:
+                self._wait(events.aclose())
 
     def result(self, job_id: str) -> Completion:
         """See Client.result."""
@@ -176,7 +184,12 @@ class SyncClient:
 
         def begin() -> None:
             tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(lambda _: ended.set())
+            self._calls.add(tasks[0])
+            tasks[0].add_done_callback(finish)
+
+        def finish(task: asyncio.Task[Result]) -> None:
+            self._calls.discard(task)
+            ended.set()
 
         def stop() -> None:
             if tasks:
@@ -186,18 +199,29 @@ class SyncClient:
                 ended.set()
 
         try:
-            self._loop.call_soon_threadsafe(begin)
+            with self._gate:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(begin)
+                else:
+                    ended.set()
             ended.wait()
         except BaseException:  # Ctrl-C: what the caller does next must find the work ended
             self._loop.call_soon_threadsafe(stop)
             ended.wait()
             raise
+        if not tasks:
+            work.close()
+            raise Unavailable("the client is closed")
+        if tasks[0].cancelled():
+            raise Unavailable("the client was closed while the call was under way")
         return tasks[0].result()
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    async def _end(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._client.close()
 
     def __enter__(self) -> Self:
         return self

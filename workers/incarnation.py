@@ -124,9 +124,10 @@ class Incarnation:
         try:
             job.prompt_token_ids = await self._tokeniser.encode(job.id, job.request)
         except Refused as refused:
-            self._end(job, JobState.FAILED, refused.reason)
+            if not job.ended:  # cancelled or expired meanwhile
+                self._end(job, JobState.FAILED, refused.reason)
             return
-        if job.ended:  # cancelled meanwhile
+        if job.ended:
             return
         self._admitted.append(job)
         self._wake.set()

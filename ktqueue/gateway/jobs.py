@@ -66,7 +66,7 @@ async def list_jobs(request: Request) -> Response:
     if state is not None and state not in set(JobState):
         known = ", ".join(JobState)
         raise InvalidRequest(f"state must be one of {known}, got {state[:80]!r}", param="state", limit=known)
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
         raise InvalidRequest(
             f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
             param="limit",

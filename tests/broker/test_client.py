@@ -115,3 +115,20 @@ async def test_the_blocking_client(config, echo_worker):
 def test_a_blocking_client_without_a_server_says_so(tmp_path):
     with pytest.raises(Unavailable, match="away"):
         SyncClient(f"unix://{tmp_path}/nothing.sock")
+
+
+async def test_closing_ends_the_calls_of_other_threads(config, echo_worker):
+    client = await asyncio.to_thread(SyncClient, config=config)
+    job = await asyncio.to_thread(client.submit, model="tale", prompt="wait")
+    events = client.stream(job.id)
+    waiting = [asyncio.create_task(asyncio.to_thread(client.result, job.id)) for _ in range(2)]
+    waiting.append(asyncio.create_task(asyncio.to_thread(next, events)))
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(client.close)
+        for call in waiting:
+            with pytest.raises(Unavailable, match="closed"):
+                await call
+    with pytest.raises(Unavailable, match="closed"):
+        client.status(job.id)
+    client.close()

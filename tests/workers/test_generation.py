@@ -1,6 +1,7 @@
 """The batching loop against a real engine and a real Redis."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from workers.heartbeat import EngineStalled
@@ -274,3 +276,25 @@ def assert_empty(engine: Any) -> None:
     stats = engine.stats()
     assert stats.running == stats.waiting == 0
     assert stats.free_pages == stats.total_pages
+
+
+async def test_cancel_while_a_bad_prompt_is_tokenised(
+    broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_slowly(request: GenerationRequest) -> list[int]:
+        if request.prompt == "bad":
+            time.sleep(0.6)
+            raise InvalidRequest("no", param="prompt")
+        return encode(request)
+
+    encode: Callable[[GenerationRequest], list[int]] = model.tokenizer.encode_request
+    monkeypatch.setattr(model.tokenizer, "encode_request", refuse_slowly)
+    async with start_worker() as running:
+        other = await broker.jobs.submit(ask(max_tokens=300))
+        bad = await broker.jobs.submit(ask("bad"))
+        await asyncio.sleep(0.2)
+        await broker.jobs.cancel(bad.id)
+        assert (await finished(bad.id)).state is JobState.CANCELLED
+        assert (await finished(other.id)).state is JobState.DONE
+        assert (await finished((await broker.jobs.submit(ask())).id)).state is JobState.DONE
+        assert not running.task.done()

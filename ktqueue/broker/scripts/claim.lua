@@ -20,7 +20,8 @@ if field[2] == number then
 else
   local interactive, batch = TAG .. 'queue:interactive:' .. field[1], TAG .. 'queue:batch:' .. field[1]
   local slots = tonumber(field[4])
-  while #taken < limit do
+  local late = 0
+  while #taken < limit and late < 256 do -- the reaper and the next claim find the other late ones
     local first = redis.call('ZRANGE', interactive, 0, 0, 'WITHSCORES')
     local second = redis.call('ZRANGE', batch, 0, 0, 'WITHSCORES')
     if #first == 0 and #second == 0 then break end
@@ -37,6 +38,7 @@ else
     local deadline = redis.call('HGET', job, 'deadline')
     if deadline and tonumber(deadline) <= now then
       finish(id, 'expired', ARGV[7], tail_of(id) + 1, now, job_ttl, journal_ttl)
+      late = late + 1
     else
       redis.call('HSET', job, 'state', 'running', 'worker', worker)
       redis.call('HSETNX', job, 'started', digits(now))
