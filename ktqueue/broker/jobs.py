@@ -1,5 +1,6 @@
 """Jobs from the client's side: submit, look up, cancel, list, depth. Knows nothing of who runs them."""
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -134,11 +135,18 @@ class Jobs:
         return _found(job_id, reply)
 
     async def list(self, *, state: JobState | None = None, limit: int = 100) -> JobRecords:
-        """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big."""
+        """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big.
+
+        A record that another version wrote and this one cannot decode is left out; `get` says what is wrong with it.
+        """
         reply = await self._scripts.call(
             "list", min(limit, MAX_LISTED), "" if state is None else state.value, MAX_LISTED_BYTES
         )
-        return [decode_job(job_id.decode(), described) for job_id, described in reply]
+        records = []
+        for job_id, described in reply:
+            with contextlib.suppress(KtqueueError):
+                records.append(decode_job(job_id.decode(), described))
+        return records
 
     async def depth(self) -> QueueDepths:
         """How much waits and runs, by model, for every model that is known or has jobs."""

@@ -8,6 +8,7 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
+from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -146,6 +147,14 @@ async def test_listing_is_newest_first_and_by_state(broker, lease, make_request)
     assert [job.id for job in await broker.jobs.list(state=JobState.CANCELLED)] == [ids[1]]
     assert len(await broker.jobs.list(limit=2)) == 2
     assert [job.position for job in await broker.jobs.list(state=JobState.QUEUED)] == [2, 1]
+
+
+async def test_one_record_of_another_version_does_not_hide_the_others(broker, lease, make_request, raw):
+    strange, good = [(await broker.jobs.submit(make_request())).id for _ in range(2)]
+    raw.hset(f"{broker.keys.tag}:job:{strange}", "request", b'{"v":99}')
+    assert [job.id for job in await broker.jobs.list()] == [good]
+    with pytest.raises(CodecError, match="version"):
+        await broker.jobs.get(strange)
 
 
 async def test_depth_counts_by_model_and_class(broker, lease, make_request):
