@@ -4,28 +4,11 @@
 #include <stdexcept>
 #include <string>
 
-#if KTQUEUE_HAS_AVX2
-#include <cpuid.h>
-#endif
+#include "cpu_features.h"
 
 namespace ktqueue {
 
 namespace {
-
-#if KTQUEUE_HAS_AVX2
-// Asked of the CPU itself: __builtin_cpu_supports needs a symbol that not every compiler's runtime library has.
-// Bits as in Intel's manual, volume 2, CPUID; XCR0 bits 1 and 2 say that the system saves the wide registers.
-bool has_avx2() {
-    unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
-    constexpr unsigned kNeeded = bit_AVX | bit_FMA | bit_F16C | bit_OSXSAVE;
-    if ((ecx & kNeeded) != kNeeded) return false;
-    unsigned xcr0, high;
-    __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
-    if ((xcr0 & 6) != 6) return false;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & bit_AVX2);
-}
-#endif
 
 const KernelTable& choose() {
     const char* cap = std::getenv("KTQUEUE_ISA");
