@@ -7,6 +7,8 @@
 
 #include "quant_format.h"
 #include "vector_avx2.h"
+// Uses the vectors above.
+#include "quant_decode_common.h"
 
 namespace ktqueue {
 namespace {

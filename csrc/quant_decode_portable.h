@@ -8,6 +8,8 @@
 
 #include "quant_format.h"
 #include "vector_portable.h"
+// Uses the vectors above.
+#include "quant_decode_common.h"
 
 namespace ktqueue {
 namespace {
@@ -40,10 +42,6 @@ inline void unpack_scale_min(const uint8_t* s, size_t g, uint8_t& scale, uint8_t
         scale = static_cast<uint8_t>((s[g + 4] & 15) | (s[g - 4] >> 6) << 4);
         min = static_cast<uint8_t>((s[g + 4] >> 4) | (s[g] >> 6) << 4);
     }
-}
-
-inline void pack(const float* values, Vector8* w) {
-    for (int i = 0; i < 4; ++i) w[i] = load(values + 8 * i);
 }
 
 struct DecodeF32 {

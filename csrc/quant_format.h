@@ -9,18 +9,32 @@
 //   BF16       1       2    0: upper 16 bits of a float                             as stored
 //   Q4_0      32      18    0: half d, 2: u8 q[16]                                  d * (nibble - 8)
 //   Q8_0      32      34    0: half d, 2: s8 q[32]                                  d * q[i]
+//   Q2_K     256      84    0: u8 s[16], 16: u8 q[64], 80: half d, 82: half m       d * low * two - m * high
+//   Q3_K     256     110    0: u8 h[32], 32: u8 q[64], 96: u8 s[12], 108: half d    d * (scale - 32) * (three - 4)
 //   Q4_K     256     144    0: half d, 2: half m, 4: u8 s[12], 16: u8 q[128]        d * scale[g] * nibble - m * min[g]
 //   Q5_K     256     176    as Q4_K, but 16: u8 h[32], 48: u8 q[128]                d * scale[g] * five - m * min[g]
 //   Q6_K     256     210    0: u8 l[128], 128: u8 h[64], 192: s8 c[16],             d * c[i / 16] * (six - 32)
 //                           208: half d
+//   IQ4_NL    32      18    0: half d, 2: u8 q[16]                                  d * kIQ4Values[nibble]
+//   IQ4_XS   256     136    0: half d, 2: u16 t, 4: u8 s[4], 8: u8 q[128]           d * (scale[g] - 32) *
+//                                                                                     kIQ4Values[nibble]
+//   MXFP4     32      17    0: u8 e, 1: u8 q[16]                                    2^(e - 128) * kMXFP4Values[nibble]
 //
-// Q4_0: weights 0..15 are the low nibbles of q, 16..31 the high ones.
+// Q4_0, IQ4_NL, MXFP4: weights 0..15 are the low nibbles of q, 16..31 the high ones.
+// Q2_K: two, weight j of group g: bits 2(g % 4) and up of q[32(g / 4) + j]. low and high: nibbles of s[i / 16].
+// Q3_K: the low two bits of three as Q2_K's two; its third bit, of weight j of group g, is bit g of h[j].
+//   s packs sixteen 6-bit scales, one for 16 weights. Scale c has its low 4 bits in s[c % 8] (the low nibble for c < 8,
+//   else the high one) and its upper 2 bits in bits 2(c / 4) and up of s[8 + c % 4].
 // Q4_K, Q5_K: groups 2n and 2n+1 share the 32 bytes q[32n ..]: byte j holds weight j of group 2n in its low nibble and
 //   that of group 2n+1 in its high nibble. Q5_K's fifth bit of weight j of group g is bit g of h[j].
 //   s packs eight 6-bit scales and mins. For g < 4, scale = s[g] & 63 and min = s[g+4] & 63. For g >= 4 the low 4 bits
 //   are the nibbles of s[g+4] (low: scale, high: min) and the upper 2 bits the top bits of s[g-4] and of s[g].
 // Q6_K: the block has two halves n of four groups k. Weight j of group k has its low 4 bits in l[64n + 32(k % 2) + j]
 //   (the low nibble for k < 2, else the high one) and its upper 2 bits in bits 2k and 2k+1 of h[32n + j].
+// IQ4_XS: the nibbles of group g are in q[16g ..], in Q4_0's order. Its scale has its low 4 bits in s[g / 2] (the low
+//   nibble for even g, else the high one) and its upper 2 bits in bits 2g and 2g+1 of t.
+// MXFP4: the scale is half of what the exponent byte of the OCP microscaling format says and the values are twice those
+//   of its E2M1, so both are whole. e = 255, NaN in that format, is 2^127 here as in the `gguf` package.
 #pragma once
 
 #include <cstddef>
@@ -30,10 +44,14 @@
 
 namespace ktqueue {
 
-enum class Quant : uint8_t { F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K };
+enum class Quant : uint8_t { F32, F16, BF16, Q4_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
 
-inline constexpr size_t kQuantCount = 8;
+inline constexpr size_t kQuantCount = 13;
 inline constexpr size_t kGroup = 32;  // weights
+
+// What the nibbles of IQ4_NL and IQ4_XS stand for, and those of MXFP4 (twice the E2M1 values; the second 0 is -0 there).
+inline constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+inline constexpr int8_t kMXFP4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct QuantFormat {
     const char* name;

@@ -1,14 +1,31 @@
-"""Fixtures of all tests: a private Redis for the session, an empty one for each test, the shared test data."""
+"""Fixtures of all tests: a private Redis for the session, an empty one for each test, the shared test data, random
+weights of every format."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import redis
 
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
+
+# Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
+HALF_SCALES: dict[str, tuple[tuple[int, ...], float]] = {
+    "Q4_0": ((0,), 0.02),
+    "Q8_0": ((0,), 0.001),
+    "Q2_K": ((80, 82), 0.004),
+    "Q3_K": ((108,), 0.002),
+    "Q4_K": ((0, 2), 0.0005),
+    "Q5_K": ((0, 2), 0.0003),
+    "Q6_K": ((208,), 0.00003),
+    "IQ4_NL": ((0,), 0.001),
+    "IQ4_XS": ((0,), 0.00006),
+}
 
 
 def pytest_configure() -> None:
@@ -46,3 +63,31 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("shared/data is absent")
     return folder
+
+
+@pytest.fixture(scope="session")
+def random_weights() -> Callable[..., np.ndarray[Any, np.dtype[np.uint8]]]:
+    """random_weights(quant, count, seed=0) -> [bytes] of `count` weights in any of the formats.
+
+    Weights are finite and about 0.1; every bit pattern of the quants and of the packed scales comes up.
+    """
+
+    def make(quant: str, count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        random = np.random.default_rng(seed)
+        if quant in ("F32", "F16", "BF16"):
+            values = random.normal(scale=0.1, size=count).astype("<f4")
+            if quant == "BF16":
+                return (values.view("<u4") >> 16).astype("<u2").view(np.uint8)
+            return values.astype("<f2" if quant == "F16" else "<f4").view(np.uint8)
+        elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant]]
+        blocks = random.integers(0, 256, (count // elements, size), dtype=np.uint8)
+        if quant == "MXFP4":
+            blocks[:, 0] = random.integers(120, 124, len(blocks))  # 2^-8 to 2^-5
+            return blocks.reshape(-1)
+        offsets, scale = HALF_SCALES[quant]
+        for offset in offsets:
+            halfs = (random.uniform(0.5, 2.0, len(blocks)) * scale).astype("<f2")
+            blocks[:, offset : offset + 2] = halfs.view(np.uint8).reshape(-1, 2)
+        return blocks.reshape(-1)
+
+    return make

@@ -16,7 +16,7 @@ from ktqueue.operators.packed import Bytes, ExpertWeights
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
-QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 SPIN_MICROSECONDS = 50
 
 

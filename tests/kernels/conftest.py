@@ -1,5 +1,6 @@
-"""Random packed weights of every format, and layers made of them."""
+"""Expert layers of random packed weights, and what their weights mean."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import gguf
@@ -10,41 +11,18 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
-HALF_SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # offsets in a block
-SCALE = {"Q4_0": 0.02, "Q8_0": 0.001, "Q4_K": 0.0005, "Q5_K": 0.0003, "Q6_K": 0.00003}  # weights of about 0.1
-
-
-def _pack(quant: str, count: int, random: np.random.Generator) -> Bytes:
-    if quant == "F32":
-        return random.normal(scale=0.1, size=count).astype("<f4").view(np.uint8)
-    if quant == "F16":
-        return random.normal(scale=0.1, size=count).astype("<f2").view(np.uint8)
-    if quant == "BF16":
-        return (random.normal(scale=0.1, size=count).astype("<f4").view("<u4") >> 16).astype("<u2").view(np.uint8)
-    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant]]
-    blocks = random.integers(0, 256, (count // weights, size), dtype=np.uint8)
-    for offset in HALF_SCALES[quant]:
-        scales = (random.uniform(0.5, 2.0, len(blocks)) * SCALE[quant]).astype("<f2")
-        blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(-1)
-
 
 @pytest.fixture
-def pack() -> Callable[..., Bytes]:
-    """pack(quant, count, seed=0): random weights in that format; every bit pattern of the quants comes up."""
-    return lambda quant, count, seed=0: _pack(quant, count, np.random.default_rng(seed))
-
-
-@pytest.fixture
-def make_weights() -> Callable[..., ExpertWeights]:
+def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWeights]:
     """make_weights(quant, experts, hidden, intermediate, seed=0); `quant` may be a triple for gate, up, down."""
 
     def make(quant, experts: int, hidden: int, intermediate: int, seed: int = 0) -> ExpertWeights:
-        random = np.random.default_rng(seed)
+        seeds = itertools.count(1000 * seed)
         gate, up, down = (quant,) * 3 if isinstance(quant, str) else quant
 
         def matrices(kind: str, rows: int, columns: int) -> PackedExperts:
-            return PackedExperts(kind, rows, columns, [_pack(kind, rows * columns, random) for _ in range(experts)])
+            data = [random_weights(kind, rows * columns, next(seeds)) for _ in range(experts)]
+            return PackedExperts(kind, rows, columns, data)
 
         return ExpertWeights(
             matrices(gate, intermediate, hidden),
