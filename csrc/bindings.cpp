@@ -1,4 +1,4 @@
-// The Python face of the kernels: the only file that knows Python. Arrays come through the buffer protocol or DLPack.
+// The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer protocol or DLPack.
 // Every size, type and stride is checked here or by the function called, and a wrong one is a ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <stdexcept>
 
+#include "bindings_probe.h"
 #include "cpu_budget.h"
 #include "expert_layer.h"
 #include "paged_attention.h"
@@ -200,4 +201,5 @@ NB_MODULE(_kernels, module) {
         .def("forward", &BoundLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
              nb::arg("top_k_weights"), nb::arg("out"))
         .def_prop_ro("isa", &BoundLayer::isa);
+    bind_probe(module);
 }

@@ -149,3 +149,49 @@ def paged_attention(
         out,
         isa,
     )
+
+
+class ReadProbe:
+    """A range of memory of its own, read to learn how fast this machine can read: the limit of decoding.
+
+    size: bytes, rounded up to 2 MiB a thread; in huge pages where the system gives them, first touched by the kernels'
+    threads. Freed with the object. Raises ValueError, MemoryError.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1 byte, got {size}")
+        self._probe = _kernels.ReadProbe(size)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the range."""
+        return int(self._probe.bytes)
+
+    def measure(
+        self, *, size: int = 0, threads: int = 0, rounds: int = 1, repeats: int = 3, prefetch: int = 0
+    ) -> float:
+        """Bytes a second of the fastest of `repeats` measurements.
+
+        In each, `threads` threads (0: all of the kernels') read an equal contiguous share of the first `size` bytes
+        (0: all), `rounds` times over, with the widest loads of this CPU. `prefetch`: bytes ahead that software asks
+        for; 0 leaves it to the hardware. Raises ValueError.
+        """
+        return float(self._probe.measure(size, threads, rounds, repeats, prefetch))
+
+
+def peaks() -> list[tuple[str, str, str]]:
+    """(isa, arithmetic, instruction) of each `peak` that this build and this CPU have.
+
+    isa: "scalar", "avx2", "avxvnni", "avx512", "amx"; arithmetic: "int8", "bf16", "fp32".
+    """
+    return [(str(isa), str(arithmetic), str(instruction)) for isa, arithmetic, instruction in _kernels.peaks()]
+
+
+def peak(isa: str, arithmetic: str, *, threads: int = 0, seconds: float = 0.02, repeats: int = 3) -> float:
+    """Operations a second (a multiply-add is two) in registers: the limit of long prompts.
+
+    The fastest of `repeats` measurements of about `seconds` each on `threads` threads (0: all of the kernels').
+    Raises ValueError, naming an instruction set that is unknown, that this CPU lacks or that has no such arithmetic.
+    """
+    return float(_kernels.peak(isa, arithmetic, threads, seconds, repeats))
