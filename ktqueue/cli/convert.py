@@ -1,4 +1,4 @@
-"""`ktqueue convert`: a Hugging Face folder to one GGUF file."""
+"""`ktqueue convert`: a Hugging Face folder, or a made-up model, to one GGUF file."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -21,19 +21,43 @@ class Quantization(StrEnum):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hugging Face folder with config.json and safetensors; or synthetic:SHAPE:QUANT, such as "
+            "synthetic:qwen3-30b-a3b:q4_k_m: random weights in that shape, to measure with.",
+        ),
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="File to write.")],
-    experts: Annotated[Quantization, typer.Option("--experts", help="Type of expert weights.")] = Quantization.Q4_0,
-    dense: Annotated[Quantization, typer.Option("--dense", help="Type of all other matrices.")] = Quantization.F16,
+    experts: Annotated[
+        Quantization | None, typer.Option("--experts", help="Type of expert weights.", show_default="q4_0")
+    ] = None,
+    dense: Annotated[
+        Quantization | None, typer.Option("--dense", help="Type of all other matrices.", show_default="f16")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", help="Layers of a synthetic model.", min=1, show_default="the shape's")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.gguf if it exists.")] = False,
 ) -> None:
     """Convert a Hugging Face model to GGUF, experts and dense weights each in a type of their own."""
     from ktqueue.cli.console import notes
     from ktqueue.cli.progress import Bar
+    from ktqueue.loading import synthetic
     from ktqueue.loading.convert import convert as convert_model
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
+    made_up = source.startswith(synthetic.PREFIX)
+    if made_up and (experts or dense):
+        raise UsageFault("--experts and --dense do not go with a synthetic model: its name says the quantisation")
+    if layers and not made_up:
+        raise UsageFault("--layers goes with a synthetic model only")
     with Bar("converting") as bar:
-        convert_model(source, target, experts=experts.value, dense=dense.value, progress=bar.update)
+        if made_up:
+            synthetic.write(source, target, layers=layers, progress=bar.update)
+        else:
+            types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
+            convert_model(Path(source), target, **types, progress=bar.update)
     notes().print(f"{target}  {format_bytes(target.stat().st_size)}", markup=False)

@@ -27,6 +27,15 @@ _FILE_TYPES = {
     "BF16": gguf.LlamaFileType.MOSTLY_BF16,
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q2_K": gguf.LlamaFileType.MOSTLY_Q2_K,
+    "Q3_K": gguf.LlamaFileType.MOSTLY_Q3_K_M,
+    "Q4_K": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "Q5_K": gguf.LlamaFileType.MOSTLY_Q5_K_M,
+    "Q6_K": gguf.LlamaFileType.MOSTLY_Q6_K,
+    "IQ4_NL": gguf.LlamaFileType.MOSTLY_IQ4_NL,
+    "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
+    "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 

@@ -16,7 +16,7 @@ from ktqueue.loading.vocabulary_data import from_metadata
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -45,7 +45,7 @@ class Tokenizer:
         self._size = size
         self._tokens = tokens
         self._kinds = kinds
-        self._alphabet = _byte_alphabet() if byte_level else None
+        self._alphabet = byte_alphabet() if byte_level else None
         self._eos_token_ids = eos_token_ids
         self._template = template
 

@@ -93,3 +93,16 @@ def test_convert_makes_a_file_that_inspect_reads(here, tmp_path, shared_data):
     _, out, _ = here("inspect", "out.gguf", "--json")
     assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["operator"] == "CpuExperts"]
     assert here("convert", folder, "out.gguf")[0] == 2  # it exists
+
+
+def test_convert_makes_synthetic_models_up(here):
+    code, _, err = here("convert", "synthetic:tiny:q4_k_m", "out.gguf", "--layers", "3")
+    assert code == 0, err
+    assert "model.layers.*.mlp.experts" in here("inspect", "out.gguf")[1]
+    for words, says in (
+        (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense do not go with a synthetic model"),
+        ([".", "--layers", "2"], "--layers goes with a synthetic model only"),
+        (["synthetic:tiny:q9_9"], "there is no quantisation 'q9_9'"),
+    ):
+        code, _, err = here("convert", words[0], "new.gguf", *words[1:])
+        assert code == 2 and says in err, err
