@@ -1,12 +1,11 @@
 // The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer protocol or DLPack.
 // Every size, type and stride is checked here or by the function called, and a wrong one is a ValueError.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
-#include <initializer_list>
 #include <stdexcept>
 
+#include "bindings_arrays.h"
 #include "bindings_probe.h"
 #include "cpu_budget.h"
 #include "expert_layer.h"
@@ -17,56 +16,6 @@ namespace nb = nanobind;
 
 namespace ktqueue {
 namespace {
-
-using ReadOnly = nb::ndarray<nb::ro, nb::device::cpu>;
-using Writable = nb::ndarray<nb::device::cpu>;
-
-constexpr int64_t kAny = -1;
-
-std::string shape_text(const auto& shape) {
-    std::string text = "[";
-    for (int64_t extent : shape)
-        text += (text.size() > 1 ? ", " : "") + (extent == kAny ? "any" : std::to_string(extent));
-    return text + "]";
-}
-
-// Type and shape; with `dense` also C order. kAny leaves an extent open.
-template <class T>
-void require(const auto& array, const char* name, std::initializer_list<int64_t> shape, bool dense = true) {
-    bool fits = array.ndim() == shape.size();
-    std::string got = "[";
-    for (size_t i = 0; i < array.ndim(); ++i) {
-        got += (i ? ", " : "") + std::to_string(array.shape(i));
-        fits = fits && (shape.begin()[i] == kAny || shape.begin()[i] == static_cast<int64_t>(array.shape(i)));
-    }
-    if (!fits)
-        throw std::invalid_argument(std::string(name) + " must have shape " + shape_text(shape) + ", got " + got + "]");
-    if (array.dtype() != nb::dtype<T>()) throw std::invalid_argument(std::string(name) + " has the wrong element type");
-    if (array.size() == 0) return;  // no element, no order
-    int64_t expected = 1;
-    for (size_t i = array.ndim(); i-- > 0;) {
-        const bool last = i + 1 == array.ndim();
-        if ((dense || last) && array.shape(i) > 1 && array.stride(i) != expected)
-            throw std::invalid_argument(std::string(name) +
-                                        (dense ? " must be contiguous" : " must have a dense last dimension"));
-        expected *= static_cast<int64_t>(array.shape(i));
-    }
-}
-
-template <class T>
-const T* data(const ReadOnly& array) {
-    return static_cast<const T*>(array.data());
-}
-
-template <class T>
-T* data(const Writable& array) {
-    return static_cast<T*>(array.data());
-}
-
-size_t stride(const ReadOnly& array, size_t dimension) {
-    if (array.stride(dimension) < 0) throw std::invalid_argument("strides must not be negative");
-    return static_cast<size_t>(array.stride(dimension));
-}
 
 // (quant name, rows, columns, one uint8 array an expert). `keep` holds the arrays for as long as the layer lives.
 ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, nb::list& keep) {
@@ -142,37 +91,46 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
     require<int32_t>(page_table, "page_table", {rows, kAny});
     require<int64_t>(slot_mapping, "slot_mapping", {tokens});
     require<float>(out, "out", {tokens, heads, head_dim});
-    const AttentionStep step = {
-        .query = data<float>(query),
-        .key = data<float>(key),
-        .value = data<float>(value),
-        .query_head_stride = stride(query, 0),
-        .query_token_stride = stride(query, 1),
-        .key_head_stride = stride(key, 0),
-        .key_token_stride = stride(key, 1),
-        .value_head_stride = stride(value, 0),
-        .value_token_stride = stride(value, 1),
-        .tokens = query.shape(1),
-        .heads = query.shape(0),
-        .kv_heads = key.shape(0),
-        .head_dim = query.shape(2),
-        .cache_keys = data<float>(cache_keys),
-        .cache_values = data<float>(cache_values),
-        .pages = cache_keys.shape(0),
-        .page_size = cache_keys.shape(1),
+    const PagedStep step = {
         .query_starts = data<int32_t>(query_starts),
         .context_lengths = data<int32_t>(context_lengths),
         .page_table = data<int32_t>(page_table),
         .slot_mapping = data<int64_t>(slot_mapping),
+        .tokens = query.shape(1),
         .rows = context_lengths.shape(0),
         .max_pages = page_table.shape(1),
+        .pages = cache_keys.shape(0),
+        .page_size = cache_keys.shape(1),
+    };
+    const AttentionShape shape = {query.shape(0), key.shape(0), query.shape(2)};
+    const CacheUpdate update = {
+        .key = data<float>(key),
+        .value = data<float>(value),
+        .key_head_stride = stride(key, 0),
+        .key_token_stride = stride(key, 1),
+        .value_head_stride = stride(value, 0),
+        .value_token_stride = stride(value, 1),
+        .cache_keys = data<float>(cache_keys),
+        .cache_values = data<float>(cache_values),
+    };
+    const AttentionLayer layer = {
+        .query = data<float>(query),
+        .query_head_stride = stride(query, 0),
+        .query_token_stride = stride(query, 1),
+        .cache_keys = update.cache_keys,
+        .cache_values = update.cache_values,
         .scaling = scaling,
         .sliding_window = sliding_window,
         .output = data<float>(out),
     };
     const KernelTable& kernels = kernels_named(isa);
     nb::gil_scoped_release release;
-    paged_attention(step, kernels);
+    check(shape);
+    check(step);
+    AttentionPlan plan;
+    plan_attention(step, shape, nullptr, 0, plan);
+    write_cache(step, shape, update);
+    attend(step, shape, plan, layer, kernels);
 }
 
 }  // namespace
