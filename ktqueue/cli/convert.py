@@ -18,6 +18,7 @@ class Quantization(StrEnum):
     BF16 = "bf16"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
+    MXFP4 = "mxfp4"
 
 
 def convert(

@@ -48,7 +48,7 @@ def convert(
 ) -> None:
     """Write the model of folder `source` as `target`.
 
-    `experts` and `dense` are the types of expert and of other matrices: f32, f16, bf16, q4_0 or q8_0. Norms,
+    `experts` and `dense` are the types of expert and of other matrices: f32, f16, bf16, q4_0, q8_0 or mxfp4. Norms,
     biases and routers stay f32; a matrix whose rows are no whole number of blocks becomes f16.
     Raises CheckpointError naming what cannot be converted; `target` appears only when all went well.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats
 
-WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0")  # what the library can quantise among our types
+WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # what the library can quantise among our types
 TOKEN_NORMAL = int(gguf.TokenType.NORMAL)
 TOKEN_UNKNOWN = int(gguf.TokenType.UNKNOWN)
 TOKEN_CONTROL = int(gguf.TokenType.CONTROL)

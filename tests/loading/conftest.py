@@ -1,12 +1,10 @@
 """Tiny random models of each family, saved as transformers saves them, with a tokenizer of their own."""
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -154,18 +152,3 @@ def run_logits() -> Callable[..., torch.Tensor]:
         return logits
 
     return run
-
-
-@pytest.fixture(scope="session")
-def random_blocks() -> Callable[[str, int, int], np.ndarray[Any, np.dtype[np.uint8]]]:
-    """(quant, blocks, seed) -> [blocks, block bytes] random quantised blocks with small finite scales."""
-    layout = {"Q4_0": (18, [0]), "Q8_0": (34, [0]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
-
-    def make(quant: str, blocks: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        size, scales = layout[quant]
-        data = np.random.default_rng(seed).integers(0, 256, (blocks, size), np.uint8)
-        for at in scales:
-            data[:, at : at + 2] = np.frombuffer(struct.pack("<e", 0.002), np.uint8)
-        return data
-
-    return make

@@ -65,7 +65,7 @@ def test_layouts(
     torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("experts", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("experts", ["f16", "bf16", "q8_0", "q4_0", "mxfp4"])
 def test_quantised_experts_equal_their_decoded_twin(
     experts: str, make_gguf: Callable[..., Path], run_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
