@@ -8,7 +8,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_checkpoint import open_gguf
 from ktqueue.loading.safetensors_file import open_folder
-from ktqueue.operators.packed import ExpertWeights
+from ktqueue.operators.packed import ExpertWeights, PackedMatrix
 
 DEMO = "demo"
 
@@ -29,6 +29,8 @@ class Checkpoint(Protocol):
     def nbytes(self, name: str) -> int: ...
 
     def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def matrix(self, name: str) -> PackedMatrix: ...
 
     def experts(self, module: str) -> ExpertWeights: ...
 

@@ -1,7 +1,5 @@
 """Carries a plan out: puts operators in the place of modules. Knows no files and loads no weights."""
 
-from typing import Any
-
 from torch import nn
 
 from ktqueue.core.errors import RuleError
@@ -9,19 +7,22 @@ from ktqueue.loading.plan import Plan
 from ktqueue.operators.base import Operator, registry
 
 
-def inject(model: nn.Module, plan: Plan) -> dict[str, Operator[Any]]:
-    """Replace the plan's modules in `model`; returns the operators by module name, their weights still to come.
+def inject(model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Operator]]:
+    """Replace the plan's modules in `model`; the resulting model, which may itself be an operator, and the operators
+    by module name, their weights still to come.
 
     Raises RuleError with file:line where an operator cannot stand in for a module or knows no such option.
     """
-    operators: dict[str, Operator[Any]] = {}
+    operators: dict[str, Operator] = {}
     for replacement in plan.replacements:
         module = model.get_submodule(replacement.name)
         try:
             operator = registry[replacement.op].from_module(module, **replacement.options)
         except (TypeError, ValueError) as error:
-            raise RuleError(f"{replacement.source}: {replacement.name}: {error}") from error
+            raise RuleError(f"{replacement.source}: {replacement.name or 'the model'}: {error}") from error
+        operators[replacement.name] = operator
+        if not replacement.name:
+            return operator, operators  # nothing else is left to replace
         parent, _, leaf = replacement.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, operator)
-        operators[replacement.name] = operator
-    return operators
+    return model, operators

@@ -76,8 +76,12 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     skeleton = build_skeleton(config, dtype, checkpoint.path)
     check(skeleton, checkpoint)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
-    plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device)
+    plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device, _name(dtype))
     return Prepared(checkpoint, config, skeleton, plan)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
@@ -103,11 +107,11 @@ def load_model(
     Raises CheckpointError naming file and tensor, RuleError naming file:line.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
-    operators = inject(prepared.skeleton, prepared.plan)
-    materialize(prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
+    module, operators = inject(prepared.skeleton, prepared.plan)
+    materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
     facts = card_facts(prepared.config, prepared.checkpoint)
     prepared.checkpoint.close()
-    return LoadedModel(prepared.skeleton, prepared.config, facts, dtype)
+    return LoadedModel(module.eval(), prepared.config, facts, dtype)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

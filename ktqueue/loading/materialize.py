@@ -1,16 +1,15 @@
 """Fills every parameter of a model on the meta device from a checkpoint, and asserts that nothing is left out."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.plan import Plan
+from ktqueue.loading.module_weights import CheckpointWeights
+from ktqueue.loading.plan import Plan, below
 from ktqueue.loading.skeleton import compute_buffers, tied_names
-from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators.base import Operator
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of what comes next
@@ -43,71 +42,84 @@ def check(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def materialize(
     model: nn.Module,
-    operators: Mapping[str, Operator[Any]],
+    skeleton: nn.Module,
+    operators: Mapping[str, Operator],
     checkpoint: Checkpoint,
     plan: Plan,
     progress: Progress | None = None,
 ) -> None:
-    """Fill `model`, whose modules `operators` have been put in. `check` must have passed.
+    """Fill `model`: the `skeleton` into which `operators` have been put, or the one operator in place of it all.
+    `check` must have passed.
 
-    Raises CheckpointError where weights do not fit an operator or a tensor is left on the meta device.
+    Raises CheckpointError where weights do not fit an operator, it leaves one of them, or a tensor is left on the
+    meta device.
     """
-    tied = tied_names(model)
+    tied = tied_names(skeleton)
     targets = [name for name, tensor in model.state_dict().items() if tensor.is_meta and name not in tied]
-    report = _Report(checkpoint, targets, operators, progress)
+    report = _Report(checkpoint, progress)
+    views = {name: CheckpointWeights(checkpoint, name, tied, report.next) for name in operators}
+    report.start([*targets, *(name for view in views.values() for name in view.names())])
     for name in targets:
         report.next(name)
-        _fill(model, name, checkpoint, plan.device_of(name))
+        _fill(model, name, checkpoint, name, plan.device_of(name))
     for name, operator in operators.items():
-        report.next(name)
-        try:
-            operator.load(checkpoint.experts(name))
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from error
+        _load(operator, views[name], checkpoint)
     for target, source in tied.items():
-        parent, _, leaf = target.rpartition(".")
-        model.get_submodule(parent)._parameters[leaf] = model.get_parameter(source)
-    compute_buffers(model, plan.device_of(""))
+        if below(target, operators):
+            continue
+        if below(source, operators):
+            _fill(model, target, checkpoint, source, plan.device_of(target))
+        else:
+            parent, _, leaf = target.rpartition(".")
+            model.get_submodule(parent)._parameters[leaf] = model.get_parameter(source)
+    compute_buffers(model, skeleton, plan.device_of(""))
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(_listed('left without a value', left))}")
-    report.next("")
+    report.next()
+
+
+def _load(operator: Operator, weights: CheckpointWeights, checkpoint: Checkpoint) -> None:
+    try:
+        operator.load(weights)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {weights.newest}: {error}") from error
+    if left := weights.names():
+        words = "; ".join(_listed(f"not taken by {type(operator).__name__}", left))
+        raise CheckpointError(f"{checkpoint.path}: {words}")
 
 
 class _Report:
     """Adds up the bytes of what is done and tells `progress`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        targets: list[str],
-        operators: Mapping[str, Operator[Any]],
-        progress: Progress | None,
-    ) -> None:
-        self._sizes = {name: checkpoint.nbytes(name) for name in targets}
-        for name in operators:
-            self._sizes[name] = sum(checkpoint.nbytes(f"{name}.{part}") for part in (GATE_UP, DOWN))
-        self._total = sum(self._sizes.values())
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        self._checkpoint = checkpoint
+        self._progress = progress
+        self._sizes: dict[str, int] = {}
         self._done = 0
         self._current = 0
-        self._progress = progress
 
-    def next(self, name: str) -> None:
-        """The one before is done, `name` comes next; an empty name: all is done."""
+    def start(self, names: list[str]) -> None:
+        """`names`: all tensors that will be read."""
+        self._sizes = {name: self._checkpoint.nbytes(name) for name in names}
+
+    def next(self, *names: str) -> None:
+        """The ones before are done, `names` come next; none: all is done."""
         self._done += self._current
-        self._current = self._sizes.get(name, 0)
+        self._current = sum(self._sizes[name] for name in names)
         if self._progress:
-            self._progress(self._done, self._total, name)
+            self._progress(self._done, sum(self._sizes.values()), names[0] if names else "")
 
 
-def _fill(model: nn.Module, name: str, checkpoint: Checkpoint, device: str) -> None:
+def _fill(model: nn.Module, name: str, checkpoint: Checkpoint, source: str, device: str) -> None:
+    """Give the model's tensor `name` the value of the checkpoint's `source`."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if leaf in module._parameters:
         kept = module.get_parameter(leaf)
-        value = checkpoint.dense(name, kept.dtype).to(device)
+        value = checkpoint.dense(source, kept.dtype).to(device)
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     else:
-        module._buffers[leaf] = checkpoint.dense(name, module.get_buffer(leaf).dtype).to(device)
+        module._buffers[leaf] = checkpoint.dense(source, module.get_buffer(leaf).dtype).to(device)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """(module tree, rules) -> what is replaced by what. A pure function: names and class names in, a plan out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,42 +33,44 @@ class Plan:
         return self.devices[name]
 
 
-def make_plan(modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device: str) -> Plan:
+def make_plan(modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device: str, dtype: str = "float32") -> Plan:
     """`modules`: (dotted name, class name), parents before children, the root under "". First matching rule wins.
 
-    Below a replaced module nothing is looked at; below a module kept with `recursive: false` nothing either.
-    Raises RuleError with file:line for a rule that decides nothing.
+    `device` and `dtype` are the model's. Below a replaced module nothing is looked at; below a module kept with
+    `recursive: false` nothing either.
+    Raises RuleError with file:line for a rule that decides nothing and is not optional.
     """
-    replacements: list[Replacement] = []
-    devices = {"": device}
+    plan = Plan([], {"": device})
     closed: set[str] = set()
     used: set[int] = set()
     matched: set[int] = set()
     for name, class_name in modules:
-        if not name or _below(name, closed):
+        if below(name, closed):
             continue
-        hits = [i for i, rule in enumerate(rules) if rule.matches(name, class_name)]
+        here = plan.device_of(name)
+        hits = [i for i, rule in enumerate(rules) if rule.matches(name, class_name, here, dtype)]
         matched.update(hits)
         if not hits:
             continue
         rule = rules[hits[0]]
         used.add(hits[0])
         if rule.device is not None:
-            devices[name] = rule.device
+            plan.devices[name] = rule.device
         if rule.op != KEEP:
-            replacements.append(Replacement(name, class_name, rule.op, rule.options, rule.source))
+            plan.replacements.append(Replacement(name, class_name, rule.op, rule.options, rule.source))
         if rule.op != KEEP or not rule.recursive:
             closed.add(name)
     for i, rule in enumerate(rules):
-        if i not in used:
+        if i not in used and not rule.optional:
             why = "earlier rules take all modules that it matches" if i in matched else "it matches no module"
             raise RuleError(f"{rule.source}: this rule is idle: {why}")
-    return Plan(replacements, devices)
+    return plan
 
 
-def _below(name: str, closed: set[str]) -> bool:
+def below(name: str, modules: Container[str]) -> bool:
+    """Whether one of `modules` is above the module or parameter `name`."""
     while name:
         name = name.rpartition(".")[0]
-        if name in closed:
+        if name in modules:
             return True
     return False

@@ -17,26 +17,34 @@ from ktqueue.core.errors import RuleError
 KEEP = "default"  # the op that leaves a module as it is
 DEFAULT_RULES = Path(__file__).parents[2] / "rules" / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_DTYPES = ("float32", "bfloat16", "float16")
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is searched in a module's dotted path, `class_name` in its class name; both given: both must match.
-    `device` None: the model's. `options` go to the operator. `source` is file:line."""
+    """`name` is searched in a module's dotted path, `class_name` in its class name, `on_device` ("cpu" or "cuda") and
+    `dtype` are where and in what type the module would compute; all that are given must match. `device` None: the
+    model's. `options` go to the operator. An `optional` rule may be idle. `source` is file:line."""
 
     name: re.Pattern[str] | None
     class_name: re.Pattern[str] | None
+    on_device: str | None
+    dtype: str | None
     op: str
     device: str | None
     options: dict[str, Any]
     recursive: bool
+    optional: bool
     source: str
 
-    def matches(self, name: str, class_name: str) -> bool:
-        """Whether the rule speaks of a module."""
-        return (self.name is None or self.name.search(name) is not None) and (
-            self.class_name is None or self.class_name.search(class_name) is not None
+    def matches(self, name: str, class_name: str, device: str, dtype: str) -> bool:
+        """Whether the rule speaks of a module of that name and class that would compute in `dtype` on `device`."""
+        return (
+            (self.name is None or self.name.search(name) is not None)
+            and (self.class_name is None or self.class_name.search(class_name) is not None)
+            and self.on_device in (None, device.partition(":")[0])
+            and self.dtype in (None, dtype)
         )
 
 
@@ -67,12 +75,12 @@ class _Reader:
         self._operators = operators
 
     def rule(self, node: yaml.Node) -> Rule:
-        fields = self._fields(node, "a rule", ("match", "replace", "recursive"))
+        fields = self._fields(node, "a rule", ("match", "replace", "recursive", "optional"))
         for key in ("match", "replace"):
             if key not in fields:
                 self._fail(node, f"a rule needs {key}")
-        match = self._fields(fields["match"], "match", ("name", "class"))
-        if not match:
+        match = self._fields(fields["match"], "match", ("name", "class", "device", "dtype"))
+        if "name" not in match and "class" not in match:
             self._fail(fields["match"], "match needs name or class, or both")
         replace = self._fields(fields["replace"], "replace", None)
         if "op" not in replace:
@@ -89,10 +97,13 @@ class _Reader:
         return Rule(
             name=self._pattern(match["name"], "name") if "name" in match else None,
             class_name=self._pattern(match["class"], "class") if "class" in match else None,
+            on_device=self._text(match["device"], "device", ["cpu", "cuda"]) if "device" in match else None,
+            dtype=self._text(match["dtype"], "dtype", [*_DTYPES]) if "dtype" in match else None,
             op=op,
             device=device,
             options={key: self._value(value, key) for key, value in replace.items()},
             recursive=self._flag(fields["recursive"], "recursive") if "recursive" in fields else True,
+            optional=self._flag(fields["optional"], "optional") if "optional" in fields else False,
             source=f"{self._path}:{node.start_mark.line + 1}",
         )
 

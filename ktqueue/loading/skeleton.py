@@ -70,8 +70,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
 
 
-def compute_buffers(model: nn.Module, device: str) -> None:
-    """Fill the buffers that no checkpoint holds, such as rotary frequencies, by the model's own initialiser.
+def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
+    """Fill the buffers of `model` that no checkpoint holds, such as rotary frequencies, by `skeleton`'s initialiser.
 
     Raises CheckpointError naming a buffer that it leaves untouched.
     """
@@ -87,7 +87,7 @@ def compute_buffers(model: nn.Module, device: str) -> None:
             blank = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype, device=device)
             module._buffers[key] = blank
         with torch.no_grad():
-            model._init_weights(module)  # type: ignore[operator]
+            skeleton._init_weights(module)  # type: ignore[operator]
         for key in stale:
             filled = module._buffers[key]
             if filled is None or bool(torch.isnan(filled).any()):

@@ -14,7 +14,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats, row_bytes, tensor_bytes
 from ktqueue.operators.native import dequantize
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
 CHUNK_ELEMENTS = 4 << 20  # decoded at a time: bounds the float32 scratch to 16 MiB
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # the fused parameters of a transformers experts module
@@ -64,6 +64,12 @@ class StoredTensor:
         _, rows, columns = self.shape
         return PackedExperts(self.quant, rows, columns, self.matrices())
 
+    def packed(self) -> PackedMatrix:
+        """A [rows, columns] tensor as a view; a copy where rows are in GGUF's rotary order."""
+        rows, columns = self.shape
+        data = unpermute_packed(self.data, self.heads, self.data.size // rows) if self.heads else self.data
+        return PackedMatrix(self.quant, rows, columns, data)
+
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Decoded to `dtype` in the tensor's own shape, a chunk of rows at a time."""
         size = row_bytes(self.quant, self.columns)
@@ -76,6 +82,12 @@ class StoredTensor:
         if self.heads:
             out = unpermute(out.view(self.shape), self.heads)
         return out.view(self.shape)
+
+
+def unpermute_packed(data: Bytes, heads: int, size: int) -> Bytes:
+    """As `unpermute`, for packed rows of `size` bytes: formats pack each row by itself, so rows can move. A copy."""
+    pairs = data.reshape(heads, -1, 2, size)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def decode(data: Bytes, quant: str, columns: int) -> Floats:
@@ -162,6 +174,13 @@ class StoredCheckpoint:
             _fill(out[:, : experts.gate.rows], experts.gate)
             _fill(out[:, experts.gate.rows :], experts.up)
         return out
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A two-dimensional tensor as it is stored, rows in transformers' order. Raises CheckpointError."""
+        tensor = self._tensor(name)
+        if len(tensor.shape) != 2:
+            raise CheckpointError(f"{self.path}: {name} has the shape {list(tensor.shape)}, a matrix is expected")
+        return tensor.packed()
 
     def experts(self, module: str) -> ExpertWeights:
         """The packed weights of the experts module of that name. Raises CheckpointError for an unknown one."""

@@ -1,15 +1,15 @@
 """Operator: a module put into the model in place of one of its own; and the registry of their short names."""
 
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
-Weights = TypeVar("Weights")
+from ktqueue.operators.packed import ModuleWeights
 
 
-class Operator(nn.Module, Generic[Weights]):
-    """Takes the place of a module of the model and is called as that module was.
+class Operator(nn.Module):
+    """Takes the place of a module of the model, with all below it, and is called as that module was.
 
     Made from the module it replaces (which may be on the meta device), then given its weights once.
     """
@@ -19,8 +19,8 @@ class Operator(nn.Module, Generic[Weights]):
         """Build from the module to be replaced and the rule's options. Raises ValueError if it cannot stand in."""
         raise NotImplementedError
 
-    def load(self, weights: Weights) -> None:
-        """Take the weights. Raises ValueError if they do not fit."""
+    def load(self, weights: ModuleWeights) -> None:
+        """Take every weight that the module had. Raises ValueError if they do not fit."""
         raise NotImplementedError
 
     def device_bytes(self) -> dict[str, int]:
@@ -28,10 +28,10 @@ class Operator(nn.Module, Generic[Weights]):
         raise NotImplementedError
 
 
-registry: dict[str, type[Operator[Any]]] = {}
+registry: dict[str, type[Operator]] = {}
 """Operators by the short name that rules use. Filled when their modules are imported, then only read."""
 
-Kind = TypeVar("Kind", bound=type[Operator[Any]])
+Kind = TypeVar("Kind", bound=type[Operator])
 
 
 def register(name: str) -> Callable[[Kind], Kind]:

@@ -10,13 +10,13 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import Operator, register
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
 
 
 @register("CpuExperts")
-class CpuExperts(Operator[ExpertWeights]):
+class CpuExperts(Operator):
     """Called as the module it replaces: (hidden_states, top_k_index, top_k_weights) -> hidden states.
 
     Activations are float32 whatever the model's dtype; weights are decoded as they are used.
@@ -56,14 +56,15 @@ class CpuExperts(Operator[ExpertWeights]):
         hidden, intermediate = (columns, rows) if getattr(module, "is_transposed", False) else (rows, columns)
         return cls(experts, hidden, intermediate, isa=isa)
 
-    def load(self, weights: ExpertWeights) -> None:
+    def load(self, weights: ModuleWeights) -> None:
         """Take the packed weights of this layer; they are not copied. Raises ValueError if they do not fit."""
+        experts = weights.experts("")
         wanted = (self.experts, self.intermediate, self.hidden)
-        got = (len(weights.gate.data), weights.gate.rows, weights.gate.columns)
+        got = (len(experts.gate.data), experts.gate.rows, experts.gate.columns)
         if got != wanted:
             raise ValueError(f"gate must be [experts, rows, columns] = {list(wanted)}, got {list(got)}")
-        self._layer = native.ExpertLayer(weights, isa=self._isa)
-        self._bytes = weights.bytes
+        self._layer = native.ExpertLayer(experts, isa=self._isa)
+        self._bytes = experts.bytes
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of packed weights."""

@@ -44,6 +44,10 @@ def _plan(tmp_path: Path, text: str, device: str = "cpu"):  # type: ignore[no-un
         ("- match: {name: a}\n  replace: {device: cpu}", 2, "replace needs op"),
         ("- match: {name: a}", 1, "a rule needs replace"),
         ("- replace: {op: Other}", 1, "a rule needs match"),
+        ("- match: {device: cpu}\n  replace: {op: Other}", 1, "match needs name or class"),
+        ("- match: {name: a, device: gpu}\n  replace: {op: Other}", 1, "unknown device 'gpu'"),
+        ("- match: {name: a, dtype: float64}\n  replace: {op: Other}", 1, "'float64'; did you mean"),
+        ("- match: {name: a}\n  replace: {op: Other}\n  optional: 1", 3, "optional must be true or false"),
         ("- match: {}\n  replace: {op: Other}", 1, "match needs name or class"),
         ("- match:\n    name: '('\n  replace: {op: Other}", 2, "name is no regular expression"),
         ("- match: {name: 3}\n  replace: {op: Other}", 1, "name must be a text, got 3"),
@@ -90,6 +94,34 @@ def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
 def test_name_is_searched_and_both_must_match(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "- match: {name: '3', class: Block}\n  replace: {op: Other}")
     assert [one.name for one in plan.replacements] == ["layers.3.mlp"]
+
+
+def test_the_root_can_be_replaced(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "- match: {class: '^Model$'}\n  replace: {op: Other, device: cpu}", device="cuda")
+    assert [(one.name, one.op) for one in plan.replacements] == [("", "Other")]
+    assert plan.device_of("layers.3") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "count"), [("cpu", "float32", 12), ("cuda:1", "float32", 0), ("cpu", "bfloat16", 0)]
+)
+def test_match_by_device_and_type(device: str, dtype: str, count: int, tmp_path: Path) -> None:
+    text = "- match: {class: Experts, device: cpu, dtype: float32}\n  replace: {op: Other}\n  optional: true"
+    assert len(make_plan(TREE, _rules(tmp_path, text), device, dtype).replacements) == count  # type: ignore[arg-type]
+
+
+def test_match_by_the_device_of_the_module_above(tmp_path: Path) -> None:
+    text = """
+- match: {name: '^layers\\.[01]$'}
+  replace: {op: default, device: cpu}
+- match: {class: Experts, device: cpu}
+  replace: {op: Other}
+"""
+    assert len(_plan(tmp_path, text, device="cuda").replacements) == 2
+
+
+def test_an_optional_rule_may_be_idle(tmp_path: Path) -> None:
+    assert not _plan(tmp_path, "- match: {name: attention}\n  replace: {op: Other}\n  optional: true").replacements
 
 
 def test_nothing_below_a_replaced_module(tmp_path: Path) -> None:

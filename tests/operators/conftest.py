@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-MoE, and packed experts made of a module's own weights."""
+"""A tiny random Qwen3-MoE, and a module's own weights as an operator is given them."""
 
 import gguf
 import numpy as np
@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.operators import attention
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
 
 @pytest.fixture
@@ -51,20 +51,45 @@ def tiny_model(tiny_config):
     return make
 
 
+class GivenWeights:
+    """ModuleWeights of a module that has its weights: matrices packed as `quant`, routers and norms as F32."""
+
+    def __init__(self, module: torch.nn.Module, quant: str) -> None:
+        self._module = module
+        self._state = module.state_dict()
+        self._quant = quant
+        self.left = set(self._state)
+
+    def has(self, name: str) -> bool:
+        return name in self._state
+
+    def matrix(self, name: str) -> PackedMatrix:
+        weight = self._take(name)
+        quant = "F32" if name.endswith("gate.weight") else self._quant
+        return PackedMatrix(quant, *weight.shape, quantise(weight, quant))
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._take(name).numpy()
+
+    def experts(self, name: str) -> ExpertWeights:
+        prefix = f"{name}." if name else ""
+        gate, up = self._take(f"{prefix}gate_up_proj").chunk(2, dim=1)
+        return ExpertWeights(*(self._stack(one) for one in (gate, up, self._take(f"{prefix}down_proj"))))
+
+    def _stack(self, weights: torch.Tensor) -> PackedExperts:
+        return PackedExperts(self._quant, *weights.shape[1:], [quantise(one, self._quant) for one in weights])
+
+    def _take(self, name: str) -> torch.Tensor:
+        self.left.discard(name)
+        return self._state[name].detach()
+
+
+def quantise(weight: torch.Tensor, quant: str) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType[quant]
+    return gguf.quantize(np.ascontiguousarray(weight.numpy()), kind).view(np.uint8).reshape(-1)
+
+
 @pytest.fixture
-def pack_module():
-    """pack_module(experts module, quant="F32") -> ExpertWeights of its own weights."""
-
-    def pack(module, quant: str = "F32") -> ExpertWeights:
-        gate, up = module.gate_up_proj.detach().chunk(2, dim=1)
-        kind = gguf.GGMLQuantizationType[quant]
-
-        def matrices(weights: torch.Tensor) -> PackedExperts:
-            data = [
-                gguf.quantize(np.ascontiguousarray(one), kind).view(np.uint8).reshape(-1) for one in weights.numpy()
-            ]
-            return PackedExperts(quant, *weights.shape[1:], data)
-
-        return ExpertWeights(matrices(gate), matrices(up), matrices(module.down_proj.detach()))
-
-    return pack
+def given_weights() -> type[GivenWeights]:
+    """given_weights(module, quant) -> the module's own weights as an operator is given them."""
+    return GivenWeights

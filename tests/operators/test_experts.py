@@ -1,5 +1,7 @@
 """CpuExperts beside the transformers module that it replaces."""
 
+from types import SimpleNamespace
+
 import gguf
 import pytest
 import torch
@@ -22,9 +24,9 @@ def module(tiny_model) -> nn.Module:
 
 
 @pytest.fixture
-def operator(module, pack_module) -> CpuExperts:
+def operator(module, given_weights) -> CpuExperts:
     operator = CpuExperts.from_module(module)
-    operator.load(pack_module(module))
+    operator.load(given_weights(module, "F32"))
     return operator
 
 
@@ -36,10 +38,11 @@ def test_equals_the_module_it_replaces(tokens, module, operator):
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
-def test_equals_the_twin_on_the_same_packed_weights(quant, module, pack_module):
-    packed = pack_module(module, quant)
+def test_equals_the_twin_on_the_same_packed_weights(quant, module, given_weights):
+    weights_of = given_weights(module, quant)
     operator = CpuExperts.from_module(module)
-    operator.load(packed)
+    operator.load(weights_of)
+    packed = weights_of.experts("")
 
     def exact(name: str, data, count: int) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[name]).reshape(-1)).double()
@@ -77,13 +80,14 @@ def test_needs_its_weights(module):
         CpuExperts.from_module(module)(*route(1))
 
 
-def test_refuses_weights_of_another_shape(module, pack_module, tiny_model):
-    other = pack_module(tiny_model(num_experts=4).model.layers[0].mlp.experts)
+def test_refuses_weights_of_another_shape(module, given_weights, tiny_model):
+    other = given_weights(tiny_model(num_experts=4).model.layers[0].mlp.experts, "F32")
     with pytest.raises(ValueError, match=r"gate must be \[experts, rows, columns\] = \[6, 32, 64\], got \[4, 32, 64\]"):
         CpuExperts.from_module(module).load(other)
-    good = pack_module(module)
+    good = given_weights(module, "F32").experts("")
+    mixed = ExpertWeights(good.gate, good.up, other.experts("").down)
     with pytest.raises(ValueError, match="down must be 6 matrices of 64 x 32, got 4 of 64 x 32"):
-        CpuExperts.from_module(module).load(ExpertWeights(good.gate, good.up, other.down))
+        CpuExperts.from_module(module).load(SimpleNamespace(experts=lambda name: mixed))
 
 
 def test_refuses_what_it_does_not_compute(module):
