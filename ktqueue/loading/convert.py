@@ -67,7 +67,7 @@ def convert(
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_plan(checkpoint, family, config, types))
-    with Writer(target, family.architecture, types["experts"]) as writer:
+    with Writer(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
         writer.add_metadata(metadata)
         for output in outputs:
             writer.add_tensor(output.name, output.quant, output.shape)

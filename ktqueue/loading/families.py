@@ -32,7 +32,8 @@ class Field:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
-    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order."""
+    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order. Two families may
+    share an architecture: one with experts, one without."""
 
     architecture: str
     model_type: str
@@ -42,18 +43,25 @@ class Family:
     implied: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers route tokens to experts."""
+        return any(one.key == _EXPERT_KEY for one in self.fields)
 
-_COMMON = (
+
+_EXPERT_KEY = "expert_count"
+_DENSE = (
     Field("max_position_embeddings", "context_length"),
     Field("hidden_size", "embedding_length"),
     Field("num_hidden_layers", "block_count"),
     Field("num_attention_heads", "attention.head_count"),
     Field("num_key_value_heads", "attention.head_count_kv"),
     Field("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
-    Field("num_experts_per_tok", "expert_used_count"),
 )
-_EXPERT_COUNT = Field("num_experts", "expert_count", aliases=("num_local_experts",))
+_COMMON = (*_DENSE, Field("num_experts_per_tok", "expert_used_count"))
+_EXPERT_COUNT = Field("num_experts", _EXPERT_KEY, aliases=("num_local_experts",))
 _EXPERT_WIDTH = Field("moe_intermediate_size", "expert_feed_forward_length")
+_WIDTH = Field("intermediate_size", "feed_forward_length")
 _HEAD_DIM = Field("head_dim", "attention.key_length", required=False)
 
 FAMILIES = (
@@ -91,8 +99,8 @@ FAMILIES = (
         class_name="MixtralForCausalLM",
         fields=(
             *_COMMON,
-            Field("num_local_experts", "expert_count", aliases=("num_experts",)),
-            Field("intermediate_size", "feed_forward_length"),
+            Field("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            _WIDTH,
             _HEAD_DIM,
         ),
         layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS),
@@ -103,22 +111,51 @@ FAMILIES = (
         architecture="olmoe",
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
-        fields=(*_COMMON, _EXPERT_COUNT, Field("intermediate_size", "feed_forward_length")),
+        fields=(*_COMMON, _EXPERT_COUNT, _WIDTH),
         layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS),
         implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    ),
+    Family(
+        architecture="qwen3",
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False},
+    ),
+    Family(
+        architecture="qwen2",
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        fields=(*_DENSE, _WIDTH),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu"},
+    ),
+    Family(
+        architecture="llama",
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        permuted=True,
     ),
 )
 MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 
 
-def family_of_architecture(architecture: str, source: str) -> Family:
-    """The family of a GGUF `general.architecture`. Raises CheckpointError listing the known ones."""
-    for family in FAMILIES:
-        if family.architecture == architecture:
-            return family
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
+def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
+    """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{source}: metadata key general.architecture is missing")
+    found = [family for family in FAMILIES if family.architecture == architecture]
+    if not found:
+        known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+        raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
+    routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
+    return next((family for family in found if family.has_experts == routed), found[0])
 
 
 def family_of_model_type(model_type: str, source: str) -> Family:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.families import Family, config_from_metadata, family_of_architecture
+from ktqueue.loading.families import Family, config_from_metadata, family_of_metadata
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
 from ktqueue.loading.names import gguf_names, split_expert_name
@@ -51,10 +51,7 @@ def open_gguf(path: Path) -> StoredCheckpoint:
     """Open a GGUF model. Raises CheckpointError naming the file, key or tensor at fault."""
     parts = read_parts(path)
     metadata = parts[0].metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise CheckpointError(f"{path}: metadata key general.architecture is missing")
-    family = family_of_architecture(architecture, str(path))
+    family = family_of_metadata(metadata, str(path))
     config = config_from_metadata(family, metadata, str(path))
     stored = _stored(path, parts)
     layers = _check_layers(path, config["num_hidden_layers"], stored)

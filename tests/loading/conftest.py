@@ -26,16 +26,19 @@ COMMON = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
     "eos_token_id": 382,
     "initializer_range": 0.2,
 }
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
-    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": None},
-    "olmoe": {"num_experts": 8, "intermediate_size": 32},
+    "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
+    "qwen2_moe": {**ROUTED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": None},
+    "olmoe": {**ROUTED, "intermediate_size": 32},
+    "qwen3": {"intermediate_size": 96, "head_dim": 32},
+    "qwen2": {"intermediate_size": 96},
+    "llama": {"intermediate_size": 96},
 }
 
 

@@ -23,7 +23,7 @@ def _state(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("container", ["folder", "sharded", "gguf"])
 def test_every_tensor_equals_what_transformers_loads(
     model_type: str, container: str, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
@@ -134,7 +134,8 @@ def test_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Pa
     raw = tiny_gguf.read_bytes().replace(b"qwen3moe", b"deepseek", 1)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="'deepseek' is not supported; known: qwen3moe, qwen2moe, llama, olmoe"):
+    known = "qwen3moe, qwen2moe, llama, olmoe, qwen3, qwen2"
+    with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))
 
 

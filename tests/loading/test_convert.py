@@ -4,7 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import safetensors.torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
@@ -56,6 +59,31 @@ def test_rows_that_are_no_whole_blocks_become_f16(make_model: Callable[..., Path
     assert types["blk.0.ffn_down_exps.weight"] == 1  # F16
     assert types["blk.0.ffn_up_exps.weight"] == 2  # Q4_0
     load_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(("model_type", "heads"), [("llama", 4), ("mixtral", 4)])
+def test_llama_queries_lie_in_gguf_s_rotary_order(
+    model_type: str, heads: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Pairs that are rotated together lie side by side; in transformers they are half a head apart."""
+    folder, target = make_model(model_type), tmp_path / "model.gguf"
+    convert(folder, target, experts="f32", dense="f32")
+    header = read_header(target)
+    (info,) = [one for one in header.tensors if one.name == "blk.0.attn_q.weight"]
+    stored = header.data[info.offset :][: 4 * 64 * 64].view(np.float32).reshape(heads, 16, 64)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    rows = weights["model.layers.0.self_attn.q_proj.weight"].numpy().reshape(heads, 16, 64)
+    np.testing.assert_array_equal(stored[:, 0::2], rows[:, :8])
+    np.testing.assert_array_equal(stored[:, 1::2], rows[:, 8:])
+
+
+def test_a_dense_model_is_of_the_type_of_its_matrices(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    convert(make_model("qwen3"), tmp_path / "model.gguf", experts="q4_0", dense="mxfp4")
+    header = read_header(tmp_path / "model.gguf")
+    assert header.metadata["general.architecture"] == "qwen3"
+    assert header.metadata["general.file_type"] == int(gguf.LlamaFileType.MOSTLY_MXFP4_MOE)
+    assert not any("expert" in key for key in header.metadata)
+    assert {info.type_id for info in header.tensors if len(info.shape) == 2} == {int(gguf.GGMLQuantizationType.MXFP4)}
 
 
 @pytest.mark.parametrize(

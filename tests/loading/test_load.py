@@ -35,6 +35,31 @@ def test_logits_equal_transformers(
     torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+def test_logits_of_dense_models_equal_transformers(
+    model_type: str,
+    source: str,
+    tied: bool,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    folder = make_model(model_type, tie_word_embeddings=tied)
+    path = folder if source == "folder" else make_gguf(model_type=model_type, tie_word_embeddings=tied)
+    rules = tmp_path / "none.yaml"  # a model without experts: the default rule would be idle
+    rules.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
+    model = load_model(str(path), rules=str(rules))
+    assert model.card_facts.architecture == type(model.module).__name__
+    assert model.card_facts.quantization == "F32"
+    expected = reference_logits(folder, IDS)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_layouts(
     layout: str,
