@@ -1,10 +1,14 @@
-"""Decode throughput of our engine, and of llama.cpp beside it on the same file, point by point in turns."""
+"""Decode and prefill of our engine, and of llama.cpp beside it on the same file, point by point in turns."""
 
 from contextlib import ExitStack
+from functools import partial
+from random import Random
 from typing import Any
 
 from benchmarks import machine, peer
+from benchmarks.footprint import of_file
 from ktqueue.loading.checkpoint import resolve
+from ktqueue.loading.tokenizer import load_tokenizer
 
 PROMPTS = (
     "Tell me a story about a fox and a crow who lived at the edge of a deep forest, and of the old woman who fed them "
@@ -19,46 +23,76 @@ PROMPTS = (
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 11}
 
 
+PATHS = {"llama.cpp repack": True, "llama.cpp no-repack": False}
+PROMPT_TOKENS = 32
+
+
 def run(
-    *, model: str, rows: list[int], tokens: int, rounds: int, threads: int, llama_python: str | None
+    *,
+    model: str,
+    rows: list[int],
+    prefill: int,
+    tokens: int,
+    rounds: int,
+    threads: int,
+    llama_python: str | None,
+    sampled: bool,
+    without_ours: bool,
 ) -> dict[str, Any]:
-    """All points, `rounds` times in turns; of each peer and point every figure, best last."""
-    path = str(resolve(model))
+    """All points, `rounds` times in turns; of each peer and point every figure."""
+    path = resolve(model)
+    tokenizer = load_tokenizer(model)
+    ids = [tokenizer.encode(text)[: PROMPT_TOKENS - 1] for text in PROMPTS]
+    # Rows differ by their last token, so that they do not all say the same.
+    points: list[dict[str, Any]] = [
+        {"rows": count, "prompts": [[*ids[i % len(ids)], 300 + i] for i in range(count)], "tokens": tokens}
+        for count in rows
+    ]
+    if prefill:
+        spread = Random(5)
+        points.append({"rows": 0, "prefill": [spread.randrange(tokenizer.size) for _ in range(prefill)]})
+    footprint = of_file(path)
     with ExitStack() as stack:
-        engine = stack.enter_context(peer.ours(path, threads))
-        peers = {"ktqueue": engine}
+        peers: dict[str, peer.Peer] = {}
         versions = {}
+        if not without_ours:
+            peers["ktqueue"] = stack.enter_context(peer.ours(str(path), threads))
         if llama_python:
-            for name, repack in (("llama.cpp repack", True), ("llama.cpp no-repack", False)):
-                peers[name] = stack.enter_context(peer.llama(llama_python, path, threads, max(rows), repack=repack))
+            for name, repack in PATHS.items():
+                peers[name] = stack.enter_context(
+                    peer.llama(llama_python, str(path), threads, max(rows), repack=repack)
+                )
                 versions.update(peers[name].hear())
-        encoded = engine.ask({"encode": list(PROMPTS)})
-        points = []
-        for count in rows:
-            # Rows differ by their last token, so that they do not all say the same.
-            prompts = [[*encoded[i % len(encoded)], 300 + i] for i in range(count)]
-            points.append({"rows": count, "prompts": prompts, "tokens": tokens})
         for one in peers.values():  # wake threads and caches
-            one.ask({**points[0], "tokens": 16})
+            for point in (points[0], points[-1]):
+                one.ask({**point, "tokens": 16})
+        watch = machine.Watch([one.process_id for one in peers.values()])
         taken: list[dict[str, Any]] = []
         for turn in range(rounds):
             for point in points:
                 for name, one in peers.items():
-                    taken.append({"peer": name, "rows": point["rows"], "round": turn, **one.ask(point)})
-                sampled = engine.ask({**point, "sampling": SAMPLED})
-                taken.append({"peer": "ktqueue sampled", "rows": point["rows"], "round": turn, **sampled})
-                taken[-1]["bandwidth_gb_s"] = machine.bandwidth()
-                taken[-1]["load_average"] = machine.load_average()
-        experts = {str(point["rows"]): engine.ask({"experts": {**point, "tokens": 48}}) for point in points}
+                    figure = watch.take(partial(one.ask, point))
+                    taken.append({"peer": name, "rows": point["rows"], "round": turn, **figure})
+                if sampled and "ktqueue" in peers and point["rows"]:
+                    figure = watch.take(partial(peers["ktqueue"].ask, {**point, "sampling": SAMPLED}))
+                    taken.append({"peer": "ktqueue sampled", "rows": point["rows"], "round": turn, **figure})
+        distinct = {count: footprint.expected_experts(count) for count in rows}
+        if "ktqueue" in peers:
+            counted = {point["rows"]: {"experts": {**point, "tokens": 24}} for point in points if point["rows"]}
+            distinct = {count: peers["ktqueue"].ask(question) for count, question in counted.items()}
     return {
-        "what": "decode with all rows running, greedy unless said",
-        "model": path.rpartition("/")[2],
-        "prompt_tokens": sorted(len(one) + 1 for one in encoded),
+        "what": "the whole step with all rows running, greedy unless said; a prompt alone where rows are 0",
+        "model": path.name,
+        "prompt_tokens": PROMPT_TOKENS,
         "tokens": tokens,
+        "prefill": prefill,
         "threads": threads,
         "rounds": rounds,
         "sampling": SAMPLED,
         "versions": versions,
         "figures": taken,
-        "experts": experts,
+        "experts_of_layer": footprint.experts,
+        "distinct_experts": {str(count): value for count, value in distinct.items()},
+        "step_bytes": {str(count): footprint.step_bytes(value) for count, value in distinct.items()},
+        "weights_of_token": footprint.weights,
     }

@@ -1,6 +1,6 @@
 """Our engine without Redis: a process that takes points on standard input and answers with figures, a JSON line each.
 
-A point is {"prompts": [[token ids]...], "tokens": N, "sampling": {...}}; {"encode": [texts]} gives token ids;
+A point is {"prompts": [[token ids]...], "tokens": N, "sampling": {...}}, or {"prefill": [token ids]};
 {"experts": point} counts the experts that a decode step touches (untimed, for the hooks cost time).
 """
 
@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ def measure(built: Built, point: dict[str, Any]) -> dict[str, float]:
     """Decode with all rows running: tokens a second, milliseconds a step, and the host's share of a step."""
     start(built, point)
     engine = built.engine
-    before, began, tokens, full = engine.stats(), time.perf_counter(), 0, True
+    before, tokens, full = engine.stats(), 0, True
+    moments = [time.perf_counter()]
     while full:
         outputs = engine.step()
+        moments.append(time.perf_counter())
         tokens += sum(len(output.token_ids) for output in outputs)
         full = not any(output.finish_reason for output in outputs)
-    seconds = time.perf_counter() - began
+    seconds = moments[-1] - moments[0]
     after = engine.stats()
     while engine.has_work:
         engine.step()
@@ -52,13 +55,22 @@ def measure(built: Built, point: dict[str, Any]) -> dict[str, float]:
     return {
         "tokens_per_second": tokens / seconds,
         "step_ms": 1e3 * seconds / steps,
+        "fastest_step_ms": 1e3 * min(later - earlier for earlier, later in pairwise(moments)),
         "host_share": host / seconds,
         **{f"{part}_ms": 1e3 * value / steps for part, value in spent.items()},
     }
 
 
-def count_experts(built: Built, point: dict[str, Any]) -> dict[str, float]:
-    """Distinct experts of a layer that a decode step touches on average, and the bytes of weights that it reads."""
+def prefill(built: Built, prompt: list[int]) -> dict[str, float]:
+    """One prompt alone, to its first token."""
+    began = time.perf_counter()
+    start(built, {"prompts": [prompt], "tokens": 1})
+    seconds = time.perf_counter() - began
+    return {"tokens_per_second": len(prompt) / seconds, "step_ms": 1e3 * seconds, "fastest_step_ms": 1e3 * seconds}
+
+
+def count_experts(built: Built, point: dict[str, Any]) -> float:
+    """Distinct experts of a layer that a decode step touches, on average."""
     layers = [module for module in built.model.module.modules() if isinstance(module, CpuExperts)]
     seen: list[int] = []
     hooks = [
@@ -71,14 +83,7 @@ def count_experts(built: Built, point: dict[str, Any]) -> dict[str, float]:
         built.engine.step()
     for hook in hooks:
         hook.remove()
-    distinct = sum(seen) / len(seen)
-    expert_bytes = sum(layer.device_bytes()["cpu"] / layer.experts for layer in layers)
-    dense = {id(one): one.numel() * one.itemsize for one in built.model.module.parameters()}
-    return {
-        "distinct_experts": distinct,
-        "experts_of_layer": float(layers[0].experts),
-        "weight_bytes_per_step": sum(dense.values()) + distinct * expert_bytes,
-    }
+    return sum(seen) / len(seen)
 
 
 def _seconds(stats: EngineStats, part: str) -> float:
@@ -94,10 +99,11 @@ def main() -> None:
     built = build(EngineConfig(model=given.model, threads=given.threads, enable_prefix_caching=False))
     for line in sys.stdin:
         point = json.loads(line)
-        if "encode" in point:
-            answer: Any = [built.tokenizer.encode(text) for text in point["encode"]]
-        elif "experts" in point:
+        answer: Any
+        if "experts" in point:
             answer = count_experts(built, point["experts"])
+        elif "prefill" in point:
+            answer = prefill(built, point["prefill"])
         else:
             answer = measure(built, point)
         sys.stdout.write(json.dumps(answer) + "\n")

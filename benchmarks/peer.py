@@ -16,6 +16,10 @@ class Peer:
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def ask(self, question: Any) -> Any:
         """The answer to one question."""
         assert self._process.stdin is not None

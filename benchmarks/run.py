@@ -1,4 +1,4 @@
-"""Takes the figures, writes them to results/ and into the README: `python -m benchmarks.run [engine|system]`."""
+"""Takes the figures, writes them to results/ and into the README: `python -m benchmarks.run [cpu|system]`."""
 
 import argparse
 import json
@@ -16,10 +16,11 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["engine", "system"], help="engine, system")
+    parser.add_argument("what", nargs="*", default=["cpu", "system"], help="cpu, system")
     parser.add_argument("--model", default="demo", help="demo or a .gguf file")
-    parser.add_argument("--rows", default="1,4,8,32", help="rows that decode at once")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each row")
+    parser.add_argument("--rows", default="1,4,8,16,32", help="rows that decode at once")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt that is read alone; 0: none")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each row")
     parser.add_argument("--rounds", type=int, default=5, help="how often each point is taken")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
@@ -27,31 +28,42 @@ def main() -> None:
         default=os.environ.get("LLAMA_PYTHON"),
         help="a Python with llama-cpp-python, to measure llama.cpp in turns with ours",
     )
+    parser.add_argument("--sampled", action="store_true", help="decode with sampling too")
+    parser.add_argument("--without-ours", action="store_true", help="llama.cpp alone")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the results; the README has its tables"
+    )
     given = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "benchmarks.run", *words])
     for what in given.what:
         sys.stderr.write(f"measuring: {what}\n")
-        if what == "engine":
+        if what == "cpu":
             figures = compare.run(
                 model=given.model,
                 rows=[int(one) for one in given.rows.split(",")],
+                prefill=given.prefill,
                 tokens=given.tokens,
                 rounds=given.rounds,
                 threads=given.threads,
                 llama_python=given.llama_python,
+                sampled=given.sampled,
+                without_ours=given.without_ours,
             )
         elif what == "system":
             figures = system.run(model=given.model, threads=given.threads, rounds=given.rounds)
         else:
             parser.error(f"there is no benchmark {what!r}")
-        write(what, {**figures, "machine": machine.facts(), "command": command})
-    tables.write()
+        name = f"cpu-{figures['model'].removesuffix('.gguf')}" if what == "cpu" else what
+        write(given.results / f"{name}.json", {**figures, "machine": machine.facts(), "command": command})
+    if given.results == RESULTS:
+        tables.write()
 
 
-def write(what: str, result: dict[str, Any]) -> None:
+def write(path: Path, result: dict[str, Any]) -> None:
     """Keep a result; figures with four digits are plenty."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{what}.json").write_text(json.dumps(_short(result), indent=1) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(_short(result), indent=1) + "\n")
 
 
 def _short(value: Any) -> Any:
