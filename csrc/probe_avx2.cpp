@@ -35,7 +35,7 @@ const ProbeTable& avx2_probes() {
         "avx2",
         has_avx2,
         read,
-        {{"vpmaddubsw+vpmaddwd+vpaddd ymm", 2.0 * 32 * kAccumulators, int8_peak},
+        {{"vpmaddubsw+vpmaddwd ymm", 2.0 * 32 * kAccumulators, int8_peak},
          {},
          {"vfmadd231ps ymm", 2.0 * 8 * kAccumulators, fp32_peak}},
     };

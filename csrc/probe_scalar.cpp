@@ -24,7 +24,7 @@ void fp32_peak(size_t rounds) {
 }
 
 #if defined(__SSE2__)
-constexpr const char* kInt8Instruction = "pmaddwd+paddd xmm";  // no byte products: bytes are widened first
+constexpr const char* kInt8Instruction = "pmaddwd xmm";  // no byte products: bytes are widened first
 constexpr double kInt8Products = 8;
 
 void int8_peak(size_t rounds) {

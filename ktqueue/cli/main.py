@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import batch, chat, convert, demo, doctor, gateway, inspect, jobs, submit, up, worker
+from ktqueue.cli import batch, bench, chat, convert, demo, doctor, gateway, inspect, jobs, submit, up, worker
 from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, report
 
 
@@ -50,6 +50,7 @@ def application() -> typer.Typer:
     app.command("demo", rich_help_panel=using)(demo.demo)
     app.command("convert", rich_help_panel=models)(convert.convert)
     app.command("inspect", rich_help_panel=models)(inspect.inspect)
+    app.add_typer(bench.application(), name="bench", rich_help_panel=models)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)
     return app
 

@@ -28,6 +28,19 @@ def isa() -> str:
     return str(_kernels.isa())
 
 
+def isas() -> tuple[str, ...]:
+    """The instruction sets that have kernels here, from the least to the most, whatever `KTQUEUE_ISA` says."""
+
+    def has(name: str) -> bool:
+        try:
+            dequantize("F32", np.empty(0, np.uint8), 0, isa=name)
+        except ValueError:
+            return False
+        return True
+
+    return tuple(name for name in dict.fromkeys(name for name, _, _ in peaks()) if has(name))
+
+
 def available_cpus() -> int:
     """CPUs that this process may use: its affinity mask, lowered to the cgroup's quota (rounded up)."""
     return int(_kernels.available_cpus())

@@ -22,6 +22,7 @@ VERBS = [
     ["chat"],
     ["convert"],
     ["inspect"],
+    ["bench", "experts"],
     ["doctor"],
     ["demo"],
 ]

@@ -1,0 +1,204 @@
+"""Speed of the expert kernels: format by format, instruction set by instruction set, from one row an expert to many.
+
+Each point runs layers in turn, so that weights come from memory, between two probes of what the machine can do at
+that time; the better probe of each kind is the limit that the point is compared with.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+
+import numpy as np
+
+from ktqueue.bench.machine import MIB, Probes, last_cache
+from ktqueue.bench.random_layers import SEED, expert_bytes, random_layer
+from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
+from ktqueue.bench.routing import Pattern, same_experts, uniform
+from ktqueue.operators import native
+
+LEAST_WEIGHTS = 256 * MIB  # of the layers in turn, where that is CACHES times the last cache
+CACHES = 4
+BATCH_SECONDS = 0.02  # calls between two looks at the clock
+DISTURBED = 0.8  # the lower of two probes in shares of the higher: below it something else was running
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many tokens: `rows` for each expert touched, or, if `routed`, `rows` tokens that choose at random."""
+
+    rows: int
+    routed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What to measure. `seconds`: of calls for each point, probes and packing aside."""
+
+    shape: LayerShape
+    quants: tuple[str, ...]
+    isas: tuple[str, ...]
+    loads: tuple[Load, ...]
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.quants) * len(self.isas) * len(self.loads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One figure, in seconds, bytes and operations (a multiply-add is two), and the machine's limits beside it."""
+
+    quant: str
+    isa: str
+    rows: int
+    routed: bool
+    tokens: int
+    experts_touched: int
+    seconds: float  # of one layer call
+    bytes: int  # of the weights touched, as a file stores them
+    operations: int
+    bandwidth: float  # bytes a second that memory gave beside it
+    peak: float  # operations a second of `arithmetic` beside it
+    arithmetic: str
+    bound: Bound  # the limit that binds
+    limit_seconds: float  # the least that the call can take
+    disturbed: bool  # the probes before and after disagree: measure again
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Weights read."""
+        return self.bytes / self.seconds
+
+    @property
+    def operations_per_second(self) -> float:
+        """Multiply-adds done, twice."""
+        return self.operations / self.seconds
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of the bandwidth beside it."""
+        return self.bytes_per_second / self.bandwidth
+
+    @property
+    def peak_share(self) -> float:
+        """Of the arithmetic beside it."""
+        return self.operations_per_second / self.peak
+
+    @property
+    def share(self) -> float:
+        """Of the limit that binds, the larger of the two shares; 1 is the machine's best."""
+        return self.limit_seconds / self.seconds
+
+
+def arithmetic_of(quant: str, isa: str) -> str:
+    """The arithmetic that multiplies weights of that format: int8, or fp32 where they are floats; bf16 in AMX tiles."""
+    if isa == "amx":
+        return "bf16"
+    return "fp32" if quant in FLOATS else "int8"
+
+
+def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:
+    """Bytes that the largest set of layers of a sweep takes while its last layer is packed.
+
+    caches: as of `cache_sizes()`. Raises ValueError where a format does not fit the shape.
+    """
+    most = 0
+    for quant in sweep.quants:
+        shape, layers = _layer_set(sweep, quant, caches)
+        most = max(most, (layers + 1) * shape.experts * expert_bytes(quant, shape))
+    return most
+
+
+def run_sweep(
+    sweep: Sweep, probes: Probes, progress: Callable[[int, str], None] = lambda _done, _note: None
+) -> Iterator[Point]:
+    """The points, format by format. `progress(points done, what is next)`. Raises ValueError."""
+    done = 0
+    for quant in sweep.quants:
+        shape, count = _layer_set(sweep, quant, probes.caches)
+        for isa in sweep.isas:
+            progress(done, f"{quant} {isa}: packing")
+            layers = [random_layer(quant, shape, isa) for _ in range(count)]
+            for load in sweep.loads:
+                progress(done, f"{quant} {isa}: {load.rows} {'tokens' if load.routed else 'rows an expert'}")
+                yield _measure(sweep, quant, layers, shape, load, probes)
+                done += 1
+            del layers
+    progress(done, "")
+
+
+def _layer_set(sweep: Sweep, quant: str, caches: dict[str, int]) -> tuple[LayerShape, int]:
+    """(shape, layers): enough weights, and no more experts than that takes where tokens do not choose."""
+    shape, one = sweep.shape, expert_bytes(quant, sweep.shape)
+    least = max(LEAST_WEIGHTS, CACHES * last_cache(caches))
+    if not any(load.routed for load in sweep.loads):
+        group = shape.experts_per_token
+        groups = min(-(-least // (one * group)), shape.experts // group)
+        shape = replace(shape, experts=max(1, groups) * group)
+    return shape, max(1, -(-least // (one * shape.experts)))
+
+
+def _measure(
+    sweep: Sweep, quant: str, layers: list[native.ExpertLayer], shape: LayerShape, load: Load, probes: Probes
+) -> Point:
+    isa, random = layers[0].isa, np.random.default_rng(SEED)
+    pattern = (
+        uniform(load.rows, shape.experts, shape.experts_per_token, random)
+        if load.routed
+        else same_experts(load.rows, shape.experts_per_token)
+    )
+    arithmetic = arithmetic_of(quant, isa)
+    bandwidths, peaks = [probes.bandwidth()], [probes.peak(isa, arithmetic)]
+    seconds = best_seconds(_calls(layers, shape, pattern, random), sweep.seconds)
+    bandwidths.append(probes.bandwidth())
+    peaks.append(probes.peak(isa, arithmetic))
+    limits = Limits(max(bandwidths), max(peaks))
+    work = layer_work(shape, expert_bytes(quant, shape), touched=pattern.touched, pairs=pattern.pairs)
+    return Point(
+        quant=quant,
+        isa=isa,
+        rows=load.rows,
+        routed=load.routed,
+        tokens=len(pattern.choices),
+        experts_touched=pattern.touched,
+        seconds=seconds,
+        bytes=work.bytes,
+        operations=work.operations,
+        bandwidth=limits.bandwidth,
+        peak=limits.peak,
+        arithmetic=arithmetic,
+        bound=limits.bound(work),
+        limit_seconds=limits.seconds(work),
+        disturbed=any(min(pair) < DISTURBED * max(pair) for pair in (bandwidths, peaks)),
+    )
+
+
+def _calls(
+    layers: list[native.ExpertLayer], shape: LayerShape, pattern: Pattern, random: np.random.Generator
+) -> list[Callable[[], None]]:
+    """Calls of equal work to run one after the other, each on weights that the ones before did not touch."""
+    tokens = len(pattern.choices)
+    x = random.standard_normal((tokens, shape.hidden), np.float32)
+    weights = np.full(pattern.choices.shape, 1 / shape.experts_per_token, np.float32)
+    out = np.empty_like(x)
+    return [
+        partial(layer.forward, x, choices, weights, out) for choices in pattern.calls(shape.experts) for layer in layers
+    ]
+
+
+def best_seconds(calls: Iterable[Callable[[], None]], seconds: float) -> float:
+    """Seconds a call of the fastest batch, in about `seconds` of calls taken in turn after one to warm up."""
+    turn, clock = cycle(calls), time.perf_counter
+    began = clock()
+    next(turn)()
+    batch = max(1, round(BATCH_SECONDS / (clock() - began)))
+    best = float("inf")
+    while best == float("inf") or clock() - began < seconds:
+        batch_began = clock()
+        for _ in range(batch):
+            next(turn)()
+        best = min(best, (clock() - batch_began) / batch)
+    return best

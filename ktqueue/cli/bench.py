@@ -1,0 +1,160 @@
+"""`ktqueue bench experts`: how fast can this machine be, and how near to that are the expert kernels."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktqueue.cli.console import write_json
+from ktqueue.cli.failures import EXIT_CODES_HELP, UsageFault
+
+if TYPE_CHECKING:
+    from ktqueue.bench.experts import Point, Sweep
+
+QUICK_FORMATS = "Q4_K,Q6_K,Q8_0,MXFP4,BF16"
+QUICK_ROWS = "1,4,16,64,512"
+FULL_ROWS = "1,2,3,4,7,8,16,33,64,128,512"
+MAX_ROWS = 65536
+STANDARD_OUTPUT = Path("-")
+_WHAT, _SHAPE = "What to measure", "Shape of the layer (default: Qwen3-30B-A3B's)"
+
+
+def application() -> typer.Typer:
+    """The `bench` noun."""
+    app = typer.Typer(no_args_is_help=True, help="Measure this machine.", epilog=EXIT_CODES_HELP)
+    app.callback()(lambda: None)
+    app.command("experts")(experts)
+    return app
+
+
+def experts(
+    formats: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="With commas, or all.", show_default=QUICK_FORMATS, rich_help_panel=_WHAT),
+    ] = None,
+    isa: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="With commas, or all.", show_default="the best", rich_help_panel=_WHAT),
+    ] = None,
+    per_expert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Rows of each expert touched.",
+            show_default=QUICK_ROWS + ", unless --tokens",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Tokens that choose at random.", rich_help_panel=_WHAT),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="All formats, instruction sets and rows.", rich_help_panel=_WHAT)
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", show_default="the cores", help="CPU threads.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="S", help="Of calls for each point.")] = 0.3,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output, without tables."),
+    ] = None,
+    num_experts: Annotated[int, typer.Option(min=1, max=65536, metavar="N", rich_help_panel=_SHAPE)] = 128,
+    experts_per_token: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 8,
+    hidden_size: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 2048,
+    intermediate_size: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 768,
+) -> None:
+    """Measure memory, arithmetic and the expert kernels: each format, rows per expert, instruction set.
+
+    The layers that are measured come from DRAM, and probes of the machine are taken beside each figure. Best on an
+    otherwise idle machine; the default takes about two minutes on two cores, --full a quarter of an hour or more.
+    """
+    from ktqueue.bench.experts import Load, Sweep, run_sweep
+    from ktqueue.bench.machine import Probes
+    from ktqueue.bench.report import report
+    from ktqueue.bench.roofline import LayerShape
+    from ktqueue.cli.bench_tables import show_machine, show_points
+    from ktqueue.cli.progress import Bar
+    from ktqueue.operators import native
+
+    if experts_per_token > num_experts:
+        raise UsageFault(f"--experts-per-token must be at most --num-experts, got {experts_per_token} of {num_experts}")
+    rows = FULL_ROWS if full else QUICK_ROWS
+    loads = [Load(n) for n in _numbers("--per-expert", per_expert or ("" if tokens else rows))]
+    loads += [Load(n, routed=True) for n in _numbers("--tokens", tokens or "")]
+    sweep = Sweep(
+        shape=LayerShape(
+            hidden=hidden_size,
+            intermediate=intermediate_size,
+            experts=num_experts,
+            experts_per_token=experts_per_token,
+        ),
+        quants=_names("--formats", (formats or ("all" if full else QUICK_FORMATS)).upper(), native.QUANTS),
+        isas=_names("--isa", (isa or ("all" if full else native.isa())).lower(), native.isas()),
+        loads=tuple(loads),
+        seconds=seconds,
+    )
+    _check_memory(sweep)
+    load_before = os.getloadavg()[0]
+    native.set_threads(threads, torch_threads=1)
+    probes = Probes()
+    tables = json_file != STANDARD_OUTPUT
+    machine = probes.machine()
+    if tables:
+        show_machine(machine)
+    points: list[Point] = []
+    try:
+        with Bar("experts", len(sweep)) as bar:
+            points.extend(run_sweep(sweep, probes, lambda done, note: bar.update(done, note=note)))
+    finally:  # an interrupted sweep shows what it has
+        if tables:
+            show_points(points)
+        if json_file is not None:
+            _write(json_file, report(machine, sweep, points, load_before=load_before))
+
+
+def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a list with commas; `all` is every known one."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if [name.lower() for name in names] == ["all"]:
+        return known
+    for name in names or ("",):
+        if name not in known:
+            raise UsageFault(f"{flag}: this machine has {', '.join(known)}, got {name!r}")
+    return names
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """The numbers of a list with commas."""
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words:
+        if not word.isdecimal() or not 1 <= int(word) <= MAX_ROWS:
+            raise UsageFault(f"{flag}: must be numbers from 1 to {MAX_ROWS} with commas, got {word!r}")
+    return tuple(map(int, words))
+
+
+def _check_memory(sweep: "Sweep") -> None:
+    """Refuse by name what does not fit."""
+    from ktqueue.bench.experts import sweep_memory
+    from ktqueue.bench.machine import cache_sizes
+    from ktqueue.core.units import format_bytes
+
+    try:
+        needed = sweep_memory(sweep, cache_sizes())
+    except ValueError as error:
+        raise UsageFault(str(error)) from error
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
+        hint = "; --tokens needs all experts" if any(load.routed for load in sweep.loads) else ""
+        raise UsageFault(f"this takes {format_bytes(needed)} of memory, and {format_bytes(available)} are free{hint}")
+
+
+def _write(target: Path, value: dict[str, Any]) -> None:
+    if target == STANDARD_OUTPUT:
+        write_json(value)
+    else:
+        import json
+
+        target.write_text(json.dumps(value, indent=2) + "\n")

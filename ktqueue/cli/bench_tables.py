@@ -1,0 +1,77 @@
+"""The tables of `ktqueue bench`."""
+
+from collections.abc import Sequence
+
+from ktqueue.bench.experts import Point
+from ktqueue.bench.machine import Machine
+from ktqueue.bench.roofline import Bound
+from ktqueue.cli.console import results, table
+from ktqueue.core.units import format_bytes
+
+GIGA = 1e9
+
+
+def show_machine(machine: Machine) -> None:
+    """Bandwidth of each level of memory and arithmetic of each instruction set."""
+    console = results()
+    console.print(f"[bold]{machine.cpu}[/], {machine.threads} of {machine.cpus} CPUs\n")
+    one, every = "1 thread", f"{machine.threads} threads"
+    made = table(("GB/s from", "range", one, every), right=("range", one, every))
+    for level in machine.bandwidths:
+        made.add_row(level.level, format_bytes(level.size), _giga(level.one_thread), _giga(level.all_threads))
+    console.print(made)
+    console.print()
+    heads = ("GFLOP/s in", "isa", "with", one, every)
+    made = table(heads, right=heads[3:])
+    for peak in machine.peaks:
+        made.add_row(peak.arithmetic, peak.isa, peak.instruction, _giga(peak.one_thread), _giga(peak.all_threads))
+    console.print(made)
+    console.print()
+
+
+def show_points(points: Sequence[Point]) -> None:
+    """The figures of the kernels beside the limits."""
+    if not points:
+        return
+    heads = ("format", "isa", "rows", "a layer", "GB/s", "of DRAM", "GFLOP/s", "of peak", "bound by")
+    made = table(heads, right=[head for head in heads if head not in ("format", "isa", "bound by")])
+    before = points[0]
+    for point in points:
+        if (point.quant, point.isa) != (before.quant, before.isa):
+            made.add_section()
+        before = point
+        made.add_row(
+            point.quant,
+            point.isa,
+            f"{point.rows} tok" if point.routed else str(point.rows),
+            _time(point.seconds),
+            _giga(point.bytes_per_second),
+            _share(point, Bound.MEMORY),
+            _giga(point.operations_per_second),
+            _share(point, Bound.ARITHMETIC),
+            (point.arithmetic if point.bound is Bound.ARITHMETIC else "DRAM") + (" ?" if point.disturbed else ""),
+        )
+    console = results()
+    console.print(made)
+    console.print("\nrows: of each expert touched; tok: tokens routed at random", soft_wrap=True)
+    console.print("GB/s: of weights as a file stores them; DRAM and peak are probed beside each row", soft_wrap=True)
+    if any(point.disturbed for point in points):
+        console.print("?: the probes before and after disagree: something else was running", soft_wrap=True)
+
+
+def _giga(value: float) -> str:
+    return f"{value / GIGA:,.1f}"
+
+
+def _time(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:#.3g} {unit}".replace(". ", " ")
+    return f"{seconds:,.2f} s"
+
+
+def _share(point: Point, bound: Bound) -> str:
+    """The share of one limit; bold where that is the limit that binds, and so the share of what is possible."""
+    shares = {Bound.MEMORY: point.bandwidth_share, Bound.ARITHMETIC: point.peak_share}
+    return f"[bold]{shares[bound]:.0%}[/]" if bound is point.bound else f"[dim]{shares[bound]:.0%}[/]"

@@ -1,0 +1,105 @@
+"""Limits, routing and the loop that takes the time: what a bench would say of a machine that is known."""
+
+import numpy as np
+import pytest
+
+from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, sweep_memory
+from ktqueue.bench.machine import cache_sizes
+from ktqueue.bench.random_layers import expert_bytes
+from ktqueue.bench.roofline import Bound, LayerShape, Limits, Work, layer_work
+from ktqueue.bench.routing import same_experts, uniform
+
+QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
+MIB = 1 << 20
+
+
+def test_the_longer_of_reading_and_computing_binds():
+    limits = Limits(bandwidth=100.0, peak=1000.0)
+    assert limits.seconds(Work(500, 2000)) == 5.0
+    assert limits.bound(Work(500, 2000)) is Bound.MEMORY
+    assert limits.seconds(Work(500, 9000)) == 9.0
+    assert limits.bound(Work(500, 9000)) is Bound.ARITHMETIC
+
+
+def test_work_of_a_layer_call():
+    """Of Q4_K: 256 weights in 144 bytes. A multiply-add for each weight and (token, expert) pair is two operations."""
+    one = expert_bytes("Q4_K", QWEN)
+    assert one == 3 * 2048 * 768 * 144 // 256
+    work = layer_work(QWEN, one, touched=8, pairs=16)
+    assert work == Work(8 * one, 2 * 16 * 3 * 2048 * 768)
+
+
+def test_expert_bytes_refuses_rows_of_half_a_block():
+    with pytest.raises(ValueError, match="Q4_K"):
+        expert_bytes("Q4_K", LayerShape(hidden=128, intermediate=256, experts=1, experts_per_token=1))
+
+
+def test_same_experts_go_round_without_touching_one_again():
+    pattern = same_experts(3, 8)
+    assert (pattern.choices.shape, pattern.touched, pattern.pairs) == ((3, 8), 8, 24)
+    calls = pattern.calls(32)
+    assert len(calls) == 4
+    assert sorted(np.concatenate([np.unique(call) for call in calls])) == list(range(32))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_random_routing_touches_an_expert_again_only_after_all_others(tokens):
+    experts = 24
+    pattern = uniform(tokens, experts, 4, np.random.default_rng(1))
+    assert pattern.choices.shape == (tokens, 4)
+    assert all(len(set(row)) == 4 for row in pattern.choices)
+    assert sorted(set(pattern.choices.reshape(-1))) == list(range(pattern.touched))
+    order: list[int] = []
+    for call in pattern.calls(experts):
+        expert_of = dict(zip(pattern.choices.reshape(-1), call.reshape(-1), strict=True))
+        order += [int(expert_of[number]) for number in range(pattern.touched)]
+    assert order == [i % experts for i in range(len(order))]
+    assert len(order) % experts == 0  # the last call ends where the first began
+
+
+def test_uniform_routing_is_uniform():
+    """8 of 128 experts for 16 tokens: 128 (1 - (120/128)^16) = 82.4 distinct ones are expected."""
+    touched = [uniform(16, 128, 8, np.random.default_rng(seed)).touched for seed in range(8)]
+    assert 80 < np.mean(touched) < 85
+
+
+def test_arithmetic_of_formats():
+    assert arithmetic_of("Q4_K", "avx512") == "int8"
+    assert arithmetic_of("BF16", "avx2") == "fp32"
+    assert arithmetic_of("Q4_K", "amx") == arithmetic_of("F32", "amx") == "bf16"
+
+
+def test_calls_are_taken_in_turn():
+    taken: list[int] = []
+    calls = [lambda i=i: taken.append(i) for i in range(3)]
+    assert best_seconds(calls, 0.0) > 0
+    assert len(taken) > 3
+    assert taken == [i % 3 for i in range(len(taken))]
+
+
+@pytest.mark.parametrize(("routed", "experts"), [(False, 104), (True, 128)])
+def test_weights_exceed_the_last_cache_four_times(routed, experts):
+    """Q4_K: 2.53 MiB an expert, so 13 groups of 8 exceed 256 MiB; routed tokens need all 128. Q2_K takes two layers.
+
+    While the last layer is packed, what it is packed from is there too.
+    """
+    loads = (Load(1), Load(1, routed=True)) if routed else (Load(1),)
+    for quant, count, layers in (("Q4_K", experts, 1), ("Q2_K", 128, 2)):
+        sweep = Sweep(shape=QWEN, quants=(quant,), isas=("scalar",), loads=loads, seconds=0.0)
+        assert sweep_memory(sweep, {"L1": MIB, "L3": 64 * MIB}) == (layers + 1) * count * expert_bytes(quant, QWEN)
+
+
+def test_caches_as_linux_tells_them(tmp_path):
+    def cache(cpu, index, level, kind, size, shared):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        for name, value in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)):
+            (folder / name).write_text(f"{value}\n")
+
+    for cpu in range(4):
+        cache(cpu, 0, 1, "Data", "48K", cpu)
+        cache(cpu, 1, 1, "Instruction", "32K", cpu)
+        cache(cpu, 2, 2, "Unified", "1024K", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")
+        cache(cpu, 3, 3, "Unified", "32768K", "0-3")
+    assert cache_sizes(tmp_path) == {"L1": 4 * 48 << 10, "L2": 2 << 20, "L3": 32 << 20}
+    assert cache_sizes(tmp_path / "absent") == {}

@@ -1,0 +1,120 @@
+"""`ktqueue bench experts` on a tiny layer: its tables, its JSON, its refusals. Figures are not compared."""
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from ktqueue.bench import experts, machine
+from ktqueue.bench.random_layers import random_layer
+from ktqueue.cli.main import run
+from ktqueue.operators import native
+
+SHAPE = ("--num-experts", 4, "--experts-per-token", 2, "--hidden-size", 256, "--intermediate-size", 256)
+TINY = (*SHAPE, "--seconds", 0, "--threads", 2)
+POINT_NUMBERS = (
+    "seconds",
+    "bandwidth",
+    "peak",
+    "limit_seconds",
+    "bytes_per_second",
+    "operations_per_second",
+    "bandwidth_share",
+    "peak_share",
+    "share",
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small ranges and few layers, as on a machine of small caches; afterwards one thread again in this process."""
+    caches = {"L1": 32 << 10, "L2": 1 << 20, "L3": 4 << 20}
+    monkeypatch.setattr(machine, "cache_sizes", lambda: caches)
+    monkeypatch.setattr(machine, "ARENA_BYTES", 8 << 20)
+    monkeypatch.setattr(experts, "LEAST_WEIGHTS", 1 << 20)
+    yield
+    native.set_threads(1)
+
+
+def bench(*flags: object) -> int:
+    """Run the verb in this process on the tiny layer; its exit code."""
+    return run(["bench", "experts", *map(str, (*TINY, *flags))])
+
+
+def test_tables_and_json(tmp_path, capsys):
+    flags = ["--formats", "q8_0,F32", "--isa", "scalar", "--per-expert", "1,3", "--tokens", "5"]
+    target = tmp_path / "out.json"
+    assert bench(*flags, "--json", target) == 0
+    shown = capsys.readouterr()
+    for word in ("L2", "L3", "DRAM", "scalar", "GFLOP/s", "Q8_0", "5 tok", "of DRAM"):
+        assert word in shown.out
+    assert "experts: 6/6" in shown.err
+    found = json.loads(target.read_text())
+    assert found["format"] == 1
+    assert found["shape"] == {"hidden": 256, "intermediate": 256, "experts": 4, "experts_per_token": 2}
+    measured = found["machine"]
+    assert measured["threads"] == 2
+    assert [one["level"] for one in measured["bandwidths"]] == ["L2", "L3", "DRAM"]
+    for one in (*measured["bandwidths"], *measured["peaks"]):
+        assert one["one_thread"] > 0
+        assert one["all_threads"] > 0
+    assert {peak["isa"] for peak in measured["peaks"]} >= {"scalar"}
+    points = found["points"]
+    loads = [(1, False), (3, False), (5, True)]
+    assert [(p["quant"], p["isa"], p["rows"], p["routed"]) for p in points] == [
+        (quant, "scalar", *load) for quant in ("Q8_0", "F32") for load in loads
+    ]
+    weights = 3 * 256 * 256
+    for point in points:
+        assert all(point[name] > 0 and math.isfinite(point[name]) for name in POINT_NUMBERS)
+        assert point["tokens"] == point["rows"]
+        touched = point["experts_touched"]
+        assert touched == 2 if not point["routed"] else 2 <= touched <= 4
+        assert point["bytes"] == touched * weights * (4 if point["quant"] == "F32" else 34 / 32)
+        assert point["operations"] == 2 * weights * 2 * point["tokens"]
+        assert point["arithmetic"] == ("fp32" if point["quant"] == "F32" else "int8")
+        assert point["bound"] in ("memory", "arithmetic")
+        assert point["share"] == pytest.approx(max(point["bandwidth_share"], point["peak_share"]))
+        assert point["limit_seconds"] == pytest.approx(
+            max(point["bytes"] / point["bandwidth"], point["operations"] / point["peak"])
+        )
+
+
+def test_json_alone(capsys):
+    assert bench("--formats", "Q4_K", "--per-expert", "1", "--json", "-") == 0
+    assert len(json.loads(capsys.readouterr().out)["points"]) == 1
+
+
+def test_an_interrupted_sweep_shows_what_it_has(capsys, monkeypatch):
+    def pack(quant, shape, isa):
+        if quant == "Q4_K":
+            raise KeyboardInterrupt
+        return random_layer(quant, shape, isa)
+
+    monkeypatch.setattr(experts, "random_layer", pack)
+    assert bench("--formats", "Q8_0,Q4_K", "--per-expert", "1,3") == 130
+    shown = capsys.readouterr().out
+    assert "Q8_0" in shown
+    assert "Q4_K" not in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--formats", "Q4_K,Q9_Z"], "--formats: this machine has F32, "),
+        (["--isa", "avx1024"], "--isa: this machine has scalar"),
+        (["--formats", ","], "--formats: this machine has"),
+        (["--per-expert", "1,x"], "--per-expert: must be numbers from 1 to 65536 with commas, got 'x'"),
+        (["--tokens", "0"], "--tokens: must be numbers from 1"),
+        (["--experts-per-token", "129"], "--experts-per-token must be at most --num-experts, got 129 of 128"),
+        (["--hidden-size", "100", "--formats", "Q4_K"], "Q4_K"),
+        (["--hidden-size", "1048576", "--intermediate-size", "1048576"], "of memory, and"),
+    ],
+)
+def test_refuses_by_name(flags, says, capsys):
+    assert run(["bench", "experts", *flags]) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
