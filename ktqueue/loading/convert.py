@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
+from ktqueue.loading import rope_factors
+from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config, rope_of_config
 from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
-from ktqueue.loading.quants import BLOCKS, Bytes
+from ktqueue.loading.quants import BLOCKS, Bytes, Floats
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.stored import StoredCheckpoint, decode, permute
 from ktqueue.loading.tokenizer_files import vocabulary_of_folder
@@ -26,13 +27,14 @@ Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One tensor to write: exactly one of `source` (a transformers name) and `stack` is set."""
+    """One tensor to write: exactly one of `source` (a transformers name), `stack` and `values` is set."""
 
     name: str
     quant: str
     shape: tuple[int, ...]
     source: str | None = None
     stack: PackedExperts | None = None
+    values: Floats | None = None
     heads: int = 0  # rows go to GGUF's rotary order for that many heads
 
 
@@ -94,6 +96,10 @@ def _plan(
             )
         return found
 
+    if (rope := rope_of_config(config))["rope_type"] == "llama3":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        factors = rope_factors.factors_of(rope, head_dim, checkpoint.path)
+        yield _Output(rope_factors.TENSOR, "F32", factors.shape, values=factors)
     modules = checkpoint.expert_modules()
     fused = {f"{module}.{part}" for module in modules for part in ("gate_up_proj", "down_proj")}
     for name in checkpoint.names():
@@ -119,6 +125,8 @@ def _fit(quant: str, shape: tuple[int, ...]) -> str:
 
 
 def _packed(checkpoint: StoredCheckpoint, output: _Output) -> Bytes:
+    if output.values is not None:
+        return quantize(output.values[None], output.quant)
     if output.stack is None:
         assert output.source is not None
         values = checkpoint.dense(output.source, torch.float32).numpy()

@@ -32,8 +32,9 @@ class Field:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
-    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order. Two families may
-    share an architecture: one with experts, one without."""
+    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order.
+    `rope_factors`: files may hold divisors of the rotary frequencies. Two families may share an architecture: one
+    with experts, one without."""
 
     architecture: str
     model_type: str
@@ -42,6 +43,7 @@ class Family:
     layer_modules: tuple[str, ...]
     implied: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
+    rope_factors: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -139,6 +141,7 @@ FAMILIES = (
         layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
         implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         permuted=True,
+        rope_factors=True,
     ),
 )
 MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
@@ -205,6 +208,17 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     return {**metadata, **_rope_to_metadata(family, config, source)}
 
 
+def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's rotary parameters, however old its spelling; `rope_type` and `rope_theta` are always there."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {
+        **rope,
+        "rope_type": kind,
+        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", _ROPE_THETA))),
+    }
+
+
 def _number(value: Any, kind: type, key: str, source: str) -> int | float:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
@@ -234,16 +248,15 @@ def _rope_from_metadata(family: Family, metadata: Mapping[str, Any], source: str
 
 def _rope_to_metadata(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     prefix = f"{family.architecture}.rope."
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", config.get("rope_theta", _ROPE_THETA))
-    metadata: dict[str, Any] = {prefix + "freq_base": float(theta)}
+    rope = rope_of_config(config)
+    kind = rope["rope_type"]
+    metadata: dict[str, Any] = {prefix + "freq_base": rope["rope_theta"]}
     if kind in ("linear", "yarn"):
         metadata[prefix + "scaling.type"] = kind
         metadata[prefix + "scaling.factor"] = float(rope["factor"])
         if kind == "yarn":
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             metadata[prefix + "scaling.original_context_length"] = int(original)
-    elif kind != "default":
+    elif kind != "default" and not (kind == "llama3" and family.rope_factors):
         raise CheckpointError(f"{source}: rope_type {kind!r} cannot be written to GGUF; known: default, linear, yarn")
     return metadata

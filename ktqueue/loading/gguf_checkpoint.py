@@ -4,7 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading import rope_factors
 from ktqueue.loading.families import Family, config_from_metadata, family_of_metadata
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
@@ -54,6 +58,8 @@ def open_gguf(path: Path) -> StoredCheckpoint:
     family = family_of_metadata(metadata, str(path))
     config = config_from_metadata(family, metadata, str(path))
     stored = _stored(path, parts)
+    if family.rope_factors and (factors := stored.pop(rope_factors.TENSOR, None)):
+        config["rope_parameters"] = _divided(path, config, factors)
     layers = _check_layers(path, config["num_hidden_layers"], stored)
     dense, stacks = _named(path, family, config, stored, layers)
     _finish_config(path, config, metadata, dense)
@@ -70,6 +76,19 @@ def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:
                 part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
             )
     return stored
+
+
+def _divided(path: Path, config: dict[str, Any], stored: StoredTensor) -> dict[str, Any]:
+    rope, head_dim = config["rope_parameters"], config.get("head_dim")
+    head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    factors = stored.tensor(torch.float32).numpy()
+    if rope["rope_type"] != "default":
+        raise CheckpointError(
+            f"{path}: tensor {stored.name!r} and rope.scaling.type {rope['rope_type']!r} exclude each other"
+        )
+    if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{path}: tensor {stored.name!r} must hold {head_dim // 2} positive numbers")
+    return rope_factors.with_factors(rope, factors, config["max_position_embeddings"])
 
 
 def _check_layers(path: Path, layers: int, stored: dict[str, StoredTensor]) -> int:
