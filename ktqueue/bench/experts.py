@@ -61,7 +61,8 @@ class Point:
     bytes: int  # of the weights touched, as a file stores them
     operations: int
     bandwidth: float  # bytes a second that memory gave beside it
-    peak: float  # operations a second of `arithmetic` beside it
+    peak: float  # operations a second of `arithmetic` with `peak_isa` beside it
+    peak_isa: str
     arithmetic: str
     bound: Bound  # the limit that binds
     limit_seconds: float  # the least that the call can take
@@ -93,11 +94,19 @@ class Point:
         return self.limit_seconds / self.seconds
 
 
-def arithmetic_of(quant: str, isa: str) -> str:
-    """The arithmetic that multiplies weights of that format: int8, or fp32 where they are floats; bf16 in AMX tiles."""
-    if isa == "amx":
-        return "bf16"
-    return "fp32" if quant in FLOATS else "int8"
+def arithmetic_of(quant: str, isa: str) -> tuple[str, str]:
+    """(isa, arithmetic) of the peak that kernels of that format and instruction set are held against.
+
+    Block formats: int8; floats: fp32; in AMX tiles both are bf16, but F32 stays fp32. Where `isa` has no such
+    arithmetic of its own, that of the next one below.
+    """
+    if isa == "amx" and quant != "F32":
+        return isa, "bf16"
+    arithmetic = "fp32" if quant in FLOATS else "int8"
+    peaks = native.peaks()
+    order = list(dict.fromkeys(name for name, _, _ in peaks))
+    below = order[: order.index(isa) + 1]
+    return next(name for name in reversed(below) if (name, arithmetic) in {one[:2] for one in peaks}), arithmetic
 
 
 def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:
@@ -150,11 +159,11 @@ def _measure(
         if load.routed
         else same_experts(load.rows, shape.experts_per_token)
     )
-    arithmetic = arithmetic_of(quant, isa)
-    bandwidths, peaks = [probes.bandwidth()], [probes.peak(isa, arithmetic)]
+    peak_isa, arithmetic = arithmetic_of(quant, isa)
+    bandwidths, peaks = [probes.bandwidth()], [probes.peak(peak_isa, arithmetic)]
     seconds = best_seconds(_calls(layers, shape, pattern, random), sweep.seconds)
     bandwidths.append(probes.bandwidth())
-    peaks.append(probes.peak(isa, arithmetic))
+    peaks.append(probes.peak(peak_isa, arithmetic))
     limits = Limits(max(bandwidths), max(peaks))
     work = layer_work(shape, expert_bytes(quant, shape), touched=pattern.touched, pairs=pattern.pairs)
     return Point(
@@ -169,6 +178,7 @@ def _measure(
         operations=work.operations,
         bandwidth=limits.bandwidth,
         peak=limits.peak,
+        peak_isa=peak_isa,
         arithmetic=arithmetic,
         bound=limits.bound(work),
         limit_seconds=limits.seconds(work),

@@ -8,6 +8,7 @@ from ktqueue.bench.machine import cache_sizes
 from ktqueue.bench.random_layers import expert_bytes
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, Work, layer_work
 from ktqueue.bench.routing import same_experts, uniform
+from ktqueue.operators import native
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
 MIB = 1 << 20
@@ -63,10 +64,16 @@ def test_uniform_routing_is_uniform():
     assert 80 < np.mean(touched) < 85
 
 
-def test_arithmetic_of_formats():
-    assert arithmetic_of("Q4_K", "avx512") == "int8"
-    assert arithmetic_of("BF16", "avx2") == "fp32"
-    assert arithmetic_of("Q4_K", "amx") == arithmetic_of("F32", "amx") == "bf16"
+def test_arithmetic_of_formats(monkeypatch):
+    offered = {"scalar": "int8 fp32", "avx2": "int8 fp32", "avxvnni": "int8", "avx512": "int8 bf16 fp32", "amx": "bf16"}
+    peaks = [(isa, kind, "") for isa, kinds in offered.items() for kind in kinds.split()]
+    monkeypatch.setattr(native, "peaks", lambda: peaks)
+    assert arithmetic_of("Q4_K", "avx512") == ("avx512", "int8")
+    assert arithmetic_of("BF16", "avx2") == ("avx2", "fp32")
+    assert arithmetic_of("Q4_K", "avxvnni") == ("avxvnni", "int8")
+    assert arithmetic_of("F16", "avxvnni") == ("avx2", "fp32")  # it has no fp32 of its own
+    assert arithmetic_of("Q4_K", "amx") == arithmetic_of("F16", "amx") == ("amx", "bf16")
+    assert arithmetic_of("F32", "amx") == ("avx512", "fp32")
 
 
 def test_calls_are_taken_in_turn():
