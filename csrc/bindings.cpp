@@ -141,10 +141,16 @@ NB_MODULE(_kernels, module) {
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
-    module.def("available_cpus", &default_threads);
+    module.def("default_threads", &default_threads);
     module.def("threads", [] { return shared_pool()->threads(); });
-    module.def("set_threads", &set_shared_pool, nb::arg("threads"), nb::arg("spin_microseconds"),
-               nb::call_guard<nb::gil_scoped_release>());
+    module.def("nodes", [] { return shared_pool()->nodes(); });
+    module.def(
+        "set_threads",
+        [](size_t threads, uint32_t spin_microseconds, const std::string& pin, size_t pretend_nodes) {
+            set_shared_pool(threads, spin_microseconds, parse_pin(pin), pretend_nodes);
+        },
+        nb::arg("threads"), nb::arg("spin_microseconds"), nb::arg("pin") = "auto", nb::arg("pretend_nodes") = 0,
+        nb::call_guard<nb::gil_scoped_release>());
     module.def(
         "row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
         nb::arg("quant"), nb::arg("columns"));

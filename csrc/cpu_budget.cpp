@@ -1,37 +1,19 @@
 #include "cpu_budget.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <thread>
+
+#include "text_file.h"
+#include "topology.h"
 
 namespace ktqueue {
 
 namespace {
 
 constexpr double kNoLimit = 1e9;
-
-size_t affinity_cpus() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) return static_cast<size_t>(CPU_COUNT(&set));
-    return std::max(1u, std::thread::hardware_concurrency());  // more than 1024 CPUs: the mask does not fit
-}
-
-// The C library's files, not C++ streams: streams break where a process holds two C++ runtimes, as it may beside torch.
-std::string read_text(const std::string& path) {
-    std::string text;
-    if (FILE* file = std::fopen(path.c_str(), "r")) {
-        char part[1024];
-        for (size_t count; (count = std::fread(part, 1, sizeof(part), file)) > 0;) text.append(part, count);
-        std::fclose(file);
-    }
-    return text;
-}
 
 // cgroup v2: one file "cpu.max" with "max 100000" or "150000 100000" (microseconds a period).
 double quota_v2(const std::string& folder) {
@@ -76,8 +58,8 @@ double cgroup_cpus(const std::string& groups_file, const std::string& mount) {
 
 size_t default_threads() {
     const double limit = std::ceil(cgroup_cpus("/proc/self/cgroup", "/sys/fs/cgroup"));
-    const size_t cpus = affinity_cpus();
-    return std::max<size_t>(1, limit < static_cast<double>(cpus) ? static_cast<size_t>(limit) : cpus);
+    const size_t cores = count_cores(read_topology(allowed_cpus()));
+    return std::max<size_t>(1, limit < static_cast<double>(cores) ? static_cast<size_t>(limit) : cores);
 }
 
 }  // namespace ktqueue

@@ -6,7 +6,8 @@
 
 namespace ktqueue {
 
-// CPUs in the affinity mask, lowered to the cgroup's CPU quota (version 1 or 2), rounded up; at least 1.
+// Threads that keep this machine busy: physical cores that the affinity mask touches (the second thread of a core adds
+// no memory bandwidth and little arithmetic), lowered to the cgroup's CPU quota (version 1 or 2), rounded up; at least 1.
 size_t default_threads();
 
 // The tightest CPU quota, in CPUs, of the groups that `groups_file` (such as /proc/self/cgroup) names, their ancestors

@@ -22,6 +22,7 @@ from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
 
 Progress = Callable[[int, int, str], None]
+PINNING = ("auto", "on", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
 
@@ -44,7 +45,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     RuleError, each naming the setting, file or tensor at fault.
     """
     _check(config)
-    threads = native.set_threads(config.threads)
+    threads = native.set_threads(config.threads, pin=config.pin_threads)
     dtype = compute_dtype(config)
     model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
@@ -140,6 +141,8 @@ def _check(config: EngineConfig) -> None:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.max_num_batched_tokens, limit, config.max_num_seqs)
+    if config.pin_threads not in PINNING:
+        raise _wrong("pin_threads", config.pin_threads, "auto, on or off", ", ".join(PINNING))
     if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
         raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
     try:

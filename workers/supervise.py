@@ -141,8 +141,8 @@ class Supervisor:
         await self._find_redis(state)
         port = _claim_port(self.config.gateway.host, self.config.gateway.port)
         self.config = replace(self.config, gateway=replace(self.config.gateway, port=port))
-        if self.config.engine.threads is None:  # the workers share the machine
-            threads = max(1, len(os.sched_getaffinity(0)) // max(1, self._count))
+        if self.config.engine.threads is None and self._count > 1:  # the workers share the machine
+            threads = max(1, _physical_cores() // self._count)
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
         self.workers = [self._child(f"worker-{i + 1}", WORKER_COMMAND, state) for i in range(self._count)]
@@ -199,6 +199,17 @@ class Supervisor:
                 return (await client.get(f"{self.url}/healthz")).is_success
         except httpx.HTTPError:
             return False
+
+
+def _physical_cores() -> int:
+    """Cores that this process may use; two CPUs of one core count once."""
+    cpus = os.sched_getaffinity(0)
+    try:
+        return len(
+            {Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text() for cpu in cpus}
+        )
+    except OSError:
+        return len(cpus)
 
 
 def _state_folder(config: Config) -> Path:

@@ -87,7 +87,7 @@ class Probes:
             )
             for isa, arithmetic, instruction in native.peaks()
         ]
-        return Machine(cpu_name(), native.available_cpus(), threads, self.caches, bandwidths, peaks)
+        return Machine(cpu_name(), native.default_threads(), threads, self.caches, bandwidths, peaks)
 
     def _cache_ranges(self, threads: int) -> list[tuple[str, int]]:
         """What to read of each cache beyond the first: half of it, if that does not fit the one before."""

@@ -92,6 +92,12 @@ class EngineFlags:
     threads: Annotated[
         int | None, _option("--threads", say="CPU threads.", default="the cores", metavar="N", panel="Engine")
     ] = None
+    pin_threads: Annotated[
+        str | None,
+        _option(
+            "--pin-threads", say="Keep CPU threads on their cores: auto, on or off.", default="auto", panel="Engine"
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         _option("--max-model-len", say="Context in tokens.", default="the model's", metavar="N", panel="Engine"),

@@ -80,6 +80,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     threads: int | None = None
+    pin_threads: str = "auto"  # auto | on | off
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512

@@ -36,9 +36,10 @@ def isas() -> tuple[str, ...]:
     return tuple(name for name in ISAS if name in present)
 
 
-def available_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, lowered to the cgroup's quota (rounded up)."""
-    return int(_kernels.available_cpus())
+def default_threads() -> int:
+    """Physical cores that this process may use: those of its affinity mask, lowered to the cgroup's quota (rounded
+    up). The second thread of a core adds no memory bandwidth."""
+    return int(_kernels.default_threads())
 
 
 def threads() -> int:
@@ -46,8 +47,15 @@ def threads() -> int:
     return int(_kernels.threads())
 
 
-def set_threads(count: int | None = None, *, torch_threads: int | None = None) -> int:
-    """Divide `count` CPUs (None: `available_cpus()`) between the kernels and torch; returns `count`.
+def nodes() -> int:
+    """NUMA nodes that the threads of the kernels' pool are pinned to; 1 if they are not pinned."""
+    return int(_kernels.nodes())
+
+
+def set_threads(
+    count: int | None = None, *, torch_threads: int | None = None, pin: str = "auto", pretend_nodes: int = 0
+) -> int:
+    """Divide `count` CPUs (None: `default_threads()`) between the kernels and torch; returns `count`.
 
     Both keep their threads spinning for a while after each call, and a call of one comes microseconds after a call
     of the other: where they share CPUs they wait out each other's time slices. So they get disjoint CPUs, with the
@@ -56,15 +64,20 @@ def set_threads(count: int | None = None, *, torch_threads: int | None = None) -
     Measured with 2 CPUs, 32 decode rows of the built-in model: torch 1 + kernels 2: 17 ms a step; torch 2 +
     kernels 2: 200 ms; torch 1 + kernels 1: 23 ms.
 
+    `pin`: whether each of the kernels' threads, the calling one aside, stays on a core of its own, on machines of
+    several NUMA nodes divided evenly among them. "auto" pins if there are at least 4, on more than half of the cores
+    that the affinity mask allows, and no cgroup quota lowers these; "on" always, "off" never. `pretend_nodes`: divide
+    the threads among so many nodes whatever the machine (for tests; 0: as it is).
+
     Call once at start, after any fork and before the first forward; call nothing else that sets torch's threads.
-    Raises ValueError unless 1 <= torch_threads <= count <= 1024.
+    Raises ValueError unless 1 <= torch_threads <= count <= 1024 and `pin` is one of the three.
     """
-    count = available_cpus() if count is None else count
+    count = default_threads() if count is None else count
     torch_threads = max(1, count // 4) if torch_threads is None else torch_threads
     if not 1 <= torch_threads <= count <= 1024:
         raise ValueError(f"threads must be from 1 to 1024 and not below torch's, got {count} and {torch_threads}")
     torch.set_num_threads(torch_threads)
-    _kernels.set_threads(count - torch_threads + 1, SPIN_MICROSECONDS)
+    _kernels.set_threads(count - torch_threads + 1, SPIN_MICROSECONDS, pin, pretend_nodes)
     return count
 
 

@@ -13,18 +13,16 @@ import torch
 from ktqueue.operators import native
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [
-    ROOT / "csrc/thread_pool.cpp",
-    ROOT / "csrc/cpu_budget.cpp",
-    Path(__file__).with_name("thread_pool_check.cpp"),
-]
+SOURCES = [ROOT / "csrc" / f"{name}.cpp" for name in ("thread_placement", "topology", "cpu_budget")]
 
 
-def build(target: Path, *flags: str) -> Path:
+def build(name: str, target: Path, *flags: str) -> Path:
+    """Compile tests/kernels/NAME.cpp with what the pool is built on."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    command = [compiler, "-std=c++20", "-O1", "-g", *flags, f"-I{ROOT / 'csrc'}", *map(str, SOURCES), "-pthread"]
+    sources = [*SOURCES, Path(__file__).with_name(name).with_suffix(".cpp")]
+    command = [compiler, "-std=c++20", "-O1", "-g", *flags, f"-I{ROOT / 'csrc'}", *map(str, sources), "-pthread"]
     done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
     if done.returncode != 0 and flags:
         pytest.skip(f"the compiler has no {flags[0]}")
@@ -33,9 +31,9 @@ def build(target: Path, *flags: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled C++ checks."""
-    return build(tmp_path_factory.mktemp("pool") / "check")
+def cpu_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prints what the kernels make of a machine."""
+    return build("cpu_check", tmp_path_factory.mktemp("cpus") / "check")
 
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,13 +47,13 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_pool(check):
-    done = run(check)
+def test_pool(tmp_path):
+    done = run(build("thread_pool_check", tmp_path / "check"))
     assert done.returncode == 0, done.stderr
 
 
 def test_pool_has_no_data_race(tmp_path):
-    done = run(build(tmp_path / "check", "-fsanitize=thread"))
+    done = run(build("thread_pool_check", tmp_path / "check", "-fsanitize=thread"))
     assert done.returncode == 0, done.stderr
 
 
@@ -75,17 +73,102 @@ def test_pool_has_no_data_race(tmp_path):
         ("no colons\n", {}, "1e+09"),
     ],
 )
-def test_cgroup_quota(groups, files, cpus, check, tmp_path):
+def test_cgroup_quota(groups, files, cpus, cpu_check, tmp_path):
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert run(check, tmp_path / "groups", tmp_path).stdout.strip() == cpus
+    assert run(cpu_check, "quota", tmp_path / "groups", tmp_path).stdout.strip() == cpus
 
 
-def test_affinity_lowers_the_cpus():
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Path:
+    """A /sys of 2 nodes of 4 cores of 2 threads: core c has CPUs c and c + 8, node 1 has cores 4 to 7."""
+    (tmp_path / "node").mkdir()
+    (tmp_path / "node/has_cpu").write_text("0,2\n")
+    for node, cpus in ((0, "0-3,8-11\n"), (2, "4-7,12-15\n")):
+        (tmp_path / f"node/node{node}").mkdir()
+        (tmp_path / f"node/node{node}/cpulist").write_text(cpus)
+    for cpu in range(16):
+        (tmp_path / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cpus", "count", "expected"),
+    [
+        ("0-15", 8, "0/0/0 1/1/0 2/2/0 3/3/0 4/4/2 5/5/2 6/6/2 7/7/2"),  # no core twice
+        ("0-15", 4, "0/0/0 1/1/0 4/4/2 5/5/2"),  # both nodes
+        ("0-15", 10, "0/0/0 1/1/0 2/2/0 3/3/0 8/0/0 4/4/2 5/5/2 6/6/2 7/7/2 12/4/2"),
+        ("1,8-10", 3, "1/1/0 8/0/0 10/2/0"),  # 9 shares a core with 1
+        ("13", 1, "13/5/2"),
+    ],
+)
+def test_cores_and_nodes_are_filled_evenly(cpus, count, expected, cpu_check, two_sockets):
+    assert run(cpu_check, "spread", two_sockets, cpus, count).stdout.strip() == expected
+
+
+def test_a_machine_that_hides_its_topology_is_one_node_of_single_cores(cpu_check, tmp_path):
+    assert run(cpu_check, "spread", tmp_path, "3,5", 2).stdout.strip() == "3/3/0 5/5/0"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "quota", "threads", "pin", "expected"),
+    [
+        ("0-15", 1e9, 8, "auto", "-1/0 1/0 2/0 3/0 4/1 5/1 6/1 7/1"),
+        ("0-15", 1e9, 5, "auto", "-1/0 1/0 2/0 4/1 5/1"),
+        ("0-15", 1e9, 4, "auto", "any"),  # half of the cores: another worker may have the rest
+        ("0-15", 12, 8, "auto", "any"),  # throttled
+        ("0-3", 1e9, 4, "auto", "-1/0 1/0 2/0 3/0"),
+        ("0-2", 1e9, 3, "auto", "any"),  # a small machine
+        ("0-3", 1e9, 5, "auto", "any"),  # more threads than CPUs
+        ("0-15", 12, 4, "on", "-1/0 1/0 4/1 5/1"),
+        ("0,4", 1e9, 5, "on", "-1/0 0/0 0/0 4/1 4/1"),
+        ("0-15", 1e9, 1, "on", "-1/0"),
+        ("0-15", 1e9, 8, "off", "any"),
+    ],
+)
+def test_threads_are_pinned_where_they_have_the_machine(cpus, quota, threads, pin, expected, cpu_check, two_sockets):
+    places = run(cpu_check, "place", two_sockets, cpus, quota, threads, pin).stdout.strip()
+    assert places == (" ".join(["-1/0"] * threads) if expected == "any" else expected)
+
+
+def test_workers_are_pinned_and_the_caller_is_not():
+    script = """
+import os, time
+from ktqueue import _kernels
+ours = os.sched_getaffinity(0)
+_kernels.set_threads(3, 50, pin="on")
+deadline = time.monotonic() + 20
+while True:
+    masks = sorted(len(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task"))
+    if masks == sorted([1, 1, len(ours)]) or time.monotonic() > deadline:
+        break
+    time.sleep(0.01)
+print(masks, os.sched_getaffinity(0) == ours, _kernels.nodes() >= 1)
+"""
+    expected = [1, 1, len(os.sched_getaffinity(0))]
+    assert run(sys.executable, "-c", script).stdout.strip() == f"{expected} True True"
+
+
+def test_a_test_may_pretend_nodes():
+    try:
+        native.set_threads(4, torch_threads=1, pretend_nodes=2)
+        assert native.nodes() == 2
+    finally:
+        native.set_threads(1)
+    assert native.nodes() == 1
+
+
+def test_pinning_is_one_of_three():
+    with pytest.raises(ValueError, match="pin must be auto, on or off, got 'yes'"):
+        native.set_threads(1, pin="yes")
+
+
+def test_affinity_lowers_the_threads():
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from ktqueue import _kernels; print(_kernels.available_cpus())"
+    script += "from ktqueue import _kernels; print(_kernels.default_threads())"
     assert run(sys.executable, "-c", script).stdout.strip() == "1"
 
 

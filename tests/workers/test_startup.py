@@ -17,6 +17,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
     ("settings", "param"),
     [
         ({"threads": 0}, "engine.threads"),
+        ({"pin_threads": "yes"}, "engine.pin_threads"),
         ({"page_size": 0}, "engine.page_size"),
         ({"num_pages": 0}, "engine.num_pages"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs"),
