@@ -34,15 +34,21 @@ def make(result: dict[str, Any]) -> list[str]:
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """The machine, how busy it was and what its memory gave, software and command, as a sentence."""
-    m = result["machine"]
+    """What the memory gave and how busy the machine was, and `software`, as a sentence."""
     load = sorted(one["load_average"] for one in result["figures"] if "load_average" in one)
     memory = sorted(one["bandwidth_gb_s"] for one in result["figures"] if "bandwidth_gb_s" in one)
     return (
-        f"{m['cpu']}, {m['cores']} cores, {m['isa']}, {m['memory_gib']} GiB; "
-        f"memory read {memory[0]} to {memory[-1]} GB/s and load average {load[0]} to {load[-1]} while measuring; "
-        f"torch {m['packages']['torch']}, Python {m['python']}; commit {m['commit']}, {m['taken']}. "
-        f"`{result['command']}`"
+        f"Memory read {memory[0]} to {memory[-1]} GB/s, load average {load[0]} to {load[-1]} while measuring. "
+        f"{software(result)}"
+    )
+
+
+def software(result: dict[str, Any]) -> str:
+    """The machine, the versions and the command."""
+    m = result["machine"]
+    return (
+        f"{m['cpu']}, {m['cores']} cores, {m['isa']}, {m['memory_gib']} GiB; torch {m['packages']['torch']}, "
+        f"Python {m['python']}; commit {m['commit']}, {m['taken']}. `{result['command']}`"
     )
 
 

@@ -69,6 +69,14 @@ class Llama:
         seconds = time.perf_counter() - began
         return {"tokens_per_second": len(prompt) / seconds, "step_ms": 1e3 * seconds, "fastest_step_ms": 1e3 * seconds}
 
+    def score(self, ids: list[int], path: str) -> int:
+        """Write the logits of all positions of one prompt to `path`: float32 [tokens, vocab], numpy's format."""
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        self._fill([(token, place, 0, True) for place, token in enumerate(ids)])
+        self._run()
+        np.save(path, np.stack([self._logits(place) for place in range(len(ids))]))
+        return len(ids)
+
     def _prefill(self, row: int, prompt: list[int]) -> int:
         last = len(prompt) - 1
         self._fill([(token, place, row, place == last) for place, token in enumerate(prompt)])
@@ -87,9 +95,11 @@ class Llama:
             raise SystemExit("llama_decode failed")
         api.llama_synchronize(self._context)
 
+    def _logits(self, place: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+        return np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, place), (self._vocabulary,))
+
     def _likeliest(self, place: int) -> int:
-        logits = np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, place), (self._vocabulary,))
-        return int(logits.argmax())
+        return int(self._logits(place).argmax())
 
 
 def main() -> None:
@@ -107,7 +117,10 @@ def main() -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         point = json.loads(line)
-        if "prefill" in point:
+        answer: object
+        if "score" in point:
+            answer = llama.score(point["score"], point["path"])
+        elif "prefill" in point:
             answer = llama.prefill(point["prefill"])
         else:
             answer = llama.decode(point["prompts"], point["tokens"])

@@ -1,16 +1,12 @@
 """Takes the figures, writes them to results/ and into the README: `python -m benchmarks.run [cpu|system]`."""
 
 import argparse
-import json
 import os
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks import compare, machine, system, tables
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import compare, system
+from benchmarks.results import RESULTS, write
 
 
 def main() -> None:
@@ -34,8 +30,6 @@ def main() -> None:
         "--results", type=Path, default=RESULTS, help="folder of the results; the README has its tables"
     )
     given = parser.parse_args()
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    command = shlex.join(["python", "-m", "benchmarks.run", *words])
     for what in given.what:
         sys.stderr.write(f"measuring: {what}\n")
         if what == "cpu":
@@ -55,23 +49,7 @@ def main() -> None:
         else:
             parser.error(f"there is no benchmark {what!r}")
         name = f"cpu-{figures['model'].removesuffix('.gguf')}" if what == "cpu" else what
-        write(given.results / f"{name}.json", {**figures, "machine": machine.facts(), "command": command})
-    if given.results == RESULTS:
-        tables.write()
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Keep a result; figures with four digits are plenty."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(_short(result), indent=1) + "\n")
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
-    return [_short(one) for one in value] if isinstance(value, list) else value
+        write(given.results / f"{name}.json", figures, "run")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is on
 # Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as
 # there are blocks begin at different ones.
 _POOLS = (8191, 262_139)
-_DOWN_GAIN, _ROUTER_GAIN, _HEAD_GAIN = 4.0, 2.0, 3.0
+_ROUTER_GAIN, _HEAD_GAIN = 2.0, 3.0
+_ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0  # of what layers add to the residual, together about as much as it was
 
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "e r", "r e", "o n", "Ġ the", "Ġ and", "Ġ a", "o u", "in g", "h e")
@@ -129,6 +130,7 @@ def _tensors(config: dict[str, Any], quant: str) -> Iterator[_Tensor]:
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     experts = config.get("num_experts") or config["num_local_experts"]
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    share = (2 * layers) ** -0.5
     queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
 
     def norm(name: str, size: int) -> _Tensor:
@@ -146,7 +148,7 @@ def _tensors(config: dict[str, Any], quant: str) -> Iterator[_Tensor]:
         yield matrix(f"{at}.attn_q", queries, hidden, layer=i)
         yield matrix(f"{at}.attn_k", keys, hidden, layer=i)
         yield matrix(f"{at}.attn_v", keys, hidden, layer=i)
-        yield matrix(f"{at}.attn_output", hidden, queries, layer=i)
+        yield matrix(f"{at}.attn_output", hidden, queries, layer=i, gain=_ATTENTION_GAIN * share)
         if config["model_type"] == "qwen3_moe":
             yield norm(f"{at}.attn_q_norm", config["head_dim"])
             yield norm(f"{at}.attn_k_norm", config["head_dim"])
@@ -154,7 +156,7 @@ def _tensors(config: dict[str, Any], quant: str) -> Iterator[_Tensor]:
         yield _Tensor(f"{at}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
         yield matrix(f"{at}.ffn_gate_exps", experts, width, hidden, layer=i)
         yield matrix(f"{at}.ffn_up_exps", experts, width, hidden, layer=i)
-        yield matrix(f"{at}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN)
+        yield matrix(f"{at}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * share)
     yield norm("output_norm", hidden)
     yield matrix("output", vocab, hidden, gain=_HEAD_GAIN)
 

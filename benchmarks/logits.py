@@ -1,0 +1,89 @@
+"""Logits of one file, all positions of a window of tokens, from three sources: our engine's model, llama.cpp, and the
+float twin: transformers in float32 on the file's weights, dequantised."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+from benchmarks import peer
+from ktqueue.core.config import EngineConfig
+from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.skeleton import build_config
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import StepContext
+from workers.startup import build
+
+Logits = npt.NDArray[np.float32]  # [tokens, vocab]
+Source = Callable[[list[int]], Logits]
+
+
+def ours(path: Path, threads: int) -> Source:
+    """The model as a worker builds it, each window as one prefill row."""
+    built = build(EngineConfig(model=str(path), threads=threads))
+    layout = built.model.kv_layout(built.config.page_size)
+
+    def run(ids: list[int]) -> Logits:
+        count, pages = len(ids), -(-len(ids) // layout.page_size)
+        step = StepContext(
+            query_starts=torch.tensor([0, count], dtype=torch.int32),
+            context_lengths=torch.tensor([count], dtype=torch.int32),
+            page_table=torch.arange(pages, dtype=torch.int32)[None],
+            slot_mapping=torch.arange(count),
+            kv=KVCache(layout, pages),
+        )
+        with torch.inference_mode():
+            logits = built.model.module(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.arange(count)[None],
+                use_cache=False,
+                logits_to_keep=torch.arange(count),
+                step=step,
+            ).logits[0]
+        return np.asarray(logits.float())
+
+    return run
+
+
+def twin(path: Path) -> Source:
+    """transformers' own model and attention, its weights as the file's blocks decode to."""
+    checkpoint = open_checkpoint(str(path))
+    config = build_config(checkpoint.config(), checkpoint.path)
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    weights = {name: checkpoint.dense(name, torch.float32) for name in checkpoint.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    if unexpected or set(missing) - set(model.all_tied_weights_keys):
+        raise SystemExit(f"{path}: the twin lacks {missing} and does not know {unexpected}")
+    model.eval().requires_grad_(False)
+
+    def run(ids: list[int]) -> Logits:
+        with torch.inference_mode():
+            return np.asarray(model(torch.tensor([ids])).logits[0])
+
+    return run
+
+
+@contextmanager
+def llama(python: str, path: Path, threads: int, *, repack: bool = True) -> Iterator[Source]:
+    """llama.cpp as it is measured, in a process of its own."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        peer.llama(python, str(path), threads, 1, repack=repack) as process,
+    ):
+        process.hear()
+        target = Path(folder) / "logits.npy"
+
+        def run(ids: list[int]) -> Logits:
+            process.ask({"score": ids, "path": str(target)})
+            logits: Logits = np.load(target)
+            return logits
+
+        yield run

@@ -1,0 +1,30 @@
+"""Keeps results: a JSON file each, with the machine and the command, and the README's tables made anew."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, tables
+
+RESULTS = tables.FOLDER / "results"
+
+
+def write(path: Path, result: dict[str, Any], module: str, digits: int = 4) -> None:
+    """Keep a result of `python -m benchmarks.MODULE`, its figures with so many digits."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # of other places, names
+    command = shlex.join(["python", "-m", f"benchmarks.{module}", *words])
+    path.parent.mkdir(exist_ok=True)
+    whole = _short({**result, "machine": machine.facts(), "command": command}, digits)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    if path.parent == RESULTS:
+        tables.write()
+
+
+def _short(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: _short(one, digits) for key, one in value.items()}
+    return [_short(one, digits) for one in value] if isinstance(value, list) else value
