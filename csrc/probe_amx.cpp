@@ -30,6 +30,8 @@ void fill_tiles(uint16_t pattern) {
     }
     alignas(64) uint16_t operand[kRows * kRowBytes / 2];
     for (uint16_t& value : operand) value = pattern;
+    // The intrinsics of GCC 12 do not say how much memory they read: without this it leaves the stores above out.
+    asm volatile("" : : "r"(&config), "r"(operand) : "memory");
     _tile_loadconfig(&config);
     _tile_zero(0);
     _tile_zero(1);

@@ -1,7 +1,7 @@
 """Speed of the expert kernels: format by format, instruction set by instruction set, from one row an expert to many.
 
-Each point runs layers in turn, so that weights come from memory, between two probes of what the machine can do at
-that time; the better probe of each kind is the limit that the point is compared with.
+Each point runs layers in turn, so that weights come from memory, and between the calls probes what the machine can do
+at that time; the best probe of each kind is the limit that the point is compared with.
 """
 
 import time
@@ -21,7 +21,8 @@ from ktqueue.operators import native
 LEAST_WEIGHTS = 256 * MIB  # of the layers in turn, where that is CACHES times the last cache
 CACHES = 4
 BATCH_SECONDS = 0.02  # calls between two looks at the clock
-DISTURBED = 0.8  # the lower of two probes in shares of the higher: below it something else was running
+PARTS = 3  # of the time of a point, with probes between them
+DISTURBED = 0.8  # the lowest of a point's probes in shares of the highest: below it something else was running
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -66,7 +67,7 @@ class Point:
     arithmetic: str
     bound: Bound  # the limit that binds
     limit_seconds: float  # the least that the call can take
-    disturbed: bool  # the probes before and after disagree: measure again
+    disturbed: bool  # its probes disagree: measure again
 
     @property
     def bytes_per_second(self) -> float:
@@ -160,10 +161,14 @@ def _measure(
         else same_experts(load.rows, shape.experts_per_token)
     )
     peak_isa, arithmetic = arithmetic_of(quant, isa)
-    bandwidths, peaks = [probes.bandwidth()], [probes.peak(peak_isa, arithmetic)]
-    seconds = best_seconds(_calls(layers, shape, pattern, random), sweep.seconds)
-    bandwidths.append(probes.bandwidth())
-    peaks.append(probes.peak(peak_isa, arithmetic))
+    bandwidths: list[float] = []
+    peaks: list[float] = []
+
+    def probe() -> None:
+        bandwidths.append(probes.bandwidth())
+        peaks.append(probes.peak(peak_isa, arithmetic))
+
+    seconds = best_seconds(_calls(layers, shape, pattern, random), sweep.seconds, probe)
     limits = Limits(max(bandwidths), max(peaks))
     work = layer_work(shape, expert_bytes(quant, shape), touched=pattern.touched, pairs=pattern.pairs)
     return Point(
@@ -199,16 +204,27 @@ def _calls(
     ]
 
 
-def best_seconds(calls: Iterable[Callable[[], None]], seconds: float) -> float:
-    """Seconds a call of the fastest batch, in about `seconds` of calls taken in turn after one to warm up."""
+def best_seconds(calls: Iterable[Callable[[], None]], seconds: float, probe: Callable[[], None]) -> float:
+    """Seconds a call of the fastest batch, in about `seconds` of calls taken in turn after one to warm up.
+
+    `probe` is run before, after and, where a batch takes less than all the time there is, in between; that time is
+    not counted.
+    """
     turn, clock = cycle(calls), time.perf_counter
     began = clock()
     next(turn)()
-    batch = max(1, round(BATCH_SECONDS / (clock() - began)))
-    best = float("inf")
-    while best == float("inf") or clock() - began < seconds:
-        batch_began = clock()
-        for _ in range(batch):
-            next(turn)()
-        best = min(best, (clock() - batch_began) / batch)
+    single = clock() - began
+    batch = max(1, round(BATCH_SECONDS / single))
+    best, spent = float("inf"), 0.0
+    probe()
+    for part in range(1, PARTS + 1):
+        while spent < seconds * part / PARTS or best == float("inf"):
+            batch_began = clock()
+            for _ in range(batch):
+                next(turn)()
+            taken = clock() - batch_began
+            best, spent = min(best, taken / batch), spent + taken
+        probe()
+        if spent >= seconds:
+            break
     return best

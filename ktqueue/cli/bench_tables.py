@@ -56,7 +56,7 @@ def show_points(points: Sequence[Point]) -> None:
     console.print("\nrows: of each expert touched; tok: tokens routed at random", soft_wrap=True)
     console.print("GB/s: of weights as a file stores them; DRAM and peak are probed beside each row", soft_wrap=True)
     if any(point.disturbed for point in points):
-        console.print("?: the probes before and after disagree: something else was running", soft_wrap=True)
+        console.print("?: the probes beside it disagree: something else was running", soft_wrap=True)
 
 
 def _giga(value: float) -> str:

@@ -79,9 +79,12 @@ def test_arithmetic_of_formats(monkeypatch):
 def test_calls_are_taken_in_turn():
     taken: list[int] = []
     calls = [lambda i=i: taken.append(i) for i in range(3)]
-    assert best_seconds(calls, 0.0) > 0
-    assert len(taken) > 3
-    assert taken == [i % 3 for i in range(len(taken))]
+    assert best_seconds(calls, 0.0, lambda: taken.append(9)) > 0
+    assert taken[1] == taken[-1] == 9  # probes after the call to warm up, and at the end
+    assert taken.count(9) == 2
+    turns = [one for one in taken if one != 9]
+    assert len(turns) > 3
+    assert turns == [i % 3 for i in range(len(turns))]
 
 
 @pytest.mark.parametrize(("routed", "experts"), [(False, 104), (True, 128)])
