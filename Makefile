@@ -95,7 +95,7 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test soak parity
+.PHONY: test soak parity sanitize fuzz
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -104,6 +104,19 @@ soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed worke
 
 parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)
+
+build/sanitize-%: $(VENV)/dev.stamp $(SOURCES) tests/kernels/kernel_driver.cpp tests/kernels/thread_pool_check.cpp
+	@cmake -S . -B $@ -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(BIN)/python -DKTQUEUE_SANITIZE="$*" > /dev/null
+	@cmake --build $@ --target kernel_driver thread_pool_check
+	@touch $@
+
+sanitize: build/sanitize-address,undefined build/sanitize-thread ## Pool and kernels under ASan, UBSan and TSan (needs cmake)
+	@for build in $^; do "$$build/thread_pool_check"; "$$build/kernel_driver" 300; done
+
+FUZZ_SECONDS ?= 60
+fuzz: build/sanitize-address,undefined ## Model files and kernel calls at random, FUZZ_SECONDS=60 each
+	@$</kernel_driver 1000000000 $(FUZZ_SECONDS) $$(date +%s)
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest --quiet --timeout 0 tests/loading/test_fuzz_gguf.py
 
 .PHONY: lint type format
 lint: $(VENV)/dev.stamp ## Style, import contracts, shell and docker files, the project's own books
