@@ -12,18 +12,11 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kTokensAtOnce = 512;      // bounds the workspace
-constexpr size_t kBlockBytes = 64 * 1024;  // of weights in one task: stays in a core's second-level cache
-constexpr size_t kMaxBlockRows = 64;
-constexpr size_t kTokensPerPass = 32;  // of one expert; bounds the buffers on a task's stack
-
-constexpr size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
-size_t rows_per_block(size_t bytes_per_row) {
-    return std::clamp<size_t>(kBlockBytes / bytes_per_row / 8 * 8, 8, kMaxBlockRows);
-}
+constexpr size_t kTokensAtOnce = 2048;      // bounds the workspace
+constexpr size_t kTaskBytes = 128 * 1024;   // of weights in one task, at most
+constexpr size_t kTokensPerPass = 64;       // of one expert; bounds the buffers on a task's stack
+constexpr size_t kMaxTaskPanels = 8;        // of gate; even, so that a task makes whole slabs of mid
+constexpr size_t kPairRows = 2 * kPanelRows;
 
 void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
     if (matrices.data.size() != experts || matrices.rows != rows || matrices.columns != columns)
@@ -31,6 +24,18 @@ void check(const ExpertMatrices& matrices, const char* name, size_t experts, siz
                                     std::to_string(rows) + " x " + std::to_string(columns) + ", got " +
                                     std::to_string(matrices.data.size()) + " of " + std::to_string(matrices.rows) +
                                     " x " + std::to_string(matrices.columns));
+    if (!matrices.bias.empty() && matrices.bias.size() != experts * rows)
+        throw std::invalid_argument(std::string(name) + " must have " + std::to_string(experts * rows) +
+                                    " biases, got " + std::to_string(matrices.bias.size()));
+}
+
+size_t bytes_of(const ExpertMatrices& matrices) {
+    return panel_bytes(matrices.quant, matrices.columns);
+}
+
+template <class Buffer>
+void grow(Buffer& buffer, size_t size) {
+    if (buffer.size() < size) buffer.resize(size);
 }
 
 }  // namespace
@@ -38,6 +43,16 @@ void check(const ExpertMatrices& matrices, const char* name, size_t experts, siz
 // The consecutive sorted pairs of one expert.
 struct ExpertLayer::Span {
     size_t expert, begin, end;
+    size_t size() const { return end - begin; }
+};
+
+// What an expert's rows look like, by how many there are.
+struct ExpertLayer::Forms {
+    RowForm gate, up, down;
+    Forms(const ExpertLayer& layer, size_t tokens)
+        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens)),
+          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens)),
+          down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens)) {}
 };
 
 // A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs expert by expert, in order of pair.
@@ -45,23 +60,61 @@ struct ExpertLayer::Workspace {
     std::mutex mutex;
     std::vector<size_t> starts;         // [experts + 1] first position of each expert
     std::vector<size_t> position;       // [pairs] where a pair stands in sorted order
-    std::vector<const float*> input;    // [pairs] activations, sorted
-    std::vector<const float*> mid_row;  // [pairs] rows of mid, sorted
-    std::vector<float> padded;          // [tokens, hidden up to 32], used if hidden is not a multiple of 32
-    std::vector<float> mid;             // [pairs, intermediate up to 32], sorted
-    std::vector<float> partial;         // [pairs, hidden], sorted
     std::vector<Span> spans;            // experts that have pairs
-    size_t mid_stride = 0;
+    std::vector<uint8_t> gate_rows;     // [tokens] prepared for gate (and up, if it wants the same)
+    std::vector<uint8_t> up_rows;       // [tokens] prepared for up, else
+    std::vector<uint8_t> narrow_rows;   // [pairs] in bf16, sorted, of experts with many
+    std::vector<const void*> gate_x;    // [pairs] sorted
+    std::vector<const void*> up_x;      // [pairs] sorted
+    std::vector<uint8_t> mid;           // [pairs] prepared for down, sorted
+    std::vector<const void*> mid_x;     // [pairs] sorted
+    std::vector<float> partial;         // [pairs, hidden up to 16], sorted
+    size_t mid_bytes = 0, partial_stride = 0;
 };
 
-ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const KernelTable& kernels)
-    : gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)), kernels_(kernels) {
+ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
+                         const KernelTable& kernels)
+    : gate_(std::move(gate)),
+      up_(std::move(up)),
+      down_(std::move(down)),
+      options_(options),
+      kernels_(kernels),
+      gate_panel_(bytes_of(gate_)),
+      up_panel_(bytes_of(up_)),
+      down_panel_(bytes_of(down_)),
+      gate_up_(gate_.data.size() * panel_count(gate_.rows) * (gate_panel_ + up_panel_)),
+      down_arena_(down_.data.size() * panel_count(down_.rows) * down_panel_) {
     if (gate_.data.empty() || gate_.rows == 0)
         throw std::invalid_argument("gate must have at least one expert and one row");
+    check(gate_, "gate", experts(), intermediate(), hidden());
     check(up_, "up", experts(), intermediate(), hidden());
     check(down_, "down", experts(), hidden(), intermediate());
-    gate_block_rows_ = rows_per_block(row_bytes(gate_.quant, hidden()) + row_bytes(up_.quant, hidden()));
-    down_block_rows_ = rows_per_block(row_bytes(down_.quant, intermediate()));
+    pack();
+}
+
+void ExpertLayer::pack() {
+    const size_t panels = panel_count(intermediate()), down_panels = panel_count(hidden());
+    const auto pack_one = [](const ExpertMatrices& from, const char* name, size_t expert, size_t panel, uint8_t* to) {
+        try {
+            pack_panel({from.quant, from.rows, from.columns, from.data[expert]}, panel, to);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(std::string(name) + " of expert " + std::to_string(expert) + ": " +
+                                        error.what());
+        }
+    };
+    const std::shared_ptr<ThreadPool> pool = shared_pool();
+    pool->for_each(experts(), [&](size_t e) {
+        for (size_t p = 0; p < panels; ++p) {
+            uint8_t* to = gate_up_.data() + (e * panels + p) * (gate_panel_ + up_panel_);
+            pack_one(gate_, "gate", e, p, to);
+            pack_one(up_, "up", e, p, to + gate_panel_);
+        }
+    });
+    pool->for_each(experts(), [&](size_t e) {
+        for (size_t p = 0; p < down_panels; ++p)
+            pack_one(down_, "down", e, p, down_arena_.data() + (e * down_panels + p) * down_panel_);
+    });
+    for (ExpertMatrices* one : {&gate_, &up_, &down_}) std::fill(one->data.begin(), one->data.end(), nullptr);
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
@@ -85,85 +138,174 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
         space.starts[e + 1] += space.starts[e];
         if (space.starts[e + 1] > space.starts[e]) space.spans.push_back({e, space.starts[e], space.starts[e + 1]});
     }
-    space.position.resize(std::max(space.position.size(), pairs));
+    grow(space.position, pairs);
     for (size_t pair = 0; pair < pairs; ++pair) space.position[pair] = space.starts[static_cast<size_t>(ids[pair])]++;
+}
+
+// Rows for gate and up: one a token, shared by its slots; for experts with many rows one a pair, side by side.
+void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Workspace& space) const {
+    const Forms few(*this, 1);
+    const bool same = few.gate == few.up;
+    const size_t gate_bytes = prepared_bytes(few.gate, hidden()), up_bytes = prepared_bytes(few.up, hidden());
+    const size_t narrow_bytes = prepared_bytes({RowForm::Kind::Narrow, {}}, hidden());
+    bool some_narrow = false, some_few = false;
+    for (const Span& span : space.spans) {
+        const Forms forms(*this, span.size());
+        const bool narrow = forms.gate.kind == RowForm::Kind::Narrow || forms.up.kind == RowForm::Kind::Narrow;
+        some_narrow = some_narrow || narrow;
+        some_few = some_few || !narrow || forms.gate.kind != forms.up.kind;
+    }
+    grow(space.gate_x, tokens * slots);
+    grow(space.up_x, tokens * slots);
+    if (some_few) {
+        grow(space.gate_rows, tokens * gate_bytes);
+        if (!same) grow(space.up_rows, tokens * up_bytes);
+    }
+    if (some_narrow) grow(space.narrow_rows, tokens * slots * narrow_bytes);
+    auto prepare = [&](size_t t) {
+        const float* row = x + t * hidden();
+        uint8_t* gate_row = space.gate_rows.data() + t * gate_bytes;
+        uint8_t* up_row = same ? gate_row : space.up_rows.data() + t * up_bytes;
+        if (some_few) prepare_row(kernels_, few.gate, row, hidden(), gate_row);
+        if (some_few && !same) prepare_row(kernels_, few.up, row, hidden(), up_row);
+        const uint8_t* narrowed = nullptr;
+        for (size_t pair = t * slots; pair < (t + 1) * slots; ++pair) {
+            const size_t at = space.position[pair];
+            space.gate_x[at] = gate_row;
+            space.up_x[at] = up_row;
+            if (!some_narrow) continue;
+            uint8_t* narrow_row = space.narrow_rows.data() + at * narrow_bytes;
+            if (narrowed) {
+                std::memcpy(narrow_row, narrowed, narrow_bytes);
+            } else {
+                kernels_.narrow(row, hidden(), reinterpret_cast<uint16_t*>(narrow_row));
+                narrowed = narrow_row;
+            }
+        }
+    };
+    if (tokens < 8) {
+        for (size_t t = 0; t < tokens; ++t) prepare(t);
+    } else {
+        shared_pool()->for_each(tokens, [&](size_t t) { prepare(t); });
+    }
+    if (!some_narrow) return;
+    for (const Span& span : space.spans) {
+        const Forms forms(*this, span.size());
+        for (size_t at = span.begin; at < span.end; ++at) {
+            const void* narrow_row = space.narrow_rows.data() + at * narrow_bytes;
+            if (forms.gate.kind == RowForm::Kind::Narrow) space.gate_x[at] = narrow_row;
+            if (forms.up.kind == RowForm::Kind::Narrow) space.up_x[at] = narrow_row;
+        }
+    }
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                                float* out, Workspace& space) const {
     const size_t pairs = tokens * slots;
-    const auto grow = [](auto& buffer, size_t size) {
-        if (buffer.size() < size) buffer.resize(size);
-    };
     sort_by_expert(ids, pairs, space);
-    space.mid_stride = round_up(intermediate(), kGroup);
-    grow(space.input, pairs);
-    grow(space.mid_row, pairs);
-    grow(space.mid, pairs * space.mid_stride);
-    grow(space.partial, pairs * hidden());
-
-    size_t x_stride = hidden();
-    if (hidden() % kGroup != 0) {
-        x_stride = round_up(hidden(), kGroup);
-        space.padded.assign(tokens * x_stride, 0.0f);
-        for (size_t t = 0; t < tokens; ++t) std::copy_n(x + t * hidden(), hidden(), &space.padded[t * x_stride]);
-        x = space.padded.data();
-    }
-    for (size_t pair = 0; pair < pairs; ++pair) {
-        const size_t at = space.position[pair];
-        space.input[at] = x + pair / slots * x_stride;
-        space.mid_row[at] = space.mid.data() + at * space.mid_stride;
-    }
+    prepare_rows(x, tokens, slots, space);
+    space.partial_stride = round_up(hidden(), kPanelRows);
+    space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
+    for (const Span& span : space.spans)
+        space.mid_bytes =
+            std::max(space.mid_bytes, prepared_bytes(Forms(*this, span.size()).down, intermediate()));
+    grow(space.mid, pairs * space.mid_bytes);
+    grow(space.mid_x, pairs);
+    grow(space.partial, pairs * space.partial_stride);
+    for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    const size_t gate_blocks = (intermediate() + gate_block_rows_ - 1) / gate_block_rows_;
-    pool->for_each(space.spans.size() * gate_blocks,
-                   [&](size_t task) { gate_up(space.spans[task / gate_blocks], task % gate_blocks, space); });
-    const size_t down_blocks = (hidden() + down_block_rows_ - 1) / down_block_rows_;
-    pool->for_each(space.spans.size() * down_blocks,
-                   [&](size_t task) { down(space.spans[task / down_blocks], task % down_blocks, space); });
-
-    constexpr size_t kTokensPerTask = 16;
-    pool->for_each((tokens + kTokensPerTask - 1) / kTokensPerTask, [&](size_t task) {
-        for (size_t t = task * kTokensPerTask; t < std::min(tokens, (task + 1) * kTokensPerTask); ++t) {
-            float* sum = out + t * hidden();
-            std::fill_n(sum, hidden(), 0.0f);
-            for (size_t pair = t * slots; pair < (t + 1) * slots; ++pair) {
-                const float weight = weights[pair];
-                const float* term = space.partial.data() + space.position[pair] * hidden();
-                for (size_t i = 0; i < hidden(); ++i) sum[i] += weight * term[i];
-            }
-        }
+    const size_t slices = 4 * pool->threads();
+    const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
+        const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, kTaskBytes);
+        return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
+    };
+    const size_t panels = panel_count(intermediate());
+    const size_t step = panels_per_task(panels, gate_panel_ + up_panel_, kMaxTaskPanels);
+    const size_t blocks = (panels + step - 1) / step;
+    pool->for_each(space.spans.size() * blocks, [&](size_t task) {
+        const size_t first = task % blocks * step;
+        gate_up(space.spans[task / blocks], first, std::min(first + step, panels), space);
     });
+    const size_t down_panels = panel_count(hidden());
+    const size_t down_step = panels_per_task(down_panels, down_panel_, down_panels + 1);
+    const size_t down_blocks = (down_panels + down_step - 1) / down_step;
+    pool->for_each(space.spans.size() * down_blocks, [&](size_t task) {
+        const size_t first = task % down_blocks * down_step;
+        down(space.spans[task / down_blocks], first, std::min(first + down_step, down_panels), space);
+    });
+    auto merge_token = [&](size_t t) { merge(ids, weights, t, slots, out, space); };
+    if (tokens < 4) {
+        for (size_t t = 0; t < tokens; ++t) merge_token(t);
+    } else {
+        pool->for_each(tokens, [&](size_t t) { merge_token(t); });
+    }
 }
 
-void ExpertLayer::gate_up(const Span& span, size_t block, Workspace& space) const {
-    const size_t first = block * gate_block_rows_, rows = std::min(gate_block_rows_, intermediate() - first);
-    const uint8_t* gate = gate_.data[span.expert] + first * row_bytes(gate_.quant, hidden());
-    const uint8_t* up = up_.data[span.expert] + first * row_bytes(up_.quant, hidden());
-    const auto gate_kernel = kernels_.matrix[static_cast<size_t>(gate_.quant)];
-    const auto up_kernel = kernels_.matrix[static_cast<size_t>(up_.quant)];
-    const size_t stride = round_up(rows, 8);
-    alignas(64) float gates[kTokensPerPass * kMaxBlockRows] = {}, ups[kTokensPerPass * kMaxBlockRows] = {};
+// Panels first..last-1 of gate and up, and what they make of mid, ready for down.
+void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
+    const Forms forms(*this, span.size());
+    const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
+    const uint8_t* weights =
+        gate_up_.data() + (span.expert * panel_count(intermediate()) + first) * pair_bytes;
+    const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
+    const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
+    const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
+    alignas(64) float both[kTokensPerPass * kMaxTaskPanels * kPairRows];
+    alignas(64) float mid[kMaxTaskPanels * kPanelRows];
+    const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
     for (size_t begin = span.begin; begin < span.end; begin += kTokensPerPass) {
         const size_t tokens = std::min(kTokensPerPass, span.end - begin);
-        gate_kernel(gate, rows, hidden(), &space.input[begin], tokens, gates, stride);
-        up_kernel(up, rows, hidden(), &space.input[begin], tokens, ups, stride);
-        kernels_.silu_gate(gates, ups, tokens * stride);
+        if (together) {
+            gate_kernel({weights, 2 * panels, gate_panel_, hidden(), &space.gate_x[begin], tokens, both, stride});
+        } else {
+            for (size_t p = 0; p < panels; ++p) {
+                const uint8_t* pair = weights + p * pair_bytes;
+                float* y = both + p * kPairRows;
+                gate_kernel({pair, 1, gate_panel_, hidden(), &space.gate_x[begin], tokens, y, stride});
+                up_kernel({pair + gate_panel_, 1, up_panel_, hidden(), &space.up_x[begin], tokens, y + kPanelRows,
+                           stride});
+            }
+        }
         for (size_t t = 0; t < tokens; ++t) {
-            float* mid = space.mid.data() + (begin + t) * space.mid_stride;
-            std::copy_n(gates + t * stride, rows, mid + first);
-            if (first + rows == intermediate()) std::fill(mid + intermediate(), mid + space.mid_stride, 0.0f);
+            float* row = both + t * stride;
+            for (size_t r = 0; r < count && !gate_.bias.empty(); ++r)
+                row[r / kPanelRows * kPairRows + r % kPanelRows] +=
+                    gate_.bias[span.expert * intermediate() + column + r];
+            for (size_t r = 0; r < count && !up_.bias.empty(); ++r)
+                row[r / kPanelRows * kPairRows + kPanelRows + r % kPanelRows] +=
+                    up_.bias[span.expert * intermediate() + column + r];
+            kernels_.gate[static_cast<size_t>(options_.activation)](
+                {row, row + kPanelRows, mid, panels, options_.alpha, options_.limit});
+            auto* target = const_cast<void*>(space.mid_x[begin + t]);  // this task's columns of it
+            prepare_columns(kernels_, forms.down, mid, column, count, target);
         }
     }
 }
 
-void ExpertLayer::down(const Span& span, size_t block, Workspace& space) const {
-    const size_t first = block * down_block_rows_, rows = std::min(down_block_rows_, hidden() - first);
-    kernels_.matrix[static_cast<size_t>(down_.quant)](
-        down_.data[span.expert] + first * row_bytes(down_.quant, intermediate()), rows, intermediate(),
-        &space.mid_row[span.begin], span.end - span.begin, space.partial.data() + span.begin * hidden() + first,
-        hidden());
+void ExpertLayer::down(const Span& span, size_t first, size_t last, const Workspace& space) const {
+    const Forms forms(*this, span.size());
+    panel_kernel(kernels_, down_.quant, forms.down)(
+        {down_arena_.data() + (span.expert * panel_count(hidden()) + first) * down_panel_, last - first, down_panel_,
+         intermediate(), &space.mid_x[span.begin], span.size(),
+         const_cast<float*>(space.partial.data()) + span.begin * space.partial_stride + first * kPanelRows,
+         space.partial_stride});
+}
+
+void ExpertLayer::merge(const int64_t* ids, const float* weights, size_t token, size_t slots, float* out,
+                        const Workspace& space) const {
+    float* sum = out + token * hidden();
+    std::fill_n(sum, hidden(), 0.0f);
+    for (size_t pair = token * slots; pair < (token + 1) * slots; ++pair) {
+        const float weight = weights[pair];
+        const float* term = space.partial.data() + space.position[pair] * space.partial_stride;
+        const float* bias = down_.bias.empty() ? nullptr : &down_.bias[static_cast<size_t>(ids[pair]) * hidden()];
+        if (bias) {
+            for (size_t i = 0; i < hidden(); ++i) sum[i] += weight * (term[i] + bias[i]);
+        } else {
+            for (size_t i = 0; i < hidden(); ++i) sum[i] += weight * term[i];
+        }
+    }
 }
 
 }  // namespace ktqueue

@@ -1,10 +1,12 @@
-// The routed experts of one layer: out[t] = sum over slots of weight * down(silu(gate(x[t])) * up(x[t])).
-// Weights stay where the caller has them (a mapped file); knows nothing of Python or of how tokens were routed.
+// The routed experts of one layer: out[t] = sum over slots of weight * expert(x[t]), where
+// expert(x) = down(activation(gate(x)) * up(x)). Weights are packed when the layer is made.
+// Knows nothing of Python or of how tokens were routed.
 #pragma once
 
 #include <vector>
 
-#include "kernel_table.h"
+#include "packed_matrix.h"
+#include "prepared_rows.h"
 
 namespace ktqueue {
 
@@ -14,36 +16,55 @@ struct ExpertMatrices {
     size_t rows;
     size_t columns;
     std::vector<const uint8_t*> data;
+    std::vector<float> bias;  // [experts, rows], or empty
+};
+
+struct ExpertOptions {
+    Activation activation = Activation::Silu;
+    float alpha = 0, limit = 0;  // of SwigluClamped
+    Precision precision = Precision::Fast;
 };
 
 class ExpertLayer {
   public:
-    // gate, up: [intermediate, hidden]; down: [hidden, intermediate]. Throws std::invalid_argument if shapes disagree.
-    ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const KernelTable& kernels);
+    // gate, up: [intermediate, hidden]; down: [hidden, intermediate]. Packs them with the shared pool; `data` is not
+    // needed afterwards. Throws std::invalid_argument if shapes disagree or a scale is not finite.
+    ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
+                const KernelTable& kernels);
 
     // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is
-    // written, if an id is not in 0..experts-1. Results do not depend on the number of threads or on the other tokens.
+    // written, if an id is not in 0..experts-1. Results do not depend on the number of threads or, for an expert with
+    // fewer than the table's tile_tokens rows, on the other tokens.
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                  float* out) const;
 
     size_t experts() const { return gate_.data.size(); }
     size_t hidden() const { return gate_.columns; }
     size_t intermediate() const { return gate_.rows; }
+    size_t bytes() const { return gate_up_.bytes() + down_arena_.bytes(); }  // of packed weights
     const char* isa() const { return kernels_.isa; }
 
   private:
     struct Workspace;
     struct Span;
+    struct Forms;
 
+    void pack();
     void forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
                       Workspace& space) const;
     void sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const;
-    void gate_up(const Span& span, size_t block, Workspace& space) const;
-    void down(const Span& span, size_t block, Workspace& space) const;
+    void prepare_rows(const float* x, size_t tokens, size_t slots, Workspace& space) const;
+    void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
+    void down(const Span& span, size_t first, size_t last, const Workspace& space) const;
+    void merge(const int64_t* ids, const float* weights, size_t token, size_t slots, float* out,
+               const Workspace& space) const;
 
     ExpertMatrices gate_, up_, down_;
+    ExpertOptions options_;
     const KernelTable& kernels_;
-    size_t gate_block_rows_, down_block_rows_;
+    size_t gate_panel_, up_panel_, down_panel_;  // bytes
+    Arena gate_up_;     // [experts][panels of intermediate]: a panel of gate, then one of up
+    Arena down_arena_;  // [experts][panels of hidden]
 };
 
 }  // namespace ktqueue

@@ -1,6 +1,8 @@
-// The AVX2 kernels. Compiled with -mavx2 -mfma -mf16c, so nothing compiled here may be shared with other files.
-#include "quant_decode_avx2.h"
-// The table is built of the decoders above.
+// The kernels for AVX2, FMA and F16C. Compiled with those flags, so nothing compiled here may be shared with other
+// files.
+#include "lanes_avx2.h"
+#include "vector_avx2.h"
+// The table is built of the lanes and vectors above.
 #include "isa_table.h"
 
 namespace ktqueue {

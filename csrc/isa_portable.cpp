@@ -1,6 +1,7 @@
-// The plain C++ kernels: correct everywhere, fast nowhere.
-#include "quant_decode_portable.h"
-// The table is built of the decoders above.
+// The kernels in plain C++, for any CPU.
+#include "lanes_scalar.h"
+#include "vector_portable.h"
+// The table is built of the lanes and vectors above.
 #include "isa_table.h"
 
 namespace ktqueue {

@@ -1,9 +1,11 @@
-// The table of one instruction set, from the decoders and vectors that its translation unit has chosen.
-// Included only by such a translation unit, after a quant_decode header; internal linkage.
+// The table of one instruction set, from the lanes and vectors that its translation unit has chosen.
+// Included only by such a translation unit, after a lanes and a vector header; internal linkage.
 #pragma once
 
 #include "attention_kernels.h"
-#include "expert_kernels.h"
+#include "gate_kernels.h"
+#include "panel_kernels.h"
+#include "row_kernels.h"
 
 namespace ktqueue {
 namespace {
@@ -11,14 +13,19 @@ namespace {
 constexpr KernelTable make_table(const char* isa) {
     return {
         isa,
-        {matrix<DecodeF32>, matrix<DecodeF16>, matrix<DecodeBF16>, matrix<DecodeQ4_0>, matrix<DecodeQ8_0>,
-         matrix<DecodeQ2_K>, matrix<DecodeQ3_K>, matrix<DecodeQ4_K>, matrix<DecodeQ5_K>, matrix<DecodeQ6_K>,
-         matrix<DecodeIQ4_NL>, matrix<DecodeIQ4_XS>, matrix<DecodeMXFP4>},
-        {dequantize<DecodeF32>, dequantize<DecodeF16>, dequantize<DecodeBF16>, dequantize<DecodeQ4_0>,
-         dequantize<DecodeQ8_0>, dequantize<DecodeQ2_K>, dequantize<DecodeQ3_K>, dequantize<DecodeQ4_K>,
-         dequantize<DecodeQ5_K>, dequantize<DecodeQ6_K>, dequantize<DecodeIQ4_NL>, dequantize<DecodeIQ4_XS>,
-         dequantize<DecodeMXFP4>},
-        silu_gate,
+        {exact_panels<PanelF32>, exact_panels<PanelF16>, exact_panels<PanelBF16>, dot_panels<PanelQ4_0>,
+         dot_panels<PanelQ8_0>, dot_panels<PanelQ2_K>, dot_panels<PanelQ3_K>, dot_panels<PanelQ4_K>,
+         dot_panels<PanelQ5_K>, dot_panels<PanelQ6_K>, dot_panels<PanelIQ4_NL>, dot_panels<PanelIQ4_XS>,
+         dot_panels<PanelMXFP4>},
+        {exact_panels<PanelF32>, exact_panels<PanelF16>, exact_panels<PanelBF16>, exact_panels<PanelQ4_0>,
+         exact_panels<PanelQ8_0>, exact_panels<PanelQ2_K>, exact_panels<PanelQ3_K>, exact_panels<PanelQ4_K>,
+         exact_panels<PanelQ5_K>, exact_panels<PanelQ6_K>, exact_panels<PanelIQ4_NL>, exact_panels<PanelIQ4_XS>,
+         exact_panels<PanelMXFP4>},
+        {},
+        0,
+        quantize,
+        narrow,
+        {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
         attention,
     };
 }

@@ -10,15 +10,42 @@ namespace ktqueue {
 
 namespace {
 
+struct Choice {
+    const char* name;
+    bool (*present)();
+    const KernelTable& (*table)();
+};
+
+// Slowest first.
+constexpr Choice kChoices[] = {
+    {"scalar", [] { return true; }, portable_kernels},
+#if KTQUEUE_X86
+    {"avx2", has_avx2, avx2_kernels},
+    {"avxvnni", has_avxvnni, avxvnni_kernels},
+    {"avx512", has_avx512, avx512_kernels},
+    {"amx", has_amx, amx_kernels},
+#endif
+};
+
+std::string known_names() {
+    std::string names;
+    for (const Choice& choice : kChoices) names += (names.empty() ? "" : ", ") + std::string(choice.name);
+    return names;
+}
+
+const Choice& find(std::string_view name, const char* what) {
+    for (const Choice& choice : kChoices)
+        if (name == choice.name) return choice;
+    throw std::invalid_argument(std::string(what) + " must be one of " + known_names() + ", got '" +
+                                std::string(name) + "'");
+}
+
 const KernelTable& choose() {
     const char* cap = std::getenv("KTQUEUE_ISA");
-    const std::string name = cap ? cap : "";
-    if (!name.empty() && name != "scalar" && name != "avx2")
-        throw std::invalid_argument("KTQUEUE_ISA must be scalar or avx2, got '" + name + "'");
-#if KTQUEUE_HAS_AVX2
-    if (name != "scalar" && has_avx2()) return avx2_kernels();
-#endif
-    return portable_kernels();
+    const Choice* last = std::end(kChoices) - 1;
+    if (cap && *cap) last = &find(cap, "KTQUEUE_ISA");
+    while (!last->present()) --last;
+    return last->table();
 }
 
 }  // namespace
@@ -30,12 +57,9 @@ const KernelTable& best_kernels() {
 
 const KernelTable& kernels_named(std::string_view isa) {
     if (isa.empty()) return best_kernels();
-    if (isa == "scalar") return portable_kernels();
-    if (isa != "avx2") throw std::invalid_argument("isa must be scalar or avx2, got '" + std::string(isa) + "'");
-#if KTQUEUE_HAS_AVX2
-    if (has_avx2()) return avx2_kernels();
-#endif
-    throw std::invalid_argument("this CPU has no avx2 with fma and f16c");
+    const Choice& choice = find(isa, "isa");
+    if (!choice.present()) throw std::invalid_argument("this CPU has no " + std::string(isa));
+    return choice.table();
 }
 
 }  // namespace ktqueue

@@ -3,18 +3,47 @@
 
 #include <string_view>
 
+#include "activations.h"
 #include "quant_format.h"
 
 namespace ktqueue {
 
-// y[t * y_stride + r] = sum over c of weights[r][c] * x[t][c], for r < rows and t < tokens.
-// `x`: pointers to activation rows, zero-padded to a multiple of 32 columns. `weights`: rows of row_bytes() bytes, any
-// alignment. Each sum is taken in one fixed order of c, whatever `rows` and `tokens` are.
-using MatrixKernel = void (*)(const uint8_t* weights, size_t rows, size_t columns, const float* const* x, size_t tokens,
-                              float* y, size_t y_stride);
+// Some panels of a packed matrix times prepared rows: y[t * y_stride + 16 * p + r] for panels p, their rows r, tokens t.
+struct PanelTask {
+    const uint8_t* weights;  // first panel, 64-byte aligned
+    size_t panels;
+    size_t panel_stride;  // bytes from one panel to the next
+    size_t columns;       // of the matrix
+    const void* const* x;  // [tokens] rows, padded with zeros to a multiple of 32 columns, as the kernel wants them
+    size_t tokens;
+    float* y;
+    size_t y_stride;  // floats, at least 16 * panels
+};
+
+// A result depends on its panel and its row of x alone, and is summed in one fixed order, except where said.
+using PanelKernel = void (*)(const PanelTask& task);
+
+// x[columns] to ceil(columns / 32) slabs.
+using QuantizeKernel = void (*)(const float* x, size_t columns, ActivationKind kind, ActivationSlab* out);
+
+// x[columns] to bf16, rounded to nearest even, zeros up to a multiple of 32.
+using NarrowKernel = void (*)(const float* x, size_t columns, uint16_t* out);
 
 // `count` weights (a multiple of the block) to floats.
 using DequantizeKernel = void (*)(const uint8_t* data, size_t count, float* target);
+
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, SwigluClamped };
+
+// out[16 b + i] = activation(gate[32 b + i]) * up[32 b + i] for blocks b and i < 16; `up` is gate + 16 where panels of
+// gate and up take turns. SwigluClamped (gpt-oss): the gate is clamped from above to `limit`, up from both sides; then
+// gate * sigmoid(alpha * gate) * (up + 1).
+struct GateTask {
+    const float *gate, *up;
+    float* out;
+    size_t blocks;
+    float alpha, limit;
+};
+using GateKernel = void (*)(const GateTask& task);
 
 // A block of query vectors of one sequence and one key/value head against that sequence's pages.
 struct AttentionTask {
@@ -37,27 +66,36 @@ inline constexpr size_t kMaxHeadDim = 512;
 
 using AttentionKernel = void (*)(const AttentionTask& task);
 
-// gate[i] = silu(gate[i]) * up[i] for i < count, a multiple of 8.
-using GateKernel = void (*)(float* gate, const float* up, size_t count);
-
 struct KernelTable {
     const char* isa;
-    MatrixKernel matrix[kQuantCount];  // by Quant
-    DequantizeKernel dequantize[kQuantCount];
-    GateKernel silu_gate;
+    PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows, but float rows for F32, F16, BF16
+    PanelKernel exact[kQuantCount];  // by Quant; x: float rows
+    // By Quant; x: bf16 rows, one after the other at a constant distance, for many tokens at once; null: none.
+    // Rounded otherwise than `dot`.
+    PanelKernel tile[kQuantCount];
+    size_t tile_tokens;  // from how many tokens `tile` is faster
+    QuantizeKernel quantize;
+    NarrowKernel narrow;
+    GateKernel gate[4];    // by Activation
     AttentionKernel attention;
 };
 
 const KernelTable& portable_kernels();
-#if KTQUEUE_HAS_AVX2
+#if KTQUEUE_X86
 const KernelTable& avx2_kernels();
+const KernelTable& avxvnni_kernels();
+const KernelTable& avx512_kernels();
+const KernelTable& amx_kernels();
 #endif
 
-// The best table for this CPU, not above the environment variable KTQUEUE_ISA (scalar | avx2) where that is set;
+// The best table for this CPU, not above the environment variable KTQUEUE_ISA (a table's name) where that is set;
 // decided at the first call. Throws std::invalid_argument if the variable's value is not known.
 const KernelTable& best_kernels();
 
 // The table of that name; empty: best_kernels(). Throws std::invalid_argument if it is unknown or this CPU lacks it.
 const KernelTable& kernels_named(std::string_view isa);
+
+// Portable, for every format: `count` weights of GGUF blocks to floats.
+DequantizeKernel dequantize_kernel(Quant quant);
 
 }  // namespace ktqueue

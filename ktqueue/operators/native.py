@@ -4,7 +4,7 @@ Arrays are numpy; the kernels read and write them in place and release the inter
 size, type or index raises ValueError before anything is written. Knows no module and no model.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,21 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
-ISAS = ("scalar", "avx2")
+ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for, slowest first."""
 SPIN_MICROSECONDS = 50
 
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
+"""Of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1)."""
+ActivationType = Literal["int8", "float32"]
+"""How activations are held while they are multiplied: int8 with a scale for 32 (AMX: bf16 where an expert has many
+rows), or float32. For F32, F16 and BF16 weights int8 means float32 too (AMX: bf16 for F16 and BF16)."""
+
 
 def isa() -> str:
-    """The instruction set in use: "scalar" or "avx2", the best that the CPU has and `KTQUEUE_ISA` allows.
+    """The instruction set in use: one of ISAS, the best that the CPU has and `KTQUEUE_ISA` allows.
 
-    Raises ValueError if that variable is neither.
+    Raises ValueError if that variable is none of them.
     """
     return str(_kernels.isa())
 
@@ -86,7 +92,7 @@ def row_bytes(quant: str, columns: int) -> int:
     return int(_kernels.row_bytes(quant, columns))
 
 
-def dequantize(quant: str, data: Bytes, count: int, *, isa: str = "") -> Floats:
+def dequantize(quant: str, data: Bytes, count: int) -> Floats:
     """`count` packed weights to [count] float32, equal bit for bit to `gguf.dequantize`.
 
     `count` is a multiple of the quant's block and `data` [bytes] uint8 holds exactly that many. Raises ValueError.
@@ -94,7 +100,7 @@ def dequantize(quant: str, data: Bytes, count: int, *, isa: str = "") -> Floats:
     if count < 0:
         raise ValueError(f"count must not be negative, got {count}")
     out = np.empty(count, np.float32)
-    _kernels.dequantize(quant, data, out, isa)
+    _kernels.dequantize(quant, data, out)
     return out
 
 
@@ -105,17 +111,33 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class ExpertLayer:
-    """The routed experts of one layer on this machine's CPUs. Weights are used in place and kept alive.
+    """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
-    Results do not depend on the thread count or on which other tokens are in the call.
-    Raises ValueError if shapes or sizes disagree.
+    Results do not depend on the thread count or, with AMX for an expert of few tokens, on which other tokens are in
+    the call. A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of
+    swiglu_clamped. Raises ValueError if shapes or sizes disagree, or naming the row whose scale is not finite.
     """
 
-    def __init__(self, weights: ExpertWeights, *, isa: str = "") -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        *,
+        activation: ActivationName = "silu",
+        alpha: float = 0.0,
+        limit: float = 0.0,
+        activations: ActivationType = "int8",
+        isa: str = "",
+    ) -> None:
         gate, up, down = (
-            (one.quant, one.rows, one.columns, one.data) for one in (weights.gate, weights.up, weights.down)
+            (one.quant, one.rows, one.columns, one.data, one.bias)
+            for one in (weights.gate, weights.up, weights.down)
         )
-        self._layer = _kernels.ExpertLayer(gate, up, down, isa)
+        self._layer = _kernels.ExpertLayer(gate, up, down, activation, alpha, limit, activations, isa)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of packed weights."""
+        return int(self._layer.bytes)
 
     @property
     def isa(self) -> str:
@@ -129,6 +151,37 @@ class ExpertLayer:
         top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
         """
         self._layer.forward(hidden_states, top_k_index, top_k_weights, out)
+
+
+class Linear:
+    """A packed matrix [rows, columns] that multiplies rows of activations on this machine's CPUs.
+
+    `data`: [rows * row_bytes] uint8 in GGUF format `quant`, not kept; `bias`: [rows] float32. Results do not depend on
+    the thread count or, with AMX for few tokens, on the other tokens. Raises ValueError if sizes disagree, or naming
+    the row whose scale is not finite.
+    """
+
+    def __init__(
+        self,
+        quant: str,
+        rows: int,
+        columns: int,
+        data: Bytes,
+        *,
+        bias: Floats | None = None,
+        activations: ActivationType = "int8",
+        isa: str = "",
+    ) -> None:
+        self._linear = _kernels.Linear(quant, rows, columns, data, bias, activations, isa)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of packed weights."""
+        return int(self._linear.bytes)
+
+    def forward(self, x: Floats, out: Floats) -> None:
+        """out = x W^T + bias. x: [tokens, columns], out: [tokens, rows], contiguous float32. Raises ValueError."""
+        self._linear.forward(x, out)
 
 
 def paged_attention(

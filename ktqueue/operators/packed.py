@@ -29,12 +29,14 @@ class PackedExperts:
     """One matrix of every expert: [rows, columns] weights in GGUF format `quant` (such as "Q4_K").
 
     data: one [rows * row_bytes] uint8 array an expert; views into a mapped file, any alignment.
+    bias: [experts, rows] float32, where the family has one.
     """
 
     quant: str
     rows: int
     columns: int
     data: Sequence[Bytes]
+    bias: npt.NDArray[np.float32] | None = None
 
     @property
     def bytes(self) -> int:

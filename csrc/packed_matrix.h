@@ -1,0 +1,36 @@
+// Memory for packed weights, and how rows of a GGUF file become panels. Knows no arithmetic.
+#pragma once
+
+#include "panel_layout.h"
+
+namespace ktqueue {
+
+// Zeroed memory, 64-byte aligned, in 2 MB pages where the system has them. Throws std::bad_alloc.
+class Arena {
+  public:
+    explicit Arena(size_t bytes);
+    ~Arena();
+    Arena(Arena&& other) noexcept;
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    size_t bytes_, mapped_;
+    uint8_t *base_, *data_;
+};
+
+// A matrix as it lies in a GGUF file.
+struct StoredMatrix {
+    Quant quant;
+    size_t rows, columns;
+    const uint8_t* data;  // rows * row_bytes(quant, columns) bytes, any alignment
+};
+
+// Packs rows 16 * panel .. of `matrix` (zeros beyond its end) to panel_bytes() bytes at `out`.
+// Throws std::invalid_argument naming the row where a scale, or a weight that is a float, is not finite.
+void pack_panel(const StoredMatrix& matrix, size_t panel, uint8_t* out);
+
+}  // namespace ktqueue

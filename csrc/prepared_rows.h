@@ -1,0 +1,36 @@
+// Rows of activations in the form that a weight format's kernel wants, and which kernel that is.
+#pragma once
+
+#include <vector>
+
+#include "kernel_table.h"
+
+namespace ktqueue {
+
+enum class Precision : uint8_t { Fast, Exact };  // int8 (or bf16 tiles) where the format allows; float32
+
+// How rows are prepared. Formats with equal forms share prepared rows.
+struct RowForm {
+    enum class Kind : uint8_t { Slabs, Floats, Narrow } kind;
+    ActivationKind activation;  // of Slabs
+
+    bool operator==(const RowForm&) const = default;
+};
+
+// The form for weights of `quant` and `tokens` rows that share them.
+RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens);
+
+// The kernel that takes that form.
+PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form);
+
+// Bytes of one prepared row; a multiple of 16.
+size_t prepared_bytes(RowForm form, size_t columns);
+
+// x[columns] to prepared_bytes() at `out`.
+void prepare_row(const KernelTable& kernels, RowForm form, const float* x, size_t columns, void* out);
+
+// The same for columns `column` .. `column` + `count` - 1 alone, at their place in the row `out`. `column` is a multiple
+// of 32, and `count` is too unless these are the row's last columns.
+void prepare_columns(const KernelTable& kernels, RowForm form, const float* x, size_t column, size_t count, void* out);
+
+}  // namespace ktqueue
