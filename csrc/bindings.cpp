@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
@@ -194,6 +195,7 @@ NB_MODULE(_kernels, module) {
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
+    module.def("isas", &present_kernels);
     module.def("default_threads", &default_threads);
     module.def("threads", [] { return shared_pool()->threads(); });
     module.def("nodes", [] { return shared_pool()->nodes(); });

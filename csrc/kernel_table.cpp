@@ -55,6 +55,13 @@ const KernelTable& best_kernels() {
     return table;
 }
 
+std::vector<const char*> present_kernels() {
+    std::vector<const char*> names;
+    for (const Choice& choice : kChoices)
+        if (choice.present()) names.push_back(choice.name);
+    return names;
+}
+
 const KernelTable& kernels_named(std::string_view isa) {
     if (isa.empty()) return best_kernels();
     const Choice& choice = find(isa, "isa");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "activations.h"
 #include "quant_format.h"
@@ -94,6 +95,9 @@ const KernelTable& best_kernels();
 
 // The table of that name; empty: best_kernels(). Throws std::invalid_argument if it is unknown or this CPU lacks it.
 const KernelTable& kernels_named(std::string_view isa);
+
+// Names of the tables that this CPU can run, slowest first, whatever KTQUEUE_ISA says.
+std::vector<const char*> present_kernels();
 
 // Portable, for every format: `count` weights of GGUF blocks to floats.
 DequantizeKernel dequantize_kernel(Quant quant);

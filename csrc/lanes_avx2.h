@@ -23,7 +23,7 @@ struct Floats {
     __m256 a, b;
 };
 
-constexpr size_t kMaxTokens = 3;
+constexpr size_t kMaxTokens = 3;  // that share a pass over the weights
 #if defined(__AVXVNNI__)
 constexpr bool kSubtractsOffset = false;
 #else

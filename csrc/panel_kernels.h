@@ -80,7 +80,8 @@ inline void add_superblock(const uint8_t* block, size_t slabs, const ActivationS
 }
 
 template <class Format, size_t Tokens>
-void dot_tokens(const PanelTask& task, size_t first_token, bool ahead) {
+void dot_tokens(const PanelTask& task, size_t first_token) {
+    const bool ahead = first_token == 0;
     const size_t slabs = (task.columns + kSlab - 1) / kSlab;
     const ActivationSlab* x[Tokens];
     for (size_t m = 0; m < Tokens; ++m) x[m] = static_cast<const ActivationSlab*>(task.x[first_token + m]);
@@ -88,33 +89,29 @@ void dot_tokens(const PanelTask& task, size_t first_token, bool ahead) {
         const uint8_t* block = task.weights + p * task.panel_stride;
         Floats sums[Tokens];
         for (Floats& sum : sums) sum = zero_floats();
-        size_t s = 0;
-        for (; s + kSlabs <= slabs; s += kSlabs, block += superblock_bytes(Format::kQuant))
-            add_superblock<Format, Tokens>(block, kSlabs, x, s, ahead, sums);
-        if (s < slabs) add_superblock<Format, Tokens>(block, slabs - s, x, s, ahead, sums);
+        for (size_t s = 0; s < slabs; s += kSlabs, block += superblock_bytes(Format::kQuant))
+            add_superblock<Format, Tokens>(block, std::min(kSlabs, slabs - s), x, s, ahead, sums);
         for (size_t m = 0; m < Tokens; ++m)
             store_floats(task.y + (first_token + m) * task.y_stride + p * kPanelRows, sums[m]);
     }
 }
 
-// Calls body(token count, first token) for passes of at most kMaxTokens, as equal as can be.
-template <class Body>
-inline void for_passes(size_t tokens, Body body) {
-    const size_t passes = (tokens + kMaxTokens - 1) / kMaxTokens;
-    for (size_t i = 0, first = 0; i < passes; ++i) {
-        const size_t count = (tokens - first + passes - i - 1) / (passes - i);
-        body(count, first);
-        first += count;
-    }
-}
-
-// Body<Tokens>::run(arguments) for a number of tokens known only now.
-template <template <size_t> class Body, size_t Tokens = kMaxTokens, class... Arguments>
-inline void with_tokens(size_t tokens, const Arguments&... arguments) {
-    if (tokens == Tokens) {
-        Body<Tokens>::run(arguments...);
-    } else if constexpr (Tokens > 1) {
-        with_tokens<Body, Tokens - 1>(tokens, arguments...);
+// Calls Body<Tokens>::run(task, first token) for passes that together serve all tokens, none of more than Most. Kernels
+// are made for few sizes of pass, for each takes a while to compile: 5 and 7 tokens make two passes.
+template <template <size_t> class Body, size_t Most>
+inline void for_passes(const PanelTask& task) {
+    for (size_t first = 0; first < task.tokens;) {
+        const size_t left = std::min(task.tokens - first, Most);
+        const auto pass = [&]<size_t Tokens>() {
+            if constexpr (Tokens <= Most) Body<Tokens>::run(task, first);
+            first += Tokens;
+        };
+        if (left >= 8) pass.template operator()<8>();
+        else if (left >= 6) pass.template operator()<6>();
+        else if (left >= 4) pass.template operator()<4>();
+        else if (left == 3) pass.template operator()<3>();
+        else if (left == 2) pass.template operator()<2>();
+        else pass.template operator()<1>();
     }
 }
 
@@ -122,9 +119,7 @@ template <class Format>
 struct Dot {
     template <size_t Tokens>
     struct Pass {
-        static void run(const PanelTask& task, size_t first, bool ahead) {
-            dot_tokens<Format, Tokens>(task, first, ahead);
-        }
+        static void run(const PanelTask& task, size_t first) { dot_tokens<Format, Tokens>(task, first); }
     };
 };
 
@@ -136,9 +131,7 @@ void dot_panels(const PanelTask& task) {
         one.weights += p * task.panel_stride;
         one.panels = 1;
         one.y += p * kPanelRows;
-        for_passes(task.tokens, [&](size_t tokens, size_t first) {
-            with_tokens<Dot<Format>::template Pass>(tokens, one, first, first == 0);
-        });
+        for_passes<Dot<Format>::template Pass, kMaxTokens>(one);
     }
 }
 
@@ -185,9 +178,7 @@ void exact_panels(const PanelTask& task) {
         one.weights += p * task.panel_stride;
         one.panels = 1;
         one.y += p * kPanelRows;
-        for_passes(task.tokens, [&](size_t tokens, size_t first) {
-            with_tokens<Exact<Format>::template Pass>(tokens, one, first);
-        });
+        for_passes<Exact<Format>::template Pass, std::min<size_t>(kMaxTokens, 4)>(one);
     }
 }
 

@@ -1,9 +1,10 @@
-"""CpuExperts: the routed experts of one layer, computed by the compiled kernels on quantised weights in place.
+"""CpuExperts: the routed experts of one layer, computed by the compiled kernels on their quantised weights.
 
-Takes the place of any experts module of transformers with the usual gate, SiLU and no biases. Knows no file.
+Takes the place of any experts module of transformers with the usual gate and no biases. Knows no file.
 """
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, get_args
 
 import torch
 from torch import nn
@@ -15,30 +16,64 @@ from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
 
 
+_ACTIVATIONS: dict[native.ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> native.ActivationName | None:
+    """The kernels' name of a module's activation, found by what it computes; None: they have none like it."""
+    probe = torch.linspace(-4.0, 4.0, 9, device="cpu")
+    for name, known in _ACTIVATIONS.items():
+        if function is not None and torch.allclose(function(probe), known(probe), rtol=0, atol=1e-6):
+            return name
+    return None
+
+
+def _known() -> str:
+    return ", ".join(_ACTIVATIONS)
+
+
 @register("CpuExperts")
 class CpuExperts(Operator):
     """Called as the module it replaces: (hidden_states, top_k_index, top_k_weights) -> hidden states.
 
-    Activations are float32 whatever the model's dtype; weights are decoded as they are used.
+    Weights are packed when they are loaded; see native.ExpertLayer for how activations are held meanwhile.
     """
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, *, isa: str = "") -> None:
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: native.ActivationName = "silu",
+        activations: native.ActivationType = "int8",
+        isa: str = "",
+    ) -> None:
         super().__init__()
         self.experts = experts
         self.hidden = hidden
         self.intermediate = intermediate
+        self._activation: native.ActivationName = activation
+        self._activations: native.ActivationType = activations
         self._isa = isa
         self._layer: native.ExpertLayer | None = None
-        self._bytes = 0
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, isa: str = "", **options: Any) -> Self:
+    def from_module(
+        cls, module: nn.Module, *, activations: native.ActivationType = "int8", isa: str = "", **options: Any
+    ) -> Self:
         """Shapes from the module's `down_proj` [experts, hidden, intermediate]. `isa` forces an instruction set.
 
         Raises ValueError naming what these kernels do not compute: biases, another activation or gate.
         """
         if options:
-            raise ValueError(f"CpuExperts knows no option {sorted(options)[0]!r}; it has: isa")
+            raise ValueError(f"CpuExperts knows no option {sorted(options)[0]!r}; it has: activations, isa")
+        if activations not in get_args(native.ActivationType):
+            raise ValueError(f"activations must be int8 or float32, got {activations!r}")
         name = type(module).__name__
         down = getattr(module, "down_proj", None)
         if not isinstance(down, torch.Tensor) or down.dim() != 3:
@@ -48,27 +83,27 @@ class CpuExperts(Operator):
         gate = getattr(type(module), "_apply_gate", None)
         if gate is not None and gate.__name__ != "_default_apply_gate":
             raise ValueError(f"{name} cannot be replaced by CpuExperts: it has a gate of its own")
-        probe = torch.linspace(-4.0, 4.0, 9, device="cpu")
-        activation = getattr(module, "act_fn", None)
-        if activation is None or not torch.allclose(activation(probe), nn.functional.silu(probe)):
-            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not SiLU")
+        activation = activation_name(getattr(module, "act_fn", None))
+        if activation is None:
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not {_known()}")
         experts, rows, columns = down.shape
         hidden, intermediate = (columns, rows) if getattr(module, "is_transposed", False) else (rows, columns)
-        return cls(experts, hidden, intermediate, isa=isa)
+        return cls(experts, hidden, intermediate, activation=activation, activations=activations, isa=isa)
 
     def load(self, weights: ModuleWeights) -> None:
-        """Take the packed weights of this layer; they are not copied. Raises ValueError if they do not fit."""
+        """Pack the weights of this layer. Raises ValueError if they do not fit."""
         experts = weights.experts("")
         wanted = (self.experts, self.intermediate, self.hidden)
         got = (len(experts.gate.data), experts.gate.rows, experts.gate.columns)
         if got != wanted:
             raise ValueError(f"gate must be [experts, rows, columns] = {list(wanted)}, got {list(got)}")
-        self._layer = native.ExpertLayer(experts, isa=self._isa)
-        self._bytes = experts.bytes
+        self._layer = native.ExpertLayer(
+            experts, activation=self._activation, activations=self._activations, isa=self._isa
+        )
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of packed weights."""
-        return {"cpu": self._bytes}
+        return {"cpu": 0 if self._layer is None else self._layer.bytes}
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

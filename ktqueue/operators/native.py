@@ -37,9 +37,8 @@ def isa() -> str:
 
 
 def isas() -> tuple[str, ...]:
-    """Those of ISAS that this CPU has, whatever `KTQUEUE_ISA` says."""
-    present = {name for name, _, _ in peaks()}
-    return tuple(name for name in ISAS if name in present)
+    """Those of ISAS that this CPU has, slowest first, whatever `KTQUEUE_ISA` says."""
+    return tuple(_kernels.isas())
 
 
 def default_threads() -> int:

@@ -17,27 +17,59 @@ def expert_matrix(packed: PackedExperts, expert: int, dequantize: Dequantize) ->
     return weights.view(packed.rows, packed.columns)
 
 
+def quantize_activations(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] as int8 with a scale for 32 columns says it: round(x / scale) * scale, scale = max |x| / 127.
+
+    Computed in float32 as the kernels do, so that ties fall alike; returned in the dtype of `x`.
+    """
+    columns = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % 32)).unflatten(-1, (-1, 32))
+    largest = padded.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest >= 1e-30, 127 / largest, 0)
+    return ((padded * inverse).round().to(x.dtype) * (largest / 127).to(x.dtype)).flatten(-2)[..., :columns]
+
+
+def activate(name: str, gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """What a gate makes of `up`, by native.ActivationName."""
+    if name == "swiglu_clamped":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    functional = torch.nn.functional
+    if name == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
+
+
 def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     weights: ExpertWeights,
     dequantize: Dequantize,
+    *,
+    activation: str = "silu",
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
     """[tokens, hidden] through the chosen experts, in the dtype of `hidden_states`.
 
-    out[t] = sum over slots s of top_k_weights[t, s] * down(silu(gate x) * (up x)) of expert top_k_index[t, s].
+    out[t] = sum over slots s of top_k_weights[t, s] * down(activation(gate x) * (up x)) of expert top_k_index[t, s].
+    `rounded` is applied to what is multiplied with weights: quantize_activations, say.
     """
     out = torch.zeros_like(hidden_states)
+    dtype = hidden_states.dtype
+
+    def linear(x: torch.Tensor, part: PackedExperts, expert: int) -> torch.Tensor:
+        bias = 0 if part.bias is None else torch.from_numpy(part.bias[expert]).to(dtype)
+        return rounded(x) @ expert_matrix(part, expert, dequantize).to(dtype).T + bias
+
     for expert in torch.unique(top_k_index).tolist():
-        gate, up, down = (
-            expert_matrix(part, expert, dequantize).to(hidden_states.dtype)
-            for part in (weights.gate, weights.up, weights.down)
-        )
         tokens, slots = torch.where(top_k_index == expert)
         x = hidden_states[tokens]
-        mid = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
-        out.index_add_(0, tokens, (mid @ down.T) * top_k_weights[tokens, slots, None].to(x.dtype))
+        gate, up = linear(x, weights.gate, expert), linear(x, weights.up, expert)
+        mid = activate(activation, gate, up, alpha, limit)
+        out.index_add_(0, tokens, linear(mid, weights.down, expert) * top_k_weights[tokens, slots, None].to(dtype))
     return out
 
 

@@ -226,7 +226,7 @@ def demo():
         answers.extend(answers_of(twin, prompts[len(answers) : count], sorted(tokenizer.eos_token_ids)))
         return answers[:count]
 
-    return load_model("demo"), tokenizer, prompts, first_answers
+    return load_model("demo", rules=str(EXACT_RULES)), tokenizer, prompts, first_answers
 
 
 def check_demo(demo, count: int, budget: int, caching: bool, pages: int) -> None:

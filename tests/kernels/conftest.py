@@ -14,15 +14,16 @@ from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 @pytest.fixture
 def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWeights]:
-    """make_weights(quant, experts, hidden, intermediate, seed=0); `quant` may be a triple for gate, up, down."""
+    """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False); `quant` may be a triple for gate, up, down."""
 
-    def make(quant, experts: int, hidden: int, intermediate: int, seed: int = 0) -> ExpertWeights:
+    def make(quant, experts: int, hidden: int, intermediate: int, seed: int = 0, biased: bool = False) -> ExpertWeights:
         seeds = itertools.count(1000 * seed)
         gate, up, down = (quant,) * 3 if isinstance(quant, str) else quant
 
         def matrices(kind: str, rows: int, columns: int) -> PackedExperts:
             data = [random_weights(kind, rows * columns, next(seeds)) for _ in range(experts)]
-            return PackedExperts(kind, rows, columns, data)
+            biases = np.random.default_rng(next(seeds)).normal(size=(experts, rows)).astype(np.float32)
+            return PackedExperts(kind, rows, columns, data, biases if biased else None)
 
         return ExpertWeights(
             matrices(gate, intermediate, hidden),
@@ -57,11 +58,11 @@ def run_layer() -> Callable[..., torch.Tensor]:
     return run
 
 
-@pytest.fixture(params=["scalar", "avx2"])
+@pytest.fixture(params=native.ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
     """Each instruction set that this machine has."""
-    if request.param == "avx2" and native.isa() != "avx2":
-        pytest.skip("this CPU has no AVX2, or KTQUEUE_ISA forbids it")
+    if request.param not in native.isas():
+        pytest.skip(f"this CPU has no {request.param}")
     return str(request.param)
 
 

@@ -13,25 +13,25 @@ HALFS = {"Q4_0": [0], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 
 HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
 
 
-def assert_equals_gguf(quant, data, isa):
+def assert_equals_gguf(quant, data):
     """Bit for bit, signs of zeros and infinities too; any NaN equals any other."""
     elements, size = BLOCKS[quant]
     count = data.size // size * elements
     with np.errstate(over="ignore", invalid="ignore"):
         expected = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
-    got = native.dequantize(quant, data, count, isa=isa)
+    got = native.dequantize(quant, data, count)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(got[number].view(np.uint32), expected[number].view(np.uint32))
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_gguf(quant, isa, random_weights):
-    assert_equals_gguf(quant, random_weights(quant, 64 * 256), isa)
+def test_equals_gguf(quant, random_weights):
+    assert_equals_gguf(quant, random_weights(quant, 64 * 256))
 
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
-def test_every_bit_counts_for_itself(quant, isa, random_weights):
+def test_every_bit_counts_for_itself(quant, random_weights):
     """Blocks with one bit set, with one bit clear, with none and with all, under a scale of 1 (MXFP4: 2^-4)."""
     size = BLOCKS[quant][1]
     ones = np.eye(8 * size, dtype=np.uint8)
@@ -40,56 +40,54 @@ def test_every_bit_counts_for_itself(quant, isa, random_weights):
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     if quant == "MXFP4":
         blocks[:, 0] = 124
-    assert_equals_gguf(quant, blocks.reshape(-1), isa)
+    assert_equals_gguf(quant, blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
 @pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, -np.inf, np.nan])
-def test_extreme_scales(quant, scale, isa, random_weights):
+def test_extreme_scales(quant, scale, random_weights):
     """Zero, subnormal, negative, largest and non-finite halfs, each in each place."""
     elements, size = BLOCKS[quant]
     for offset in HALFS[quant]:
         blocks = random_weights(quant, 16 * elements).reshape(-1, size)
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-        assert_equals_gguf(quant, blocks.reshape(-1), isa)
+        assert_equals_gguf(quant, blocks.reshape(-1))
 
 
-def test_every_exponent_of_mxfp4(isa, random_weights):
+def test_every_exponent_of_mxfp4(random_weights):
     blocks = random_weights("MXFP4", 256 * 32).reshape(-1, 17)
     blocks[:, 0] = np.arange(256)
-    assert_equals_gguf("MXFP4", blocks.reshape(-1), isa)
+    assert_equals_gguf("MXFP4", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "MXFP4", "F32"])
-def test_gives_back_what_gguf_quantised(quant, isa):
+def test_gives_back_what_gguf_quantised(quant):
     values = np.random.default_rng(1).normal(size=1024).astype(np.float32)
     packed = gguf.quantize(values, gguf.GGMLQuantizationType[quant]).view(np.uint8).reshape(-1)
-    decoded = native.dequantize(quant, packed, 1024, isa=isa)
+    decoded = native.dequantize(quant, packed, 1024)
     assert np.abs(decoded - values).max() <= {"Q4_0": 0.3, "Q8_0": 0.02, "MXFP4": 1.0, "F32": 0.0}[quant]
 
 
-def test_every_half(isa):
+def test_every_half():
     """All 65536 halves, subnormal, infinite and NaN ones too."""
     halves = np.arange(65536, dtype="<u2")
-    decoded = native.dequantize("F16", halves.view(np.uint8), 65536, isa=isa)
+    decoded = native.dequantize("F16", halves.view(np.uint8), 65536)
     np.testing.assert_array_equal(decoded, halves.view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("count", [1, 31, 33, 45])
-def test_odd_counts_of_plain_formats(quant, count, isa, random_weights):
+def test_odd_counts_of_plain_formats(quant, count, random_weights):
     data = random_weights(quant, count)
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
-    np.testing.assert_array_equal(native.dequantize(quant, data, count, isa=isa), expected)
+    np.testing.assert_array_equal(native.dequantize(quant, data, count), expected)
 
 
-def test_any_alignment_and_read_only_memory(isa, random_weights, tmp_path):
+def test_any_alignment_and_read_only_memory(random_weights, tmp_path):
     data = random_weights("Q6_K", 1024)
     (tmp_path / "weights").write_bytes(b"x" + data.tobytes())
     mapped = np.memmap(tmp_path / "weights", np.uint8, mode="r")[1:]
-    np.testing.assert_array_equal(
-        native.dequantize("Q6_K", mapped, 1024, isa=isa), native.dequantize("Q6_K", data, 1024, isa=isa)
-    )
+    np.testing.assert_array_equal(native.dequantize("Q6_K", mapped, 1024), native.dequantize("Q6_K", data, 1024))
 
 
 def test_nothing_is_nothing():

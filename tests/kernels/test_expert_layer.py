@@ -1,6 +1,9 @@
 """The expert layer against float64 mathematics on the decoded weights, and its promises.
 
-Bound: activations stay float32, so the error is that of float32 sums alone: 1e-5 of the result's largest value.
+Bounds: with float32 activations the error is that of float32 sums alone. With int8 ones the kernels agree with the
+twin that rounds its activations alike, but for a mid activation now and then that lies on the edge between two steps;
+and with unrounded mathematics to 4 % of the result (measured: about 1 % for random weights of mean zero, 3 % for the
+random Q4_K and Q5_K weights, which are not).
 """
 
 import gc
@@ -13,6 +16,8 @@ from ktqueue.operators import native, reference
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 BOUND = 1e-5
+TWIN_BOUND = 2e-3
+INT8_BOUND = 0.04
 PLAIN = ("F32", "F16", "BF16")
 
 
@@ -26,18 +31,57 @@ def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(got: torch.Tensor, x, ids, weights, packed, exact) -> None:
-    expected = reference.experts(x.double(), ids, weights.double(), packed, exact)
-    assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, activations="int8", **options) -> None:
+    """`got` is what a layer with those options makes of it."""
+    expected = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
+    plain = {packed.gate.quant, packed.up.quant, packed.down.quant} <= set(PLAIN)
+    if activations == "float32" or plain:
+        assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+        return
+    assert (got - expected).norm() <= INT8_BOUND * expected.norm()
+    if not set(PLAIN) & {packed.gate.quant, packed.up.quant, packed.down.quant} and native.isa() != "amx":
+        twin = reference.experts(
+            x.double(), ids, weights.double(), packed, exact, rounded=reference.quantize_activations, **options
+        )
+        assert (got - twin).norm() <= TWIN_BOUND * twin.norm()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_float64(quant, tokens, isa, make_weights, run_layer, exact, two_threads):
+def test_equals_float64(quant, kept, isa, make_weights, run_layer, exact, two_threads):
     packed = make_weights(quant, 5, 512, 256)
-    x, (ids, weights) = activations(tokens, 512), route(tokens, 5, 3)
-    got = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
-    assert_close(got, x, ids, weights, packed, exact)
+    layer = native.ExpertLayer(packed, activations=kept, isa=isa)
+    for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 128):
+        x, (ids, weights) = activations(tokens, 512, tokens), route(tokens, 5, 3, tokens)
+        assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, kept)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_many_tokens(quant, isa, make_weights, run_layer, exact, two_threads):
+    packed = make_weights(quant, 3, 256, 256)
+    x, (ids, weights) = activations(512, 256), route(512, 3, 2)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_instruction_sets_agree(quant, make_weights, run_layer):
+    """Vector kernels bit for bit; the portable one to rounding, for its exp is the C library's."""
+    packed = make_weights(quant, 4, 256, 512)
+    x, (ids, weights) = activations(9, 256), route(9, 4, 2)
+    first, *others = (run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights) for isa in native.isas())
+    for other in others:
+        assert torch.equal(other, others[0])
+        assert (other - first).norm() <= TWIN_BOUND * first.norm()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
+def test_activations_and_biases(activation, biased, isa, make_weights, run_layer, exact):
+    packed = make_weights("Q8_0", 4, 96, 64, biased=biased)
+    x, (ids, weights) = activations(7, 96), route(7, 4, 2)
+    options = {"activation": activation, "alpha": 1.702, "limit": 0.5}
+    layer = native.ExpertLayer(packed, activations="float32", isa=isa, **options)
+    assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, "float32", **options)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(45, 33), (1, 1), (64, 7), (31, 96)])
@@ -130,7 +174,7 @@ def test_large_gates_do_not_overflow(isa, make_weights, run_layer, exact):
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
 
 
-def test_weights_are_used_in_place_at_any_alignment_and_kept_alive(isa, make_weights, run_layer):
+def test_weights_are_packed_from_any_alignment_and_not_kept(isa, make_weights, run_layer):
     packed = make_weights("Q6_K", 3, 256, 256)
     x, (ids, weights) = activations(5, 256), route(5, 3, 2)
     expected = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
@@ -146,7 +190,7 @@ def test_weights_are_used_in_place_at_any_alignment_and_kept_alive(isa, make_wei
     layer = native.ExpertLayer(moved, isa=isa)
     del moved
     gc.collect()
-    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # would land in memory set free
+    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # lands in memory set free
     assert torch.equal(run_layer(layer, x, ids, weights), expected)
     assert noise
 
@@ -196,9 +240,22 @@ def test_refuses_weights_that_do_not_fit(make_weights):
         (gate("Q4_0", 32, 64, good.gate.data[:1]), "up must be 1 matrices of 32 x 64, got 2 of 32 x 64"),
         (gate("Q4_0", 32, 64, []), "gate must have at least one expert"),
         (gate("IQ1_S", 32, 64, good.gate.data), "quant must be one of"),
-        (gate("Q4_0", -1, 64, good.gate.data), r"gate must be \(quant, rows, columns, arrays\)"),
+        (gate("Q4_0", -1, 64, good.gate.data), r"gate must be \(quant, rows, columns, arrays, bias\)"),
         (gate("Q4_0", 32, 64, [1, 2]), "gate must hold uint8 arrays"),
         (ExpertWeights(good.gate, good.up, good.gate), "down must be 2 matrices of 64 x 32, got 2 of 32 x 64"),
     ]:
         with pytest.raises(ValueError, match=message):
             native.ExpertLayer(packed)
+
+
+@pytest.mark.parametrize(("quant", "offset"), [("Q4_0", 18), ("Q4_K", 2), ("Q6_K", 208), ("F32", 4), ("MXFP4", 17)])
+def test_refuses_scales_that_are_not_finite(quant, offset, make_weights):
+    """An infinite d of the second row (or block), for which no activation would give a number."""
+    packed = make_weights(quant, 2, 256, 256)
+    row = packed.up.data[1].reshape(256, -1)[1]
+    if quant in ("F32", "MXFP4"):
+        row[offset : offset + 4] = 0xFF
+    else:
+        row[offset : offset + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    with pytest.raises(ValueError, match="up of expert 1: row 1 has a scale or weight that is not finite"):
+        native.ExpertLayer(packed)

@@ -40,7 +40,7 @@ def test_equals_the_module_it_replaces(tokens, module, operator):
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
 def test_equals_the_twin_on_the_same_packed_weights(quant, module, given_weights):
     weights_of = given_weights(module, quant)
-    operator = CpuExperts.from_module(module)
+    operator = CpuExperts.from_module(module, activations="float32")
     operator.load(weights_of)
     packed = weights_of.experts("")
 
@@ -50,6 +50,16 @@ def test_equals_the_twin_on_the_same_packed_weights(quant, module, given_weights
     x, ids, weights = route(9)
     expected = reference.experts(x.double(), ids, weights.double(), packed, exact)
     torch.testing.assert_close(operator(x, ids, weights).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh")])
+def test_takes_the_activation_of_its_module(activation, module, given_weights):
+    module.act_fn = activation
+    operator = CpuExperts.from_module(module)
+    operator.load(given_weights(module, "F32"))
+    x, ids, weights = route(5)
+    with torch.no_grad():
+        torch.testing.assert_close(operator(x, ids, weights), module(x, ids, weights), rtol=1e-5, atol=1e-6)
 
 
 def test_keeps_the_dtype_and_takes_what_routers_give(operator):
@@ -91,14 +101,16 @@ def test_refuses_weights_of_another_shape(module, given_weights, tiny_model):
 
 
 def test_refuses_what_it_does_not_compute(module):
-    with pytest.raises(ValueError, match="CpuExperts knows no option 'speed'; it has: isa"):
+    with pytest.raises(ValueError, match="CpuExperts knows no option 'speed'; it has: activations, isa"):
         CpuExperts.from_module(module, speed=2)
+    with pytest.raises(ValueError, match="activations must be int8 or float32, got 'int4'"):
+        CpuExperts.from_module(module, activations="int4")
     with pytest.raises(ValueError, match="Linear cannot be replaced by CpuExperts: no down_proj"):
         CpuExperts.from_module(nn.Linear(2, 2))
     for name, value, message in [
         ("has_bias", True, "it has biases"),
         ("has_gate", False, "or no gate"),
-        ("act_fn", nn.GELU(), "its activation is not SiLU"),
+        ("act_fn", nn.Tanh(), "its activation is not silu, gelu, gelu_tanh"),
     ]:
         before = getattr(module, name)
         setattr(module, name, value)

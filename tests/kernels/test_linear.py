@@ -1,0 +1,124 @@
+"""Packed matrices times rows: every format, instruction set and size, against float64 mathematics."""
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.operators import native, reference
+
+PLAIN = ("F32", "F16", "BF16")
+BOUND = 1e-6  # of float32 sums, as a part of the sum of the products' sizes
+
+
+def multiply(linear: native.Linear, x: torch.Tensor, rows: int) -> torch.Tensor:
+    out = torch.full((len(x), rows), torch.nan)
+    linear.forward(x.numpy(), out.numpy())
+    return out
+
+
+def normal(tokens: int, columns: int) -> torch.Tensor:
+    return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+
+
+def sizes(quant: str) -> list[tuple[int, int]]:
+    """Rows and columns: whole panels, one row, a rest of a panel, a rest of a superblock, a rest of a slab."""
+    if native.row_bytes(quant, 256) * 2 == native.row_bytes(quant, 512) and quant.endswith(("_K", "_XS")):
+        return [(48, 512), (1, 256), (33, 768)]
+    return [(48, 512), (1, 32), (33, 288), *([(17, 45), (5, 1)] if quant in PLAIN else [])]
+
+
+@pytest.mark.parametrize("kept", ["int8", "float32"])
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_equals_the_twin(quant, kept, isa, random_weights, exact, two_threads):
+    for rows, columns in sizes(quant):
+        data = random_weights(quant, rows * columns)
+        linear = native.Linear(quant, rows, columns, data, activations=kept, isa=isa)
+        decoded = exact(quant, data, rows * columns).view(rows, columns)
+        for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 128):
+            x = normal(tokens, columns)
+            seen = x.double()
+            if kept == "int8" and quant not in PLAIN and isa != "amx":
+                seen = reference.quantize_activations(seen)
+            expected = seen @ decoded.T
+            got = multiply(linear, x, rows)
+            bound = 0.02 if isa == "amx" and tokens >= 8 else BOUND
+            assert (got - expected).norm() <= bound * (seen.abs() @ decoded.T.abs()).norm(), (rows, columns, tokens)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_int8_stays_close_to_float(quant, random_weights, exact):
+    """Half a percent for normal activations: a scale for 32 of them (facts of actquant: 0.53 %)."""
+    data, x = random_weights(quant, 64 * 512), normal(8, 512)
+    expected = x.double() @ exact(quant, data, 64 * 512).view(64, 512).T
+    got = multiply(native.Linear(quant, 64, 512, data), x, 64)
+    assert (got - expected).norm() <= 0.008 * expected.norm()
+
+
+@pytest.mark.parametrize("kept", ["int8", "float32"])
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_instruction_sets_and_batches_agree(quant, kept, random_weights):
+    """Bit for bit, on every instruction set, alone and in company, with one thread and more."""
+    data, x = random_weights(quant, 40 * 512), normal(13, 512)
+    native.set_threads(1)
+    isas = [isa for isa in native.isas() if isa != "amx"]
+    first = multiply(native.Linear(quant, 40, 512, data, activations=kept), x, 40)
+    if native.isa() == "amx":
+        first = multiply(native.Linear(quant, 40, 512, data, activations=kept, isa="avx512"), x, 40)
+    for threads in (1, 2, 3):
+        native.set_threads(threads, torch_threads=1)
+        for isa in isas:
+            linear = native.Linear(quant, 40, 512, data, activations=kept, isa=isa)
+            assert torch.equal(multiply(linear, x, 40), first), isa
+            assert torch.equal(multiply(linear, x[4:5], 40), first[4:5]), isa
+    native.set_threads(1)
+
+
+@pytest.mark.parametrize("kept", ["int8", "float32"])
+def test_bias(kept, isa, random_weights, exact):
+    bias = np.random.default_rng(1).normal(size=21).astype(np.float32)
+    data, x = random_weights("Q8_0", 21 * 64), normal(3, 64)
+    without = multiply(native.Linear("Q8_0", 21, 64, data, activations=kept, isa=isa), x, 21)
+    got = multiply(native.Linear("Q8_0", 21, 64, data, bias=bias, activations=kept, isa=isa), x, 21)
+    assert torch.equal(got, without + torch.from_numpy(bias))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(bad, isa, random_weights):
+    data, x = random_weights("Q4_K", 32 * 256), normal(6, 256)
+    linear = native.Linear("Q4_K", 32, 256, data, isa=isa)
+    clean = multiply(linear, x, 32)
+    x[2, 200] = bad
+    dirty = multiply(linear, x, 32)
+    assert dirty[2].isnan().all()
+    assert torch.equal(dirty[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-31, 1e-20, 1e20, 1e30])
+def test_activations_of_any_size(size, isa, random_weights, exact):
+    data, x = random_weights("Q8_0", 32 * 64), normal(2, 64) * size
+    expected = x.double() @ exact("Q8_0", data, 32 * 64).view(32, 64).T
+    got = multiply(native.Linear("Q8_0", 32, 64, data, isa=isa), x, 32)
+    assert (got - expected).abs().max() <= max(0.02 * expected.abs().max(), 1e-28)
+
+
+def test_packed_size_stays_near_the_file(random_weights):
+    for quant in native.QUANTS:
+        data = random_weights(quant, 64 * 512)
+        assert native.Linear(quant, 64, 512, data).bytes <= 1.1 * data.nbytes, quant
+
+
+def test_refuses_what_does_not_fit(random_weights):
+    data = random_weights("Q4_0", 32 * 64)
+    linear = native.Linear("Q4_0", 32, 64, data)
+    x, out = np.zeros((2, 64), np.float32), np.zeros((2, 32), np.float32)
+    for call, message in [
+        (lambda: native.Linear("Q4_0", 31, 64, data), r"data must have shape \[1116\], got \[1152\]"),
+        (lambda: native.Linear("Q4_0", 32, 60, data), "positive multiple of 32 weights for Q4_0, got 60"),
+        (lambda: native.Linear("Q4_0", 32, 64, data, bias=out[0, :3].copy()), r"bias must have shape \[32\], got \[3\]"),
+        (lambda: native.Linear("Q4_0", 32, 64, data, activations="int4"), "activations must be int8 or float32"),
+        (lambda: native.Linear("Q4_0", 32, 64, data, isa="neon"), "isa must be one of scalar, .*, got 'neon'"),
+        (lambda: linear.forward(x[:, :32].copy(), out), r"x must have shape \[any, 64\], got \[2, 32\]"),
+        (lambda: linear.forward(x, out[:1]), r"out must have shape \[2, 32\], got \[1, 32\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
