@@ -33,15 +33,22 @@ struct ActivationKind {
 
 constexpr ActivationKind activation_kind(Quant quant) {
     switch (quant) {
-        case Quant::Q4_0: return {8, false};
+        case Quant::Q4_0:
+            return {8, false};
         case Quant::Q8_0:
         case Quant::IQ4_NL:
-        case Quant::IQ4_XS: return {128, false};
-        case Quant::MXFP4: return {12, false};
-        case Quant::Q6_K: return {32, true};
-        case Quant::Q3_K: return {4, true};
-        case Quant::Q2_K: return {0, true};
-        default: return {0, false};
+        case Quant::IQ4_XS:
+            return {128, false};
+        case Quant::MXFP4:
+            return {12, false};
+        case Quant::Q6_K:
+            return {32, true};
+        case Quant::Q3_K:
+            return {4, true};
+        case Quant::Q2_K:
+            return {0, true};
+        default:
+            return {0, false};
     }
 }
 

@@ -39,8 +39,7 @@ ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name) {
     if (!packed[4].is_none()) {
         ReadOnly bias;
         if (!nb::try_cast(packed[4], bias)) throw std::invalid_argument(std::string(name) + " has no array as bias");
-        require<float>(bias, "bias",
-                       {static_cast<int64_t>(matrices.data.size()), static_cast<int64_t>(matrices.rows)});
+        require<float>(bias, "bias", {static_cast<int64_t>(matrices.data.size()), static_cast<int64_t>(matrices.rows)});
         matrices.bias.assign(data<float>(bias), data<float>(bias) + bias.size());
     }
     return matrices;

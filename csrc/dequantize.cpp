@@ -213,9 +213,9 @@ void dequantize(const uint8_t* data, size_t count, float* target) {
 }
 
 constexpr DequantizeKernel kKernels[kQuantCount] = {
-    dequantize<DecodeF32>,    dequantize<DecodeF16>,    dequantize<DecodeBF16>, dequantize<DecodeQ4_0>,
-    dequantize<DecodeQ8_0>,   dequantize<DecodeQ2_K>,   dequantize<DecodeQ3_K>, dequantize<DecodeQ4_K>,
-    dequantize<DecodeQ5_K>,   dequantize<DecodeQ6_K>,   dequantize<DecodeIQ4_NL>, dequantize<DecodeIQ4_XS>,
+    dequantize<DecodeF32>,   dequantize<DecodeF16>,  dequantize<DecodeBF16>,   dequantize<DecodeQ4_0>,
+    dequantize<DecodeQ8_0>,  dequantize<DecodeQ2_K>, dequantize<DecodeQ3_K>,   dequantize<DecodeQ4_K>,
+    dequantize<DecodeQ5_K>,  dequantize<DecodeQ6_K>, dequantize<DecodeIQ4_NL>, dequantize<DecodeIQ4_XS>,
     dequantize<DecodeMXFP4>,
 };
 

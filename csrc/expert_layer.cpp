@@ -12,10 +12,10 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kTokensAtOnce = 2048;      // bounds the workspace
-constexpr size_t kTaskBytes = 128 * 1024;   // of weights in one task, at most
-constexpr size_t kTokensPerPass = 64;       // of one expert; bounds the buffers on a task's stack
-constexpr size_t kMaxTaskPanels = 8;        // of gate; even, so that a task makes whole slabs of mid
+constexpr size_t kTokensAtOnce = 2048;     // bounds the workspace
+constexpr size_t kTaskBytes = 128 * 1024;  // of weights in one task, at most
+constexpr size_t kTokensPerPass = 64;      // of one expert; bounds the buffers on a task's stack
+constexpr size_t kMaxTaskPanels = 8;       // of gate; even, so that a task makes whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
 
 void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
@@ -58,17 +58,17 @@ struct ExpertLayer::Forms {
 // A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs expert by expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
-    std::vector<size_t> starts;         // [experts + 1] first position of each expert
-    std::vector<size_t> position;       // [pairs] where a pair stands in sorted order
-    std::vector<Span> spans;            // experts that have pairs
-    std::vector<uint8_t> gate_rows;     // [tokens] prepared for gate (and up, if it wants the same)
-    std::vector<uint8_t> up_rows;       // [tokens] prepared for up, else
-    std::vector<uint8_t> narrow_rows;   // [pairs] in bf16, sorted, of experts with many
-    std::vector<const void*> gate_x;    // [pairs] sorted
-    std::vector<const void*> up_x;      // [pairs] sorted
-    std::vector<uint8_t> mid;           // [pairs] prepared for down, sorted
-    std::vector<const void*> mid_x;     // [pairs] sorted
-    std::vector<float> partial;         // [pairs, hidden up to 16], sorted
+    std::vector<size_t> starts;        // [experts + 1] first position of each expert
+    std::vector<size_t> position;      // [pairs] where a pair stands in sorted order
+    std::vector<Span> spans;           // experts that have pairs
+    std::vector<uint8_t> gate_rows;    // [tokens] prepared for gate (and up, if it wants the same)
+    std::vector<uint8_t> up_rows;      // [tokens] prepared for up, else
+    std::vector<uint8_t> narrow_rows;  // [pairs] in bf16, sorted, of experts with many
+    std::vector<const void*> gate_x;   // [pairs] sorted
+    std::vector<const void*> up_x;     // [pairs] sorted
+    std::vector<uint8_t> mid;          // [pairs] prepared for down, sorted
+    std::vector<const void*> mid_x;    // [pairs] sorted
+    std::vector<float> partial;        // [pairs, hidden up to 16], sorted
     size_t mid_bytes = 0, partial_stride = 0;
 };
 
@@ -207,8 +207,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     space.partial_stride = round_up(hidden(), kPanelRows);
     space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
     for (const Span& span : space.spans)
-        space.mid_bytes =
-            std::max(space.mid_bytes, prepared_bytes(Forms(*this, span.size()).down, intermediate()));
+        space.mid_bytes = std::max(space.mid_bytes, prepared_bytes(Forms(*this, span.size()).down, intermediate()));
     grow(space.mid, pairs * space.mid_bytes);
     grow(space.mid_x, pairs);
     grow(space.partial, pairs * space.partial_stride);
@@ -246,8 +245,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
     const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
-    const uint8_t* weights =
-        gate_up_.data() + (span.expert * panel_count(intermediate()) + first) * pair_bytes;
+    const uint8_t* weights = gate_up_.data() + (span.expert * panel_count(intermediate()) + first) * pair_bytes;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
     const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
     const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
@@ -263,8 +261,8 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
                 const uint8_t* pair = weights + p * pair_bytes;
                 float* y = both + p * kPairRows;
                 gate_kernel({pair, 1, gate_panel_, hidden(), &space.gate_x[begin], tokens, y, stride});
-                up_kernel({pair + gate_panel_, 1, up_panel_, hidden(), &space.up_x[begin], tokens, y + kPanelRows,
-                           stride});
+                up_kernel(
+                    {pair + gate_panel_, 1, up_panel_, hidden(), &space.up_x[begin], tokens, y + kPanelRows, stride});
             }
         }
         for (size_t t = 0; t < tokens; ++t) {

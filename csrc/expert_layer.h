@@ -63,8 +63,8 @@ class ExpertLayer {
     ExpertOptions options_;
     const KernelTable& kernels_;
     size_t gate_panel_, up_panel_, down_panel_;  // bytes
-    Arena gate_up_;     // [experts][panels of intermediate]: a panel of gate, then one of up
-    Arena down_arena_;  // [experts][panels of hidden]
+    Arena gate_up_;                              // [experts][panels of intermediate]: a panel of gate, then one of up
+    Arena down_arena_;                           // [experts][panels of hidden]
 };
 
 }  // namespace ktqueue

@@ -36,8 +36,8 @@ std::string known_names() {
 const Choice& find(std::string_view name, const char* what) {
     for (const Choice& choice : kChoices)
         if (name == choice.name) return choice;
-    throw std::invalid_argument(std::string(what) + " must be one of " + known_names() + ", got '" +
-                                std::string(name) + "'");
+    throw std::invalid_argument(std::string(what) + " must be one of " + known_names() + ", got '" + std::string(name) +
+                                "'");
 }
 
 const KernelTable& choose() {

@@ -13,8 +13,8 @@ namespace ktqueue {
 struct PanelTask {
     const uint8_t* weights;  // first panel, 64-byte aligned
     size_t panels;
-    size_t panel_stride;  // bytes from one panel to the next
-    size_t columns;       // of the matrix
+    size_t panel_stride;   // bytes from one panel to the next
+    size_t columns;        // of the matrix
     const void* const* x;  // [tokens] rows, padded with zeros to a multiple of 32 columns, as the kernel wants them
     size_t tokens;
     float* y;
@@ -77,7 +77,7 @@ struct KernelTable {
     size_t tile_tokens;  // from how many tokens `tile` is faster
     QuantizeKernel quantize;
     NarrowKernel narrow;
-    GateKernel gate[4];    // by Activation
+    GateKernel gate[4];  // by Activation
     AttentionKernel attention;
 };
 

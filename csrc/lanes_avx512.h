@@ -11,9 +11,9 @@
 namespace ktqueue {
 namespace {
 
-using Bytes = __m512i;   // a line: 16 rows x 4 columns
-using Ints = __m512i;    // 16 rows
-using Floats = __m512;   // 16 rows
+using Bytes = __m512i;  // a line: 16 rows x 4 columns
+using Ints = __m512i;   // 16 rows
+using Floats = __m512;  // 16 rows
 
 constexpr size_t kMaxTokens = 8;          // that share a pass over the weights
 constexpr bool kSubtractsOffset = false;  // whether dot_wide() takes 128 from each code by itself
@@ -80,8 +80,8 @@ inline Floats to_floats(Ints a) {
 }
 
 inline Floats column(Bytes codes, int i) {  // column i of the line as numbers
-    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
-                                               _mm512_set1_epi32(255)));
+    return _mm512_cvtepi32_ps(
+        _mm512_and_si512(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
 }
 
 inline Floats zero_floats() {

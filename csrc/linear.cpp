@@ -39,7 +39,8 @@ class LinearJob {
         const Linear& first = *calls[0].linear;
         for (size_t i = 0; i < count; ++i) {
             const Linear& one = *calls[i].linear;
-            if (one.columns_ != first.columns_ || one.precision_ != first.precision_ || &one.kernels_ != &first.kernels_)
+            if (one.columns_ != first.columns_ || one.precision_ != first.precision_ ||
+                &one.kernels_ != &first.kernels_)
                 throw std::invalid_argument("linears of one call must agree in columns, precision and kernels");
             forms_[i] = row_form(one.kernels_, one.quant_, one.precision_, tokens);
         }
@@ -70,8 +71,8 @@ class LinearJob {
   private:
     struct Space {
         std::mutex mutex;
-        std::vector<uint8_t> rows[kMaxLinears];       // prepared, by the first matrix that wants the form
-        std::vector<const void*> x[kMaxLinears];      // [tokens]
+        std::vector<uint8_t> rows[kMaxLinears];   // prepared, by the first matrix that wants the form
+        std::vector<const void*> x[kMaxLinears];  // [tokens]
     };
 
     // Rows in each form that is wanted, once. Float rows are taken where they are if they need no padding.

@@ -124,16 +124,35 @@ void read_q2_k(const uint8_t* source, RowBlock& out) {
 void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out) {
     switch (quant) {
         case Quant::Q4_0:
-        case Quant::IQ4_NL: read_slabs<2>(source, slabs, out); break;
-        case Quant::MXFP4: read_slabs<1>(source, slabs, out); break;
-        case Quant::Q8_0: read_q8_0(source, slabs, out); break;
-        case Quant::Q4_K: read_q4_k(source, out); break;
-        case Quant::Q5_K: read_q5_k(source, out); break;
-        case Quant::Q6_K: read_q6_k(source, out); break;
-        case Quant::IQ4_XS: read_iq4_xs(source, out); break;
-        case Quant::Q3_K: read_q3_k(source, out); break;
-        case Quant::Q2_K: read_q2_k(source, out); break;
-        default: break;
+        case Quant::IQ4_NL:
+            read_slabs<2>(source, slabs, out);
+            break;
+        case Quant::MXFP4:
+            read_slabs<1>(source, slabs, out);
+            break;
+        case Quant::Q8_0:
+            read_q8_0(source, slabs, out);
+            break;
+        case Quant::Q4_K:
+            read_q4_k(source, out);
+            break;
+        case Quant::Q5_K:
+            read_q5_k(source, out);
+            break;
+        case Quant::Q6_K:
+            read_q6_k(source, out);
+            break;
+        case Quant::IQ4_XS:
+            read_iq4_xs(source, out);
+            break;
+        case Quant::Q3_K:
+            read_q3_k(source, out);
+            break;
+        case Quant::Q2_K:
+            read_q2_k(source, out);
+            break;
+        default:
+            break;
     }
 }
 
@@ -151,8 +170,10 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
             return true;
         case Quant::Q4_K:
         case Quant::Q5_K:
-        case Quant::Q2_K: return finite_half(block.d) && finite_half(block.dmin);
-        default: return finite_half(block.d);
+        case Quant::Q2_K:
+            return finite_half(block.d) && finite_half(block.dmin);
+        default:
+            return finite_half(block.d);
     }
 }
 
@@ -178,8 +199,7 @@ template <int Shift>
 void deal_pairs(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     for (size_t i = 0; i < slabs * 2; ++i) {
         uint32_t all = 0;
-        for (size_t k = 0; k < 4; ++k)
-            all |= (word(row.codes + 16 * i + 4 * k) >> Shift & 0x03030303u) << (2 * k);
+        for (size_t k = 0; k < 4; ++k) all |= (word(row.codes + 16 * i + 4 * k) >> Shift & 0x03030303u) << (2 * k);
         put(plane + 64 * i + 4 * r, all);
     }
 }
@@ -199,8 +219,7 @@ void deal_bytes(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
 
 // `count` entries of `bytes` bytes each: entry i of row r.
 uint8_t* deal_scales(const uint8_t* entries, size_t count, size_t bytes, size_t r, uint8_t* target) {
-    for (size_t i = 0; i < count; ++i)
-        std::memcpy(target + (i * kPanelRows + r) * bytes, entries + i * bytes, bytes);
+    for (size_t i = 0; i < count; ++i) std::memcpy(target + (i * kPanelRows + r) * bytes, entries + i * bytes, bytes);
     return target + count * kPanelRows * bytes;
 }
 
@@ -217,9 +236,15 @@ void deal(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint8_t* out
             deal_scales(row.scales, slabs, 2, r, out + 512 * slabs);
             break;
         case Quant::Q4_0:
-        case Quant::IQ4_NL: deal_scales(row.scales, slabs, 2, r, nibbles()); break;
-        case Quant::MXFP4: deal_scales(row.scales, slabs, 1, r, nibbles()); break;
-        case Quant::IQ4_XS: once(deal_scales(row.scales, slabs, 1, r, nibbles()), row.d); break;
+        case Quant::IQ4_NL:
+            deal_scales(row.scales, slabs, 2, r, nibbles());
+            break;
+        case Quant::MXFP4:
+            deal_scales(row.scales, slabs, 1, r, nibbles());
+            break;
+        case Quant::IQ4_XS:
+            once(deal_scales(row.scales, slabs, 1, r, nibbles()), row.d);
+            break;
         case Quant::Q4_K:
         case Quant::Q5_K:
             at = nibbles();
@@ -245,7 +270,8 @@ void deal(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint8_t* out
             deal_pairs<0>(row, slabs, r, out);
             once(once(deal_scales(row.scales, 2 * slabs, 1, r, out + 128 * slabs), row.d), row.dmin);
             break;
-        default: break;
+        default:
+            break;
     }
 }
 
@@ -261,8 +287,7 @@ bool pack_floats(Quant quant, const uint8_t* row, size_t columns, size_t r, uint
     for (size_t c = 0; c < columns; ++c) {
         const uint8_t* weight = row + c * bytes;
         finite = finite && float_is_finite(quant, weight);
-        const size_t place =
-            quant == Quant::BF16 ? (c / 2 * kPanelRows + r) * 2 + c % 2 : c * kPanelRows + r;
+        const size_t place = quant == Quant::BF16 ? (c / 2 * kPanelRows + r) * 2 + c % 2 : c * kPanelRows + r;
         std::memcpy(out + place * bytes, weight, bytes);
     }
     return finite;

@@ -106,12 +106,18 @@ inline void for_passes(const PanelTask& task) {
             if constexpr (Tokens <= Most) Body<Tokens>::run(task, first);
             first += Tokens;
         };
-        if (left >= 8) pass.template operator()<8>();
-        else if (left >= 6) pass.template operator()<6>();
-        else if (left >= 4) pass.template operator()<4>();
-        else if (left == 3) pass.template operator()<3>();
-        else if (left == 2) pass.template operator()<2>();
-        else pass.template operator()<1>();
+        if (left >= 8)
+            pass.template operator()<8>();
+        else if (left >= 6)
+            pass.template operator()<6>();
+        else if (left >= 4)
+            pass.template operator()<4>();
+        else if (left == 3)
+            pass.template operator()<3>();
+        else if (left == 2)
+            pass.template operator()<2>();
+        else
+            pass.template operator()<1>();
     }
 }
 

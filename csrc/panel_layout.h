@@ -52,19 +52,30 @@ constexpr bool is_float(Quant quant) {
 // Bytes of the planes and scales of one slab, without what a superblock stores once.
 constexpr size_t slab_bytes(Quant quant) {
     switch (quant) {
-        case Quant::F32: return 2048;
+        case Quant::F32:
+            return 2048;
         case Quant::F16:
-        case Quant::BF16: return 1024;
-        case Quant::Q8_0: return 512 + 32;
+        case Quant::BF16:
+            return 1024;
+        case Quant::Q8_0:
+            return 512 + 32;
         case Quant::Q4_0:
-        case Quant::IQ4_NL: return 256 + 32;
-        case Quant::MXFP4: return 256 + 16;
-        case Quant::Q4_K: return 256 + 32;
-        case Quant::Q5_K: return 256 + 64 + 32;
-        case Quant::Q6_K: return 256 + 128 + 32;
-        case Quant::IQ4_XS: return 256 + 16;
-        case Quant::Q3_K: return 128 + 64 + 32;
-        case Quant::Q2_K: return 128 + 32;
+        case Quant::IQ4_NL:
+            return 256 + 32;
+        case Quant::MXFP4:
+            return 256 + 16;
+        case Quant::Q4_K:
+            return 256 + 32;
+        case Quant::Q5_K:
+            return 256 + 64 + 32;
+        case Quant::Q6_K:
+            return 256 + 128 + 32;
+        case Quant::IQ4_XS:
+            return 256 + 16;
+        case Quant::Q3_K:
+            return 128 + 64 + 32;
+        case Quant::Q2_K:
+            return 128 + 32;
     }
     return 0;
 }
@@ -74,11 +85,14 @@ constexpr size_t superblock_extra(Quant quant) {
     switch (quant) {
         case Quant::Q4_K:
         case Quant::Q5_K:
-        case Quant::Q2_K: return 64;
+        case Quant::Q2_K:
+            return 64;
         case Quant::Q6_K:
         case Quant::IQ4_XS:
-        case Quant::Q3_K: return 32;
-        default: return 0;
+        case Quant::Q3_K:
+            return 32;
+        default:
+            return 0;
     }
 }
 

@@ -128,8 +128,7 @@ class ExpertLayer:
         isa: str = "",
     ) -> None:
         gate, up, down = (
-            (one.quant, one.rows, one.columns, one.data, one.bias)
-            for one in (weights.gate, weights.up, weights.down)
+            (one.quant, one.rows, one.columns, one.data, one.bias) for one in (weights.gate, weights.up, weights.down)
         )
         self._layer = _kernels.ExpertLayer(gate, up, down, activation, alpha, limit, activations, isa)
 

@@ -23,10 +23,11 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     Computed in float32 as the kernels do, so that ties fall alike; returned in the dtype of `x`.
     """
     columns = x.shape[-1]
-    padded = torch.nn.functional.pad(x.float(), (0, -columns % 32)).unflatten(-1, (-1, 32))
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % 32)).reshape(*x.shape[:-1], -1, 32)
     largest = padded.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest >= 1e-30, 127 / largest, 0)
-    return ((padded * inverse).round().to(x.dtype) * (largest / 127).to(x.dtype)).flatten(-2)[..., :columns]
+    rounded: torch.Tensor = (padded * inverse).round().to(x.dtype) * (largest / 127).to(x.dtype)
+    return rounded.flatten(-2)[..., :columns]
 
 
 def activate(name: str, gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ requests, and the whole of it with `-m parity`.
 import copy
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from ktqueue.loading.tokenizer import load_tokenizer
 from ktqueue.operators import attention
 from ktqueue.operators.kv_cache import KVLayout
 
+EXACT_RULES = Path(__file__).parents[2] / "rules" / "exact.yaml"  # activations stay float32
 REQUESTS = 64
 FEW = 24
 NEW_TOKENS = 24

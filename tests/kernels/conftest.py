@@ -14,7 +14,7 @@ from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 @pytest.fixture
 def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWeights]:
-    """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False); `quant` may be a triple for gate, up, down."""
+    """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False); `quant`: one or three."""
 
     def make(quant, experts: int, hidden: int, intermediate: int, seed: int = 0, biased: bool = False) -> ExpertWeights:
         seeds = itertools.count(1000 * seed)

@@ -1,9 +1,7 @@
 """The expert layer against float64 mathematics on the decoded weights, and its promises.
 
 Bounds: with float32 activations the error is that of float32 sums alone. With int8 ones the kernels agree with the
-twin that rounds its activations alike, but for a mid activation now and then that lies on the edge between two steps;
-and with unrounded mathematics to 4 % of the result (measured: about 1 % for random weights of mean zero, 3 % for the
-random Q4_K and Q5_K weights, which are not).
+twin that rounds its activations alike, but for a mid activation now and then that lies on the edge between two steps.
 """
 
 import gc
@@ -17,7 +15,7 @@ from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 BOUND = 1e-5
 TWIN_BOUND = 2e-3
-INT8_BOUND = 0.04
+AMX_BOUND = 0.05
 PLAIN = ("F32", "F16", "BF16")
 
 
@@ -31,19 +29,18 @@ def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, activations="int8", **options) -> None:
+def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, isa="", activations="int8", **options) -> None:
     """`got` is what a layer with those options makes of it."""
     expected = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
-    plain = {packed.gate.quant, packed.up.quant, packed.down.quant} <= set(PLAIN)
-    if activations == "float32" or plain:
+    if activations == "float32" or packed.gate.quant in PLAIN:
         assert (got - expected).abs().max() <= BOUND * expected.abs().max()
         return
-    assert (got - expected).norm() <= INT8_BOUND * expected.norm()
-    if not set(PLAIN) & {packed.gate.quant, packed.up.quant, packed.down.quant} and native.isa() != "amx":
-        twin = reference.experts(
-            x.double(), ids, weights.double(), packed, exact, rounded=reference.quantize_activations, **options
-        )
-        assert (got - twin).norm() <= TWIN_BOUND * twin.norm()
+    if isa == "amx":  # bf16 where an expert has many rows
+        assert (got - expected).norm() <= AMX_BOUND * expected.norm()
+        return
+    options["rounded"] = reference.quantize_activations
+    twin = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
+    assert (got - twin).norm() <= TWIN_BOUND * twin.norm()
 
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
@@ -53,14 +50,14 @@ def test_equals_float64(quant, kept, isa, make_weights, run_layer, exact, two_th
     layer = native.ExpertLayer(packed, activations=kept, isa=isa)
     for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 128):
         x, (ids, weights) = activations(tokens, 512, tokens), route(tokens, 5, 3, tokens)
-        assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, kept)
+        assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, kept)
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_many_tokens(quant, isa, make_weights, run_layer, exact, two_threads):
     packed = make_weights(quant, 3, 256, 256)
     x, (ids, weights) = activations(512, 256), route(512, 3, 2)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
@@ -81,7 +78,7 @@ def test_activations_and_biases(activation, biased, isa, make_weights, run_layer
     x, (ids, weights) = activations(7, 96), route(7, 4, 2)
     options = {"activation": activation, "alpha": 1.702, "limit": 0.5}
     layer = native.ExpertLayer(packed, activations="float32", isa=isa, **options)
-    assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, "float32", **options)
+    assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, "float32", **options)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(45, 33), (1, 1), (64, 7), (31, 96)])
@@ -92,33 +89,33 @@ def test_odd_sizes(quant, hidden, intermediate, isa, make_weights, run_layer, ex
     layer = native.ExpertLayer(packed, isa=isa)
     run_layer(native.ExpertLayer(make_weights("F32", 3, 200, 100), isa=isa), activations(9, 200) / 0, ids, weights)
     got = run_layer(layer, x, ids, weights)  # the workspace still holds the other layer's NaN
-    assert_close(got, x, ids, weights, packed, exact)
+    assert_close(got, x, ids, weights, packed, exact, isa)
 
 
 def test_formats_may_differ_between_the_three(isa, make_weights, run_layer, exact):
     packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 4, 256, 256)
     x, (ids, weights) = activations(5, 256), route(5, 4, 2)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 def test_many_rows(isa, make_weights, run_layer, exact, two_threads):
     """More rows than one task takes, and a last task with rows that do not fill it."""
     packed = make_weights("Q4_0", 2, 96, 416)
     x, (ids, weights) = activations(40, 96), route(40, 2, 2)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 @pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[5, 1], [1, 5], [5, 5]]])
 def test_repeated_and_empty_experts(ids, isa, make_weights, run_layer, exact):
     packed = make_weights("Q8_0", 6, 64, 32)
     x, ids, weights = activations(3, 64), torch.tensor(ids), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 def test_all_tokens_on_one_expert(isa, make_weights, run_layer, exact, two_threads):
     packed = make_weights("Q5_K", 8, 256, 256)
     x, ids, weights = activations(70, 256), torch.full((70, 1), 6), torch.ones(70, 1)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 def test_zero_weights_no_slots_no_tokens(isa, make_weights, run_layer):
@@ -171,7 +168,7 @@ def test_large_gates_do_not_overflow(isa, make_weights, run_layer, exact):
     """silu of +-300 and +-1000: exp must neither overflow to NaN nor lose the sign."""
     packed = make_weights("F32", 1, 32, 32)
     x, ids, weights = activations(4, 32) * 1000, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact)
+    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 def test_weights_are_packed_from_any_alignment_and_not_kept(isa, make_weights, run_layer):

@@ -114,7 +114,10 @@ def test_refuses_what_does_not_fit(random_weights):
     for call, message in [
         (lambda: native.Linear("Q4_0", 31, 64, data), r"data must have shape \[1116\], got \[1152\]"),
         (lambda: native.Linear("Q4_0", 32, 60, data), "positive multiple of 32 weights for Q4_0, got 60"),
-        (lambda: native.Linear("Q4_0", 32, 64, data, bias=out[0, :3].copy()), r"bias must have shape \[32\], got \[3\]"),
+        (
+            lambda: native.Linear("Q4_0", 32, 64, data, bias=out[0, :3].copy()),
+            r"bias must have shape \[32\], got \[3\]",
+        ),
         (lambda: native.Linear("Q4_0", 32, 64, data, activations="int4"), "activations must be int8 or float32"),
         (lambda: native.Linear("Q4_0", 32, 64, data, isa="neon"), "isa must be one of scalar, .*, got 'neon'"),
         (lambda: linear.forward(x[:, :32].copy(), out), r"x must have shape \[any, 64\], got \[2, 32\]"),
