@@ -25,7 +25,7 @@ def random_layer(quant: str, shape: LayerShape, isa: str) -> native.ExpertLayer:
         size = rows * native.row_bytes(quant, columns)
         one = random_blocks(quant, 1, DEVIATION, random)
         blocks: Bytes = random_blocks(quant, -(-size // one.nbytes), DEVIATION, random).reshape(-1)[:size]
-        return PackedExperts(quant, rows, columns, [blocks.copy() for _ in range(shape.experts)])
+        return PackedExperts(quant, rows, columns, [blocks] * shape.experts)
 
     gate, up = (matrix(shape.intermediate, shape.hidden) for _ in range(2))
     return native.ExpertLayer(ExpertWeights(gate, up, matrix(shape.hidden, shape.intermediate)), isa=isa)

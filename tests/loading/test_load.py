@@ -12,6 +12,7 @@ import transformers
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
 
 IDS = list(range(3, 43))
 KEEP_EXPERTS = "- match: {name: '\\.experts$'}\n  replace: {op: default}\n"
@@ -97,7 +98,8 @@ def test_quantised_experts_equal_their_decoded_twin(
     path = make_gguf(experts, "q8_0" if experts.startswith("q") else experts)
     rules = tmp_path / "keep.yaml"
     rules.write_text(KEEP_EXPERTS)
-    model, twin = load_model(str(path)), load_model(str(path), rules=str(rules))
+    exact = DEFAULT_RULES.with_name("exact.yaml")
+    model, twin = load_model(str(path), rules=str(exact)), load_model(str(path), rules=str(rules))
     assert type(model.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "CpuExperts"
     assert type(twin.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "Qwen3MoeExperts"
     assert model.card_facts.quantization == experts.upper()
