@@ -1,7 +1,7 @@
 """Our engine without Redis: a process that takes points on standard input and answers with figures, a JSON line each.
 
 A point is {"prompts": [[token ids]...], "tokens": N, "sampling": {...}}, or {"prefill": [token ids]};
-{"experts": point} counts the experts that a decode step touches (untimed, for the hooks cost time).
+{"experts": point} counts the experts that a decode step touches.
 """
 
 import argparse
@@ -11,12 +11,10 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.outputs import EngineStats
-from ktqueue.operators.experts import CpuExperts
+from ktqueue.operators.decoder import CpuDecoder
 from workers.startup import Built, build
 
 PARTS = ("schedule", "forward", "sample", "commit")
@@ -71,19 +69,14 @@ def prefill(built: Built, prompt: list[int]) -> dict[str, float]:
 
 def count_experts(built: Built, point: dict[str, Any]) -> float:
     """Distinct experts of a layer that a decode step touches, on average."""
-    layers = [module for module in built.model.module.modules() if isinstance(module, CpuExperts)]
-    seen: list[int] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, given: seen.append(int(torch.unique(given[1]).numel())))
-        for layer in layers
-    ]
+    decoder = built.model.module
+    if not isinstance(decoder, CpuDecoder):
+        raise SystemExit(f"experts are counted by CpuDecoder; the rules put {type(decoder).__name__} there")
     start(built, point)
-    seen.clear()
+    layers, used = decoder.expert_layers_run, decoder.experts_used
     while built.engine.has_work:
         built.engine.step()
-    for hook in hooks:
-        hook.remove()
-    return sum(seen) / len(seen)
+    return (decoder.experts_used - used) / (decoder.expert_layers_run - layers)
 
 
 def _seconds(stats: EngineStats, part: str) -> float:

@@ -39,9 +39,8 @@ class LinearJob {
         const Linear& first = *calls[0].linear;
         for (size_t i = 0; i < count; ++i) {
             const Linear& one = *calls[i].linear;
-            if (one.columns_ != first.columns_ || one.precision_ != first.precision_ ||
-                &one.kernels_ != &first.kernels_)
-                throw std::invalid_argument("linears of one call must agree in columns, precision and kernels");
+            if (one.columns_ != first.columns_ || &one.kernels_ != &first.kernels_)
+                throw std::invalid_argument("linears of one call must agree in columns and kernels");
             forms_[i] = row_form(one.kernels_, one.quant_, one.precision_, tokens);
         }
     }

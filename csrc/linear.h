@@ -39,7 +39,7 @@ struct LinearCall {
     size_t y_stride;
 };
 
-// Several matrices of the same columns, precision and kernels on the same rows, as one job (q, k and v; gate and up of
+// Several matrices of the same columns and kernels on the same rows, as one job (q, k and v; gate and up of
 // a dense layer). Throws std::invalid_argument where they differ. At most 8.
 void run_linears(const LinearCall* calls, size_t count, const float* x, size_t x_stride, size_t tokens);
 

@@ -12,6 +12,7 @@ def threads() -> int: ...
 def nodes() -> int: ...
 def set_threads(threads: int, spin_microseconds: int, pin: str = "auto", pretend_nodes: int = 0) -> None: ...
 def row_bytes(quant: str, columns: int) -> int: ...
+def packed_bytes(quant: str, rows: int, columns: int) -> int: ...
 def dequantize(quant: str, data: Any, out: Any) -> None: ...
 def paged_attention(
     query: Any,
@@ -62,3 +63,57 @@ class Linear:
     def forward(self, x: Any, out: Any) -> None: ...
     @property
     def bytes(self) -> int: ...
+
+class Decoder:
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scaling: float,
+        epsilon: float,
+        quant: str,
+        embedding: Any,
+        norm: Any,
+        head: Linear,
+        isa: str,
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        attention_norm: Any,
+        q: Linear,
+        k: Linear,
+        v: Linear,
+        o: Linear,
+        q_norm: Any,
+        k_norm: Any,
+        clip: float,
+        sliding_window: int,
+        mlp_norm: Any,
+        mlp: ExpertLayer | None,
+        shared_gate: Linear | None,
+        router: Linear | None,
+        experts: ExpertLayer | None,
+        experts_per_token: int,
+        renormalise: bool,
+    ) -> None: ...
+    def set_rotary(self, cosine: Any, sine: Any) -> None: ...
+    def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None: ...
+    def forward(
+        self,
+        input_ids: Any,
+        position_ids: Any,
+        scored: Any,
+        query_starts: Any,
+        context_lengths: Any,
+        page_table: Any,
+        slot_mapping: Any,
+        logits: Any,
+    ) -> None: ...
+    @property
+    def expert_layers_run(self) -> int: ...
+    @property
+    def experts_used(self) -> int: ...

@@ -2,14 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, prepare
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
+from ktqueue.operators.native import packed_bytes
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -66,17 +68,18 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     counts: dict[tuple[str, str, str, str], int] = {}
     for name, module in skeleton.named_modules():
+        operator = _operator_of(name, operators)
         own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
-        own = [key for key in own if key not in tied]
+        own = [tensor for tensor in own if operator != KEEP or tensor not in tied]
         if not own:
             continue
-        operator = operators.get(name, KEEP)
         key = (_INDEX.sub(".*", name), type(module).__name__, operator, plan.device_of(name))
         counts[key] = counts.get(key, 0) + 1
         for tensor in own:
-            stored = checkpoint.nbytes(tensor)
-            held = stored if operator != KEEP else math.prod(checkpoint.shape(tensor)) * _item_size(module, tensor)
-            grouped.setdefault(key, []).append((checkpoint.quant(tensor), stored, held))
+            source = tied.get(tensor, tensor)
+            held = _held(module, tensor, source, checkpoint, packed=operator != KEEP)
+            stored = checkpoint.nbytes(source) if source == tensor else 0
+            grouped.setdefault(key, []).append((checkpoint.quant(source), stored, held))
     for key, tensors in grouped.items():
         pattern, class_name, operator, device = key
         yield Row(
@@ -96,6 +99,21 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if key not in skipped]
 
 
-def _item_size(module: torch.nn.Module, name: str) -> int:
-    tensor: torch.Tensor = getattr(module, name.rpartition(".")[2])
-    return tensor.dtype.itemsize
+def _operator_of(name: str, operators: Mapping[str, str]) -> str:
+    """The operator that takes the module's place, or that of a module above it."""
+    while name and name not in operators:
+        name = name.rpartition(".")[0]
+    return operators.get(name, KEEP)
+
+
+def _held(module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpoint, packed: bool) -> int:
+    """Bytes in memory of a tensor: decoded; or as operators hold it: embeddings as stored, other matrices packed."""
+    shape = checkpoint.shape(source)
+    if not packed:
+        own: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
+        return math.prod(shape) * own.dtype.itemsize
+    if isinstance(module, torch.nn.Embedding):
+        return checkpoint.nbytes(source)
+    if len(shape) < 2:
+        return math.prod(shape) * torch.float32.itemsize
+    return math.prod(shape[:-2]) * packed_bytes(checkpoint.quant(source), *shape[-2:])

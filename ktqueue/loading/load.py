@@ -15,7 +15,9 @@ from ktqueue.loading.plan import Plan, make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton
 from ktqueue.loading.stored import DOWN, GATE_UP
-from ktqueue.operators import experts as _experts  # noqa: F401  (enters its operators in the registry)
+from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
+from ktqueue.operators import experts as _experts  # noqa: F401
+from ktqueue.operators import linear as _linear  # noqa: F401
 from ktqueue.operators.base import registry
 from ktqueue.operators.kv_cache import KVLayout
 

@@ -41,6 +41,8 @@ def paged_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"paged attention does not compute {name}")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if sliding_window is None:  # Qwen2-MoE's layers have one without passing it on: it is in the mask that we refuse
+        sliding_window = getattr(module, "sliding_window", None)
     keys, values = step.kv.keys[layer], step.kv.values[layer]
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
         _, heads, tokens, head_dim = query.shape

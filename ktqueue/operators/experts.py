@@ -4,13 +4,14 @@ Takes the place of any experts module of transformers with the usual gate and no
 """
 
 from collections.abc import Callable
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import Operator, register
+from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
@@ -32,7 +33,8 @@ def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> 
     return None
 
 
-def _known() -> str:
+def known_activations() -> str:
+    """The names of all activations that the kernels have, for messages."""
     return ", ".join(_ACTIVATIONS)
 
 
@@ -49,31 +51,24 @@ class CpuExperts(Operator):
         hidden: int,
         intermediate: int,
         *,
-        activation: native.ActivationName = "silu",
-        activations: native.ActivationType = "int8",
-        isa: str = "",
+        activation: native.ActivationName,
+        options: KernelOptions,
     ) -> None:
         super().__init__()
         self.experts = experts
         self.hidden = hidden
         self.intermediate = intermediate
         self._activation: native.ActivationName = activation
-        self._activations: native.ActivationType = activations
-        self._isa = isa
+        self._options = options
         self._layer: native.ExpertLayer | None = None
 
     @classmethod
-    def from_module(
-        cls, module: nn.Module, *, activations: native.ActivationType = "int8", isa: str = "", **options: Any
-    ) -> Self:
-        """Shapes from the module's `down_proj` [experts, hidden, intermediate]. `isa` forces an instruction set.
+    def from_module(cls, module: nn.Module, **options: Any) -> Self:
+        """Shapes from the module's `down_proj` [experts, hidden, intermediate]. Options: `activations`, `isa`.
 
         Raises ValueError naming what these kernels do not compute: biases, another activation or gate.
         """
-        if options:
-            raise ValueError(f"CpuExperts knows no option {sorted(options)[0]!r}; it has: activations, isa")
-        if activations not in get_args(native.ActivationType):
-            raise ValueError(f"activations must be int8 or float32, got {activations!r}")
+        chosen = kernel_options("CpuExperts", options)
         name = type(module).__name__
         down = getattr(module, "down_proj", None)
         if not isinstance(down, torch.Tensor) or down.dim() != 3:
@@ -85,10 +80,10 @@ class CpuExperts(Operator):
             raise ValueError(f"{name} cannot be replaced by CpuExperts: it has a gate of its own")
         activation = activation_name(getattr(module, "act_fn", None))
         if activation is None:
-            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not {_known()}")
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not {known_activations()}")
         experts, rows, columns = down.shape
         hidden, intermediate = (columns, rows) if getattr(module, "is_transposed", False) else (rows, columns)
-        return cls(experts, hidden, intermediate, activation=activation, activations=activations, isa=isa)
+        return cls(experts, hidden, intermediate, activation=activation, options=chosen)
 
     def load(self, weights: ModuleWeights) -> None:
         """Pack the weights of this layer. Raises ValueError if they do not fit."""
@@ -97,9 +92,7 @@ class CpuExperts(Operator):
         got = (len(experts.gate.data), experts.gate.rows, experts.gate.columns)
         if got != wanted:
             raise ValueError(f"gate must be [experts, rows, columns] = {list(wanted)}, got {list(got)}")
-        self._layer = native.ExpertLayer(
-            experts, activation=self._activation, activations=self._activations, isa=self._isa
-        )
+        self._layer = native.ExpertLayer(experts, activation=self._activation, **self._options)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of packed weights."""

@@ -91,6 +91,11 @@ def row_bytes(quant: str, columns: int) -> int:
     return int(_kernels.row_bytes(quant, columns))
 
 
+def packed_bytes(quant: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix once it is packed for the kernels. Raises ValueError for an unknown quant."""
+    return int(_kernels.packed_bytes(quant, rows, columns))
+
+
 def dequantize(quant: str, data: Bytes, count: int) -> Floats:
     """`count` packed weights to [count] float32, equal bit for bit to `gguf.dequantize`.
 
@@ -133,6 +138,11 @@ class ExpertLayer:
         self._layer = _kernels.ExpertLayer(gate, up, down, activation, alpha, limit, activations, isa)
 
     @property
+    def bound(self) -> Any:
+        """The extension's own object, for other kernels that use this one."""
+        return self._layer
+
+    @property
     def bytes(self) -> int:
         """Bytes of packed weights."""
         return int(self._layer.bytes)
@@ -170,7 +180,13 @@ class Linear:
         activations: ActivationType = "int8",
         isa: str = "",
     ) -> None:
+        self.shape = (rows, columns)
         self._linear = _kernels.Linear(quant, rows, columns, data, bias, activations, isa)
+
+    @property
+    def bound(self) -> Any:
+        """The extension's own object, for other kernels that use this one."""
+        return self._linear
 
     @property
     def bytes(self) -> int:

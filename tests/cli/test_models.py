@@ -26,7 +26,7 @@ def here(capsys, tmp_path, monkeypatch):
 def test_inspect_shows_the_plan(here):
     code, out, err = here("inspect", "demo")
     assert code == 0, err
-    for word in ("model.layers.*.mlp.experts", "CpuExperts", "total", "Qwen3Moe"):
+    for word in ("model.layers.*.mlp.experts", "CpuDecoder", "total", "Qwen3Moe"):
         assert word in out
     assert "\033" not in out
     _, out, _ = here("inspect", "--json")
@@ -91,7 +91,7 @@ def test_convert_makes_a_file_that_inspect_reads(here, tmp_path, shared_data):
     assert code == 0, err
     assert "MiB" in err
     _, out, _ = here("inspect", "out.gguf", "--json")
-    assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["operator"] == "CpuExperts"]
+    assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["name"].endswith("experts")]
     assert here("convert", folder, "out.gguf")[0] == 2  # it exists
 
 

@@ -6,17 +6,26 @@ from pathlib import Path
 import pytest
 
 from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import load_model
+from ktqueue.operators.decoder import CpuDecoder
 
 
 def test_report_of_the_demo_model() -> None:
     report = inspect("demo")
     assert (report.layers, report.facts.quantization) == (8, "Q4_0")
     assert 29_900_000 < report.parameters < 29_950_000
-    (experts,) = [row for row in report.rows if row.operator == "CpuExperts"]
+    assert {row.operator for row in report.rows} == {"CpuDecoder"}
+    (experts,) = [row for row in report.rows if row.name.endswith("experts")]
     assert (experts.name, experts.count, experts.quants) == ("model.layers.*.mlp.experts", 8, ("Q4_0",))
     assert experts.file_bytes == experts.device_bytes == 8 * 16 * 3 * 256 * 256 * 18 // 32
     (embedding,) = [row for row in report.rows if row.name == "model.embed_tokens"]
-    assert embedding.device_bytes == 8192 * 256 * 4 and embedding.quants == ("Q8_0",)
+    assert embedding.device_bytes == embedding.file_bytes == 8192 * 256 * 34 // 32 and embedding.quants == ("Q8_0",)
+    (head,) = [row for row in report.rows if row.name == "lm_head"]
+    assert (head.file_bytes, head.device_bytes) == (0, embedding.file_bytes)
+    decoder = load_model("demo").module
+    assert isinstance(decoder, CpuDecoder)
+    norms = sum(row.device_bytes for row in report.rows if "norm" in row.name)
+    assert report.device_bytes["cpu"] == decoder.device_bytes()["cpu"] + norms
     size = Path(report.source).stat().st_size
     assert 0.97 * size < sum(row.file_bytes for row in report.rows) < size
     assert report.device_bytes == {"cpu": sum(row.device_bytes for row in report.rows)}

@@ -1,5 +1,6 @@
 """load_model: the loaded model computes what transformers computes, from every layout a model may come in."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,29 @@ import transformers
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 
 IDS = list(range(3, 43))
-KEEP_EXPERTS = "- match: {name: '\\.experts$'}\n  replace: {op: default}\n"
+KEEP = "- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n"
+PARTS = """
+- match: {name: '\\.experts$'}
+  replace: {op: CpuExperts, activations: float32}
+- match: {class: '^Linear$'}
+  replace: {op: CpuLinear, activations: float32}
+"""
+EXACT = str(DEFAULT_RULES.with_name("exact.yaml"))  # CpuDecoder, activations float32
+
+
+@pytest.fixture
+def rule_file(tmp_path: Path) -> Callable[[str], str]:
+    """rule_file(text) -> its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / f"{abs(hash(text))}.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
@@ -91,24 +112,54 @@ def test_layouts(
     torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
 @pytest.mark.parametrize("experts", ["f16", "bf16", "q8_0", "q4_0", "mxfp4"])
-def test_quantised_experts_equal_their_decoded_twin(
-    experts: str, make_gguf: Callable[..., Path], run_logits: Callable[..., torch.Tensor], tmp_path: Path
+def test_operators_equal_transformers_on_decoded_weights(
+    experts: str,
+    model_type: str,
+    whole: bool,
+    make_gguf: Callable[..., Path],
+    run_logits: Callable[..., torch.Tensor],
+    rule_file: Callable[[str], str],
 ) -> None:
-    path = make_gguf(experts, "q8_0" if experts.startswith("q") else experts)
-    rules = tmp_path / "keep.yaml"
-    rules.write_text(KEEP_EXPERTS)
-    exact = DEFAULT_RULES.with_name("exact.yaml")
-    model, twin = load_model(str(path), rules=str(exact)), load_model(str(path), rules=str(rules))
-    assert type(model.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "CpuExperts"
-    assert type(twin.module.get_submodule("model.layers.0.mlp.experts")).__name__ == "Qwen3MoeExperts"
+    path = make_gguf(experts, "q8_0" if experts.startswith("q") else experts, model_type=model_type)
+    model = load_model(str(path), rules=EXACT if whole else rule_file(PARTS))
+    twin = load_model(str(path), rules=rule_file(KEEP))
+    kinds = {type(module).__name__ for module in model.module.modules()}
+    assert "CpuDecoder" in kinds if whole else {"CpuExperts", "CpuLinear"} <= kinds
+    assert not any(type(module).__name__.startswith("Cpu") for module in twin.module.modules())
     assert model.card_facts.quantization == experts.upper()
-    torch.testing.assert_close(
-        run_logits(model.module, model.kv_layout(16), IDS),
-        run_logits(twin.module, twin.kv_layout(16), IDS),
-        atol=2e-4,
-        rtol=2e-4,
-    )
+    expected = run_logits(twin.module, twin.kv_layout(16), IDS)
+    found = run_logits(model.module, model.kv_layout(16), IDS)
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("replaced", ["lm_head", "model.layers.0", None])
+def test_tied_embeddings_under_any_rules(
+    replaced: str | None,
+    make_gguf: Callable[..., Path],
+    run_logits: Callable[..., torch.Tensor],
+    rule_file: Callable[[str], str],
+) -> None:
+    path = make_gguf("q8_0", "q8_0", tie_word_embeddings=True)
+    text = f"- match: {{name: '^{replaced}', class: '^Linear$'}}\n  replace: {{op: CpuLinear, activations: float32}}\n"
+    model = load_model(str(path), rules=rule_file(text) if replaced else EXACT)
+    twin = load_model(str(path), rules=rule_file(KEEP))
+    expected = run_logits(twin.module, twin.kv_layout(16), IDS)
+    assert (run_logits(model.module, model.kv_layout(16), IDS) - expected).abs().max() < 2e-5 * expected.abs().max()
+    if replaced == "model.layers.0":
+        assert model.module.lm_head.weight is model.module.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def test_an_operator_must_take_all_weights(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(module: torch.nn.Module) -> DecoderFacts:
+        return dataclasses.replace(facts_of(module), qk_norm=False)
+
+    monkeypatch.setattr("ktqueue.operators.decoder.facts_of", forgetful)
+    words = r"not taken by CpuDecoder: model.layers.0.self_attn.k_norm.weight, model.*"
+    with pytest.raises(CheckpointError, match=words):
+        load_model(str(tiny_gguf))
 
 
 def test_quantised_file_is_near_the_original(
@@ -118,7 +169,7 @@ def test_quantised_file_is_near_the_original(
     run_logits: Callable[..., torch.Tensor],
 ) -> None:
     expected = reference_logits(tiny, IDS)
-    model = load_model(str(make_gguf("q8_0", "q8_0")))
+    model = load_model(str(make_gguf("q8_0", "q8_0")), rules=EXACT)
     error = run_logits(model.module, model.kv_layout(16), IDS) - expected
     assert error.norm() / expected.norm() < 0.05
 

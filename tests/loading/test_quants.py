@@ -16,6 +16,7 @@ from ktqueue.loading.gguf_file import Writer
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.operators import native
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -87,14 +88,29 @@ def test_a_model_of_one_format_loads_and_runs(
         assert stack.quant == quant
         np.testing.assert_array_equal(np.concatenate(stack.data), made[f"blk.1.ffn_{part}_exps.weight"])
     model = load_model(str(path))
-    assert type(model.module.get_submodule(EXPERTS)).__name__ == "CpuExperts"
+    assert type(model.module).__name__ == "CpuDecoder"
     assert model.card_facts.quantization == quant
     logits = run_logits(model.module, model.kv_layout(16), list(range(3, 20)))
     assert logits.isfinite().all() and logits.std() > 0
     report = inspect(str(path))
-    (experts,) = [row for row in report.rows if row.operator == "CpuExperts"]
+    (experts,) = [row for row in report.rows if row.name.endswith("experts")]
     assert experts.quants == (quant,) and report.facts.quantization == quant
     assert experts.file_bytes == 2 * 8 * 3 * 256 * native.row_bytes(quant, 256)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_every_matrix_in_a_format_computes_as_decoded(
+    quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    """Embeddings, projections, router, experts and head of that format, without rounding of activations."""
+    path, _ = rewrite(quant)
+    keep = tmp_path / "keep.yaml"
+    keep.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n")
+    model = load_model(str(path), rules=str(DEFAULT_RULES.with_name("exact.yaml")))
+    twin = load_model(str(path), rules=str(keep))
+    expected = run_logits(twin.module, twin.kv_layout(16), list(range(3, 20)))
+    found = run_logits(model.module, model.kv_layout(16), list(range(3, 20)))
+    assert (found - expected).abs().max() < 5e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)

@@ -9,6 +9,7 @@ from ktqueue.core.errors import RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.plan import make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+from ktqueue.operators.decoder_facts import CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
 TREE = [
@@ -173,11 +174,27 @@ def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None
         _plan(tmp_path, text)
 
 
-def test_default_rules_put_the_experts_on_the_cpu(tiny: Path) -> None:
-    (rule,) = load_rules(DEFAULT_RULES, OPERATORS)
-    assert (rule.op, rule.device) == ("CpuExperts", "cpu")
-    module = load_model(str(tiny)).module
-    assert type(module.get_submodule("model.layers.1.mlp.experts")).__name__ == "CpuExperts"
+def test_default_rules(tiny: Path) -> None:
+    decoder, experts, linear = load_rules(DEFAULT_RULES, (*OPERATORS, "CpuDecoder", "CpuLinear"))
+    assert (decoder.op, experts.op, linear.op) == ("CpuDecoder", "CpuExperts", "CpuLinear")
+    assert type(load_model(str(tiny)).module).__name__ == "CpuDecoder"
+
+    def planned(class_name: str, device: str, dtype: str) -> list[tuple[str, str]]:
+        tree = [("", class_name), ("lm_head", "Linear"), ("model.layers.0.mlp.experts", "Experts")]
+        return [(one.name, one.op) for one in make_plan(tree, [decoder, experts, linear], device, dtype).replacements]
+
+    on_cpu = ("model.layers.0.mlp.experts", "CpuExperts")
+    assert planned("Qwen3MoeForCausalLM", "cpu", "float32") == [("", "CpuDecoder")]
+    assert planned("GptOssForCausalLM", "cpu", "float32") == [("lm_head", "CpuLinear"), on_cpu]
+    assert planned("Qwen3MoeForCausalLM", "cpu", "bfloat16") == [on_cpu]
+    assert planned("Qwen3MoeForCausalLM", "cuda", "float32") == [on_cpu]
+
+
+def test_default_rules_name_the_models_that_the_decoder_knows() -> None:
+    decoder = load_rules(DEFAULT_RULES, (*OPERATORS, "CpuDecoder", "CpuLinear"))[0]
+    assert decoder.class_name is not None
+    assert all(decoder.class_name.search(name) for name in CLASSES)
+    assert decoder.class_name.pattern.count("|") + 1 == len(CLASSES)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+// Python's ExpertLayer and Linear: weights packed for the kernels.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <string>
+
+#include "bindings_arrays.h"
+#include "expert_layer.h"
+#include "linear.h"
+
+namespace ktqueue {
+
+class BoundLayer {
+  public:
+    // Each matrix: (quant name, rows, columns, one uint8 array an expert, bias [experts, rows] float32 or None).
+    BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
+               float alpha, float limit, const std::string& activations, const std::string& isa);
+
+    void forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const;
+
+    const ExpertLayer& layer() const { return *layer_; }
+
+  private:
+    std::optional<ExpertLayer> layer_;
+};
+
+class BoundLinear {
+  public:
+    BoundLinear(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed,
+                const std::optional<ReadOnly>& bias, const std::string& activations, const std::string& isa);
+
+    void forward(const ReadOnly& x, const Writable& out) const;
+
+    const Linear& linear() const { return *linear_; }
+
+  private:
+    std::optional<Linear> linear_;
+};
+
+void bind_weights(nb::module_& module);
+
+}  // namespace ktqueue

@@ -1,0 +1,198 @@
+"""CpuDecoder: a whole causal language model as one compiled call a step.
+
+Takes the place of the model that transformers built: token ids go in, logits come out, and no Python runs between
+layers. Rotary tables come from the model's own module. Knows no file.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ktqueue.operators import native
+from ktqueue.operators.base import Operator, register
+from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.linear import load_linear
+from ktqueue.operators.native_decoder import NONE, Decoder
+from ktqueue.operators.options import KernelOptions, kernel_options
+from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
+from ktqueue.operators.step import StepContext
+
+FIRST_POSITIONS = 1024  # of the rotary table, which doubles when a sequence grows out of it
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """`logits`: [1, scored, vocabulary] float32."""
+
+    logits: torch.Tensor
+
+
+@register("CpuDecoder")
+class CpuDecoder(Operator):
+    """Called as the causal language model that it replaces, always with a step; the cache must be float32.
+
+    Results do not depend on the thread count, the other rows of a batch or chunk borders, but as native.Linear says.
+    """
+
+    def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions) -> None:
+        super().__init__()
+        self.facts = facts
+        self.rotary = rotary
+        self._options = options
+        self._decoder: Decoder | None = None
+        self.embedding_bytes = 0
+        self.expert_bytes = 0  # of routed experts
+        self._dense_bytes = 0
+        self._kv: KVCache | None = None
+        self._positions = 0  # in the rotary table
+
+    @classmethod
+    def from_module(cls, module: nn.Module, **options: Any) -> Self:
+        """From a model of one of decoder_facts.CLASSES. Options: `activations`, `isa`. Raises ValueError."""
+        chosen = kernel_options("CpuDecoder", options)
+        try:
+            facts = facts_of(module)
+        except ValueError as error:
+            raise ValueError(f"{type(module).__name__} cannot be replaced by CpuDecoder: {error}") from error
+        return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
+
+    def load(self, weights: ModuleWeights) -> None:
+        """Pack all matrices; embeddings are read where they are stored. Raises ValueError if they do not fit."""
+        facts = self.facts
+        embedding = weights.matrix("model.embed_tokens.weight")
+        head = load_linear(weights, "lm_head", **self._options)
+        self.embedding_bytes = embedding.data.nbytes
+        self._dense_bytes = head.bytes
+        self._decoder = Decoder(
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            scaling=facts.scaling,
+            epsilon=facts.epsilon,
+            embedding=embedding,
+            norm=weights.vector("model.norm.weight"),
+            head=head,
+            isa=self._options["isa"],
+        )
+        for layer in facts.layers:
+            self._add_layer(self._decoder, layer, weights)
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes of packed weights, and of the embeddings as they are stored."""
+        return {"cpu": self.embedding_bytes + self.expert_bytes + self._dense_bytes}
+
+    @property
+    def expert_layers_run(self) -> int:
+        """Layers with routed experts that have been run, all steps together."""
+        return self._ready().expert_layers_run
+
+    @property
+    def experts_used(self) -> int:
+        """Different experts that those runs used, added up."""
+        return self._ready().experts_used
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_to_keep: torch.Tensor,
+        step: StepContext,
+        use_cache: bool = False,
+    ) -> DecoderOutput:
+        """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising.
+
+        Raises ValueError for an index out of range, before the cache is written; RuntimeError before `load`.
+        """
+        decoder = self._ready()
+        if step.kv is not self._kv:
+            decoder.set_cache([one.numpy() for one in step.kv.keys], [one.numpy() for one in step.kv.values])
+            self._kv = step.kv
+        positions = position_ids.numpy()
+        if positions.size and positions.max() >= self._positions:
+            self._grow_rotary(decoder, int(positions.max()) + 1)
+        logits = torch.empty(1, len(logits_to_keep), self.facts.vocabulary)
+        decoder.forward(
+            input_ids.numpy(),
+            positions,
+            logits_to_keep.numpy(),
+            step.query_starts.numpy(),
+            step.context_lengths.numpy(),
+            step.page_table.numpy(),
+            step.slot_mapping.numpy(),
+            logits[0].numpy(),
+        )
+        return DecoderOutput(logits)
+
+    def _ready(self) -> Decoder:
+        if self._decoder is None:
+            raise RuntimeError("CpuDecoder has no weights yet")
+        return self._decoder
+
+    def _grow_rotary(self, decoder: Decoder, wanted: int) -> None:
+        count = max(FIRST_POSITIONS, 1 << (wanted - 1).bit_length())
+        with torch.no_grad():
+            cosine, sine = self.rotary(torch.empty(0), torch.arange(count)[None])
+        half = cosine.shape[-1] // 2  # each half of the columns holds the same
+        decoder.set_rotary(*(one[0, :, :half].contiguous().numpy() for one in (cosine, sine)))
+        self._positions = count
+
+    def _add_layer(self, decoder: Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
+        options = self._options
+
+        def linear(name: str, options: KernelOptions = options) -> native.Linear:
+            packed = load_linear(weights, f"{layer.name}.{name}", **options)
+            self._dense_bytes += packed.bytes
+            return packed
+
+        def dense_mlp(name: str) -> native.ExpertLayer:
+            packed = native.ExpertLayer(
+                _one_expert(weights, f"{layer.name}.{name}"), activation=layer.activation, **options
+            )
+            self._dense_bytes += packed.bytes
+            return packed
+
+        def routed_experts() -> native.ExpertLayer:
+            given = weights.experts(f"{layer.name}.mlp.experts")
+            packed = native.ExpertLayer(given, activation=layer.activation, **options)
+            self.expert_bytes += packed.bytes
+            return packed
+
+        def vector(name: str) -> native.Floats:
+            return weights.vector(f"{layer.name}.{name}.weight")
+
+        routed, norms = layer.experts > 0, self.facts.qk_norm
+        mlp = "mlp.shared_expert" if layer.shared_expert else "mlp"
+        decoder.add_layer(
+            attention_norm=vector("input_layernorm"),
+            q=linear("self_attn.q_proj"),
+            k=linear("self_attn.k_proj"),
+            v=linear("self_attn.v_proj"),
+            o=linear("self_attn.o_proj"),
+            q_norm=vector("self_attn.q_norm") if norms else NONE,
+            k_norm=vector("self_attn.k_norm") if norms else NONE,
+            clip=self.facts.clip,
+            sliding_window=layer.sliding_window,
+            mlp_norm=vector("post_attention_layernorm"),
+            mlp=dense_mlp(mlp) if layer.shared_expert or not routed else None,
+            shared_gate=linear("mlp.shared_expert_gate") if layer.shared_expert else None,
+            # A router's near ties decide between experts, so it is never rounded.
+            router=linear("mlp.gate", {**options, "activations": "float32"}) if routed else None,
+            experts=routed_experts() if routed else None,
+            experts_per_token=layer.experts_per_token,
+            renormalise=layer.renormalise,
+        )
+
+
+def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:
+    """A dense gated MLP as a layer of one expert."""
+
+    def stack(part: str) -> PackedExperts:
+        matrix = weights.matrix(f"{name}.{part}.weight")
+        bias = weights.vector(f"{name}.{part}.bias")[None] if weights.has(f"{name}.{part}.bias") else None
+        return PackedExperts(matrix.quant, matrix.rows, matrix.columns, [matrix.data], bias)
+
+    return ExpertWeights(stack("gate_proj"), stack("up_proj"), stack("down_proj"))

@@ -1,0 +1,106 @@
+"""What a transformers causal language model is made of, as far as the compiled decoder must know.
+
+Reads the module tree and the config; refuses by name what the decoder does not compute. Knows no weights.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktqueue.operators.experts import activation_name, known_activations
+from ktqueue.operators.native import ActivationName
+
+CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Models that are computed as facts_of() describes them; checked against transformers by the tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """`name`: of the layer's module. `sliding_window` 0: no limit. `experts` 0: the MLP is dense."""
+
+    name: str
+    sliding_window: int
+    experts: int
+    experts_per_token: int
+    renormalise: bool
+    shared_expert: bool
+    activation: ActivationName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderFacts:
+    """Sizes, and a LayerFacts for each layer. `clip` 0: q, k and v are not clamped."""
+
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    epsilon: float
+    clip: float
+    qk_norm: bool
+    layers: tuple[LayerFacts, ...]
+
+
+def facts_of(model: nn.Module) -> DecoderFacts:
+    """The facts of a model of one of CLASSES. Raises ValueError where it holds what the decoder does not compute."""
+    if type(model).__name__ not in CLASSES:
+        raise ValueError(f"it knows {', '.join(CLASSES)}")
+    config: Any = model.config
+    body: Any = model.model
+    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
+        raise ValueError("it computes in float32, the model is to compute in another type")
+    rope = body.rotary_emb.rope_type
+    if rope in ("dynamic", "longrope"):
+        raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
+    attention = body.layers[0].self_attn
+    norms: list[Any] = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
+    epsilons = {float(norm.variance_epsilon) for norm in norms}
+    if len(epsilons) != 1:
+        raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
+    return DecoderFacts(
+        hidden=config.hidden_size,
+        vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        epsilon=epsilons.pop(),
+        clip=getattr(config, "clip_qkv", None) or 0.0,
+        qk_norm=hasattr(attention, "q_norm"),
+        layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
+    )
+
+
+def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
+    mlp = layer.mlp
+    routed = hasattr(mlp, "experts")
+    shared = getattr(mlp, "shared_expert", None) if routed else None
+    parts = [part for part in (mlp.experts, shared) if part is not None] if routed else [mlp]
+    names = {activation_name(getattr(part, "act_fn", None)) for part in parts}
+    if len(names) != 1 or (activation := names.pop()) is None:
+        raise ValueError(f"the activation of {name} is not one of {known_activations()}")
+    window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
+    if getattr(config, "layer_types", None) and config.layer_types[layer.self_attn.layer_idx] == "full_attention":
+        window = None
+    return LayerFacts(
+        name=name,
+        sliding_window=window or 0,
+        experts=mlp.gate.num_experts if routed else 0,
+        experts_per_token=mlp.gate.top_k if routed else 0,
+        renormalise=routed and bool(getattr(mlp.gate, "norm_topk_prob", True)),  # Mixtral always does, and says nothing
+        shared_expert=shared is not None,
+        activation=activation,
+    )

@@ -1,0 +1,352 @@
+"""CpuDecoder beside the transformers model that it replaces: the same logits, whatever shares the step."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ktqueue.operators import native
+from ktqueue.operators.base import registry
+from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+VOCAB = 96
+PAGE = 4
+LENGTHS = (5, 23, 40)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe with dense layers": ("qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [1]}),
+    "qwen3_moe with a window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7}),
+    "qwen3_moe with yarn": ("qwen3_moe", {**MOE, "head_dim": 16, "rope_parameters": YARN}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),
+    "qwen2_moe with dense layers": (
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "qwen2_moe with windows": (
+        "qwen2_moe",
+        {
+            **MOE,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
+}
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """A random float32 model of transformers with its own attention, and its layout."""
+    kind, values = FAMILIES[family]
+    config = transformers.CONFIG_MAPPING[kind](**{**COMMON, **values, **changes})
+    torch.manual_seed(3)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def make_decoder(given_weights):
+    """make_decoder(model, quant="F32", **options) -> the operator with the model's own weights."""
+
+    def make(model: Any, quant: str = "F32", **options: str) -> CpuDecoder:
+        decoder = CpuDecoder.from_module(model, **options)
+        weights = given_weights(model, quant)
+        decoder.load(weights)
+        assert weights.left <= {"lm_head.weight"}  # tied
+        return decoder
+
+    return make
+
+
+class Cache:
+    """Sequences that are fed in any chunks; `layout` as a worker would make it."""
+
+    def __init__(self, decoder: CpuDecoder, pages: int = 64) -> None:
+        facts = decoder.facts
+        layout = KVLayout(
+            layers=len(facts.layers),
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            page_size=PAGE,
+            dtype=torch.float32,
+        )
+        self.kv = KVCache(layout, pages)
+        self.pages: dict[str, list[int]] = {}
+        self.fed: dict[str, int] = {}
+        self._decoder = decoder
+        self._free = list(range(pages))[::-1]
+
+    def step(self, chunks: dict[str, list[int]], scored: list[int] | None = None) -> torch.Tensor:
+        """Feed each sequence its next tokens; logits [scored, vocab] of those places of the batch, by default all."""
+        starts, contexts, slots, ids, positions = [0], [], [], [], []
+        for name, chunk in chunks.items():
+            pages, before = self.pages.setdefault(name, []), self.fed.get(name, 0)
+            after = self.fed[name] = before + len(chunk)
+            while len(pages) * PAGE < after:
+                pages.append(self._free.pop())
+            ids += chunk
+            positions += range(before, after)
+            slots += [pages[at // PAGE] * PAGE + at % PAGE for at in range(before, after)]
+            starts.append(len(ids))
+            contexts.append(after)
+        table = torch.zeros(len(chunks), max(len(self.pages[name]) for name in chunks), dtype=torch.int32)
+        for row, name in enumerate(chunks):
+            table[row, : len(self.pages[name])] = torch.tensor(self.pages[name])
+        step = StepContext(
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(contexts, dtype=torch.int32),
+            table,
+            torch.tensor(slots),
+            self.kv,
+        )
+        return self._decoder(
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.tensor([positions]),
+            logits_to_keep=torch.tensor(range(len(ids)) if scored is None else scored, dtype=torch.int64),
+            use_cache=False,
+            step=step,
+        ).logits[0]
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SEQUENCES = {f"s{i}": tokens(length, i) for i, length in enumerate(LENGTHS)}
+STEPS = [  # chunks of a prompt beside decode rows
+    {"s0": (0, 4), "s2": (0, 11)},
+    {"s2": (11, 12), "s1": (0, 22), "s0": (4, 5)},
+    {"s1": (22, 23), "s2": (12, 39)},
+    {"s2": (39, 40)},
+]
+
+
+def feed(decoder: CpuDecoder, steps: list[dict[str, tuple[int, int]]] = STEPS) -> dict[str, torch.Tensor]:
+    """[tokens, vocab] logits of every sequence, fed step by step."""
+    cache = Cache(decoder)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in SEQUENCES}
+    for one in steps:
+        logits = cache.step({name: SEQUENCES[name][first:last] for name, (first, last) in one.items()})
+        for name, part in zip(one, logits.split([last - first for first, last in one.values()]), strict=True):
+            found[name].append(part)
+    return {name: torch.cat(parts) for name, parts in found.items() if parts}
+
+
+def answers(model: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {name: model(torch.tensor([ids])).logits[0] for name, ids in SEQUENCES.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family, make_decoder):
+    model = make_model(family)
+    expected, found = answers(model), feed(make_decoder(model))
+    for name, logits in expected.items():
+        assert logits.std() > 0.1  # else equality would say little
+        assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
+def test_float32_activations_equal_the_dequantised_twin(quant, make_decoder, given_weights):
+    model = make_model("qwen2_moe")
+    twin, weights = copy.deepcopy(model), given_weights(model, quant)
+    for name, parameter in twin.named_parameters():
+        if parameter.dim() == 2 and not name.endswith("gate.weight"):
+            packed = weights.matrix(name)
+            decoded = native.dequantize(packed.quant, packed.data, parameter.numel())
+            parameter.data = torch.from_numpy(decoded).view(parameter.shape)
+        elif parameter.dim() == 3:
+            stacks = weights.experts(name.rpartition(".")[0])
+            parts = (stacks.gate, stacks.up) if name.endswith("gate_up_proj") else (stacks.down,)
+            parameter.data = torch.cat(
+                [
+                    torch.stack(
+                        [
+                            torch.from_numpy(native.dequantize(quant, one, part.rows * part.columns)).view(
+                                part.rows, -1
+                            )
+                            for one in part.data
+                        ]
+                    )
+                    for part in parts
+                ],
+                dim=1,
+            )
+    expected, found = answers(twin), feed(make_decoder(model, quant, activations="float32"))
+    for name, logits in expected.items():
+        assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
+    rounded = feed(make_decoder(model, quant))
+    errors = torch.cat([rounded[name] - logits for name, logits in expected.items()])
+    assert errors.norm() / torch.cat([*expected.values()]).norm() < (0.1 if quant.startswith("Q") else 1e-5)
+
+
+@pytest.mark.parametrize(("quant", "activations"), [("F32", "int8"), ("Q4_0", "int8"), ("Q8_0", "float32")])
+def test_a_token_depends_on_nothing_but_its_sequence(quant, activations, make_decoder):
+    """Bit for bit: alone, in company, in other chunks, on other pages, with other threads."""
+    decoder = make_decoder(make_model("qwen2_moe"), quant, activations=activations, isa="")
+    expected = feed(decoder)
+    alone = feed(decoder, [{name: (0, len(ids))} for name, ids in SEQUENCES.items()])
+    turns = [{name: (at, at + 1)} for name, ids in SEQUENCES.items() for at in range(len(ids))]
+    try:
+        native.set_threads(2, torch_threads=1)
+        others = [
+            feed(decoder),
+            alone,
+            feed(decoder, turns),
+            feed(decoder, [{n: (0, len(SEQUENCES[n])) for n in ["s2", "s0", "s1"]}]),
+        ]
+    finally:
+        native.set_threads(1)
+    for found in others:
+        assert all(torch.equal(found[name], expected[name]) for name in SEQUENCES)
+
+
+def test_only_what_is_scored_is_computed_and_equal(make_decoder):
+    decoder = make_decoder(make_model("qwen3_moe with a window"), "Q8_0")
+    chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
+    whole, last, none = Cache(decoder), Cache(decoder), Cache(decoder)
+    scored = [3, 25, 26, 60]
+    assert torch.equal(last.step(chunks, scored), whole.step(chunks)[scored])
+    assert none.step(chunks, []).shape == (0, VOCAB)
+    ends = {name: ids[-1:] for name, ids in SEQUENCES.items()}
+    expected = whole.step(ends)
+    assert torch.equal(last.step(ends), expected) and torch.equal(none.step(ends), expected)  # by the cache
+
+
+def test_sequences_share_pages_of_a_common_prefix(make_decoder):
+    decoder = make_decoder(make_model("mixtral"))
+    ids = SEQUENCES["s1"]
+    cache = Cache(decoder)
+    expected = cache.step({"a": ids})
+    cache.pages["b"], cache.fed["b"] = cache.pages["a"][:3], 3 * PAGE
+    assert torch.equal(cache.step({"b": ids[3 * PAGE :]}), expected[3 * PAGE :])
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+def test_a_sequence_that_is_not_finite_spoils_itself_alone(family, activations, make_decoder):
+    decoder = make_decoder(make_model(family), "Q8_0", activations=activations)
+    sound, sick = Cache(decoder), Cache(decoder)
+    for cache in (sound, sick):
+        cache.step({name: ids[:-1] for name, ids in SEQUENCES.items()})
+    sick.kv.values[0][sick.pages["s1"][1], 2, 0, 5] = torch.nan
+    ends = {name: ids[-1:] for name, ids in SEQUENCES.items()}
+    expected, found = sound.step(ends), sick.step(ends)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_router_picks_valid_experts_for_rows_that_are_not_finite(make_decoder):
+    model = make_model("qwen3_moe")
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[2:4] = torch.tensor([[3e38], [-3e38]])  # one of them overflows
+    logits = feed(make_decoder(model))
+    assert all(one.isnan().all() for one in logits.values())
+
+
+def test_counts_experts_as_transformers_routes(make_decoder):
+    model = make_model("qwen3_moe with dense layers")
+    decoder = make_decoder(model)
+    expected = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(lambda _, given: expected.append(given[1].unique().numel()))
+    with torch.no_grad():
+        model(torch.tensor([SEQUENCES["s0"]]))
+    feed(decoder, [{"s0": (0, 5)}])
+    assert (decoder.expert_layers_run, decoder.experts_used) == (2, sum(expected))
+
+
+def test_positions_beyond_the_first_rotary_table(make_decoder, monkeypatch):
+    monkeypatch.setattr("ktqueue.operators.decoder.FIRST_POSITIONS", 8)
+    model = make_model("qwen3_moe with yarn")
+    found, expected = feed(make_decoder(model))["s2"], answers(model)["s2"]
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": torch.tensor([[96]])}, r"input_ids\[0\] must be from 0 to 95, got 96"),
+        ({"position_ids": torch.tensor([[-1]])}, r"position_ids\[0\] must be from 0 to 1023, got -1"),
+        ({"logits_to_keep": torch.tensor([1])}, r"logits_to_keep\[0\] must be from 0 to 0, got 1"),
+        ({"logits_to_keep": torch.tensor([0, 0])}, "logits_to_keep must rise"),
+        ({"input_ids": torch.tensor([[1, 2]])}, r"position_ids must have shape \[1, 2\], got \[1, 1\]"),
+        ({"slot_mapping": torch.tensor([8])}, r"slot_mapping\[0\] must be from 0 to 7, got 8"),
+        ({"page_table": torch.tensor([[2]], dtype=torch.int32)}, r"page_table\[0\]\[0\] must be from 0 to 1, got 2"),
+        ({"context_lengths": torch.tensor([9], dtype=torch.int32)}, "more than the row's 1 pages hold"),
+        ({"query_starts": torch.tensor([0, 2], dtype=torch.int32)}, "query_starts must run from 0 to the number of"),
+    ],
+)
+def test_refuses_what_is_out_of_range(change, message, make_decoder):
+    decoder = make_decoder(make_model("qwen3"))
+    cache = Cache(decoder, pages=2)
+    step = {
+        "query_starts": torch.tensor([0, 1], dtype=torch.int32),
+        "context_lengths": torch.tensor([1], dtype=torch.int32),
+        "page_table": torch.tensor([[0]], dtype=torch.int32),
+        "slot_mapping": torch.tensor([0]),
+    }
+    given = {"input_ids": torch.tensor([[1]]), "position_ids": torch.tensor([[0]]), "logits_to_keep": torch.tensor([0])}
+    decoder(**given, use_cache=False, step=StepContext(**step, kv=cache.kv))
+    before = [one.clone() for one in cache.kv.keys]
+    for name, value in change.items():
+        (step if name in step else given)[name] = value
+    with pytest.raises(ValueError, match=message):
+        decoder(**given, use_cache=False, step=StepContext(**step, kv=cache.kv))
+    assert all(torch.equal(*pair) for pair in zip(cache.kv.keys, before, strict=True))
+
+
+def test_refuses_models_that_it_does_not_compute(make_decoder):
+    def refused(model: Any, message: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            CpuDecoder.from_module(model, **options)
+
+    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows LlamaForCausalLM, ")
+    refused(
+        make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
+    )
+    refused(make_model("qwen3").bfloat16(), "computes in float32, the model is to compute in another type")
+    refused(make_model("qwen3", rope_parameters={**YARN, "rope_type": "dynamic"}), "of type 'dynamic' depend on the")
+    refused(make_model("qwen3"), "CpuDecoder knows no option 'speed'; it has: activations, isa", speed=1)
+    refused(make_model("qwen3"), "activations must be int8 or float32, got 'int4'", activations="int4")
+    with pytest.raises(RuntimeError, match="CpuDecoder has no weights yet"):
+        feed(CpuDecoder.from_module(make_model("qwen3")))
+    decoder = make_decoder(make_model("qwen3"))
+    cache = Cache(decoder)
+    cache.kv.keys = [one.double() for one in cache.kv.keys]
+    with pytest.raises(ValueError, match="cache has the wrong element type"):
+        cache.step({"a": [1]})
+
+
+def test_registry():
+    assert registry["CpuDecoder"] is CpuDecoder
