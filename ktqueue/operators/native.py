@@ -57,17 +57,16 @@ def nodes() -> int:
     return int(_kernels.nodes())
 
 
-def set_threads(
-    count: int | None = None, *, torch_threads: int | None = None, pin: str = "auto", pretend_nodes: int = 0
-) -> int:
+def set_threads(count: int | None = None, *, torch_threads: int = 1, pin: str = "auto", pretend_nodes: int = 0) -> int:
     """Divide `count` CPUs (None: `default_threads()`) between the kernels and torch; returns `count`.
 
     Both keep their threads spinning for a while after each call, and a call of one comes microseconds after a call
     of the other: where they share CPUs they wait out each other's time slices. So they get disjoint CPUs, with the
     calling thread in both: torch gets `torch_threads`, the kernels `count - torch_threads + 1`. By default torch
-    gets one thread in four, at least one: it does the small dense matrices, the kernels the experts and attention.
-    Measured with 2 CPUs, 32 decode rows of the built-in model: torch 1 + kernels 2: 17 ms a step; torch 2 +
-    kernels 2: 200 ms; torch 1 + kernels 1: 23 ms.
+    gets one, the calling thread: with whole models, experts and dense matrices computed by the kernels it has only
+    small operations left. Give it more where rules keep matrices of transformers on the CPU. Measured with 2 CPUs and
+    only the experts compiled, 32 decode rows of the built-in model: torch 1 + kernels 2: 17 ms a step; torch 2 +
+    kernels 2: 200 ms.
 
     `pin`: whether each of the kernels' threads, the calling one aside, stays on a core of its own, on machines of
     several NUMA nodes divided evenly among them. "auto" pins if there are at least 4, on more than half of the cores
@@ -78,7 +77,6 @@ def set_threads(
     Raises ValueError unless 1 <= torch_threads <= count <= 1024 and `pin` is one of the three.
     """
     count = default_threads() if count is None else count
-    torch_threads = max(1, count // 4) if torch_threads is None else torch_threads
     if not 1 <= torch_threads <= count <= 1024:
         raise ValueError(f"threads must be from 1 to 1024 and not below torch's, got {count} and {torch_threads}")
     torch.set_num_threads(torch_threads)

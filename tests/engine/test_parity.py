@@ -96,8 +96,8 @@ def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) ->
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    """A random Qwen3-MoE in float32, its paged twin with the same weights, prompts and transformers' answers."""
+def random_model():
+    """A random Qwen3-MoE in float32, prompts and transformers' answers."""
     config = Qwen3MoeConfig(
         vocab_size=512,
         hidden_size=64,
@@ -115,12 +115,25 @@ def tiny():
     )
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config).eval().float()
-    AttentionInterface.register(attention.NAME, attention.paged_attention)
-    paged = copy.deepcopy(model)
-    paged.set_attn_implementation(attention.NAME)
     prompts = make_prompts(config.vocab_size)
+    return model, prompts, answers_of(model, prompts, None)
+
+
+@pytest.fixture(scope="module", params=["modules of transformers", "CpuDecoder"])
+def tiny(request, random_model, tmp_path_factory):
+    """The random model on paged attention, or as one operator; its vocabulary, layout, prompts and answers."""
+    model, prompts, answers = random_model
+    if request.param == "CpuDecoder":
+        folder = tmp_path_factory.mktemp("tiny")
+        model.save_pretrained(folder)
+        paged = load_model(str(folder)).module
+        assert type(paged).__name__ == "CpuDecoder"
+    else:
+        AttentionInterface.register(attention.NAME, attention.paged_attention)
+        paged = copy.deepcopy(model)
+        paged.set_attn_implementation(attention.NAME)
     layout = KVLayout(layers=2, kv_heads=2, head_dim=16, page_size=PAGE_SIZE, dtype=torch.float32)
-    return paged, NoEnd(config.vocab_size), layout, prompts, answers_of(model, prompts, None)
+    return paged, NoEnd(model.config.vocab_size), layout, prompts, answers
 
 
 @pytest.mark.parametrize("pages", [46, 2000])

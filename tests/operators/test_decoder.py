@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AttentionInterface, PreTrainedModel
 
-from ktqueue.operators import native
+from ktqueue.operators import attention, native
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.decoder_facts import facts_of
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -90,8 +92,8 @@ def make_decoder(given_weights):
 class Cache:
     """Sequences that are fed in any chunks; `layout` as a worker would make it."""
 
-    def __init__(self, decoder: CpuDecoder, pages: int = 64) -> None:
-        facts = decoder.facts
+    def __init__(self, decoder: Any, pages: int = 64) -> None:
+        facts = facts_of(decoder) if isinstance(decoder, PreTrainedModel) else decoder.facts
         layout = KVLayout(
             layers=len(facts.layers),
             kv_heads=facts.kv_heads,
@@ -150,7 +152,7 @@ STEPS = [  # chunks of a prompt beside decode rows
 ]
 
 
-def feed(decoder: CpuDecoder, steps: list[dict[str, tuple[int, int]]] = STEPS) -> dict[str, torch.Tensor]:
+def feed(decoder: Any, steps: list[dict[str, tuple[int, int]]] = STEPS) -> dict[str, torch.Tensor]:
     """[tokens, vocab] logits of every sequence, fed step by step."""
     cache = Cache(decoder)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in SEQUENCES}
@@ -173,6 +175,18 @@ def test_equals_transformers(family, make_decoder):
     for name, logits in expected.items():
         assert logits.std() > 0.1  # else equality would say little
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral"])
+def test_paged_attention_in_the_model_of_transformers(family):
+    """The path that models take which the decoder does not know: windows by layer too."""
+    model = make_model(family)
+    expected = answers(model)
+    AttentionInterface.register(attention.NAME, attention.paged_attention)
+    model.set_attn_implementation(attention.NAME)
+    with torch.no_grad():
+        found = feed(model)
+    assert all((found[name] - logits).abs().max() < 1e-5 * logits.abs().max() for name, logits in expected.items())
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
