@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "aligned_buffer.h"
 #include "thread_pool.h"
 
 namespace ktqueue {
@@ -33,11 +34,6 @@ size_t bytes_of(const ExpertMatrices& matrices) {
     return panel_bytes(matrices.quant, matrices.columns);
 }
 
-template <class Buffer>
-void grow(Buffer& buffer, size_t size) {
-    if (buffer.size() < size) buffer.resize(size);
-}
-
 }  // namespace
 
 // The consecutive sorted pairs of one expert.
@@ -58,17 +54,17 @@ struct ExpertLayer::Forms {
 // A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs expert by expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
-    std::vector<size_t> starts;        // [experts + 1] first position of each expert
-    std::vector<size_t> position;      // [pairs] where a pair stands in sorted order
-    std::vector<Span> spans;           // experts that have pairs
-    std::vector<uint8_t> gate_rows;    // [tokens] prepared for gate (and up, if it wants the same)
-    std::vector<uint8_t> up_rows;      // [tokens] prepared for up, else
-    std::vector<uint8_t> narrow_rows;  // [pairs] in bf16, sorted, of experts with many
-    std::vector<const void*> gate_x;   // [pairs] sorted
-    std::vector<const void*> up_x;     // [pairs] sorted
-    std::vector<uint8_t> mid;          // [pairs] prepared for down, sorted
-    std::vector<const void*> mid_x;    // [pairs] sorted
-    std::vector<float> partial;        // [pairs, hidden up to 16], sorted
+    std::vector<size_t> starts;          // [experts + 1] first position of each expert
+    AlignedBuffer<size_t> position;      // [pairs] where a pair stands in sorted order
+    std::vector<Span> spans;             // experts that have pairs
+    AlignedBuffer<uint8_t> gate_rows;    // [tokens] prepared for gate (and up, if it wants the same)
+    AlignedBuffer<uint8_t> up_rows;      // [tokens] prepared for up, else
+    AlignedBuffer<uint8_t> narrow_rows;  // [pairs] in bf16, sorted, of experts with many
+    AlignedBuffer<const void*> gate_x;   // [pairs] sorted
+    AlignedBuffer<const void*> up_x;     // [pairs] sorted
+    AlignedBuffer<uint8_t> mid;          // [pairs] prepared for down, sorted
+    AlignedBuffer<const void*> mid_x;    // [pairs] sorted
+    AlignedBuffer<float> partial;        // [pairs, hidden up to 16], sorted
     size_t mid_bytes = 0, partial_stride = 0;
 };
 
@@ -138,7 +134,7 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
         space.starts[e + 1] += space.starts[e];
         if (space.starts[e + 1] > space.starts[e]) space.spans.push_back({e, space.starts[e], space.starts[e + 1]});
     }
-    grow(space.position, pairs);
+    space.position.grow(pairs);
     for (size_t pair = 0; pair < pairs; ++pair) space.position[pair] = space.starts[static_cast<size_t>(ids[pair])]++;
 }
 
@@ -146,8 +142,9 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
 void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Workspace& space) const {
     const Forms few(*this, 1);
     const bool same = few.gate == few.up;
-    const size_t gate_bytes = prepared_bytes(few.gate, hidden()), up_bytes = prepared_bytes(few.up, hidden());
-    const size_t narrow_bytes = prepared_bytes({RowForm::Kind::Narrow, {}}, hidden());
+    const size_t gate_bytes = row_distance(few.gate, hidden()), up_bytes = row_distance(few.up, hidden());
+    const RowForm narrow_form{RowForm::Kind::Narrow, {}};
+    const size_t narrow_bytes = row_distance(narrow_form, hidden());
     bool some_narrow = false, some_few = false;
     for (const Span& span : space.spans) {
         const Forms forms(*this, span.size());
@@ -155,13 +152,13 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
         some_narrow = some_narrow || narrow;
         some_few = some_few || !narrow || forms.gate.kind != forms.up.kind;
     }
-    grow(space.gate_x, tokens * slots);
-    grow(space.up_x, tokens * slots);
+    space.gate_x.grow(tokens * slots);
+    space.up_x.grow(tokens * slots);
     if (some_few) {
-        grow(space.gate_rows, tokens * gate_bytes);
-        if (!same) grow(space.up_rows, tokens * up_bytes);
+        space.gate_rows.grow(tokens * gate_bytes);
+        if (!same) space.up_rows.grow(tokens * up_bytes);
     }
-    if (some_narrow) grow(space.narrow_rows, tokens * slots * narrow_bytes);
+    if (some_narrow) space.narrow_rows.grow(tokens * slots * narrow_bytes);
     auto prepare = [&](size_t t) {
         const float* row = x + t * hidden();
         uint8_t* gate_row = space.gate_rows.data() + t * gate_bytes;
@@ -176,7 +173,7 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
             if (!some_narrow) continue;
             uint8_t* narrow_row = space.narrow_rows.data() + at * narrow_bytes;
             if (narrowed) {
-                std::memcpy(narrow_row, narrowed, narrow_bytes);
+                std::memcpy(narrow_row, narrowed, prepared_bytes(narrow_form, hidden()));
             } else {
                 kernels_.narrow(row, hidden(), reinterpret_cast<uint16_t*>(narrow_row));
                 narrowed = narrow_row;
@@ -204,13 +201,13 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     const size_t pairs = tokens * slots;
     sort_by_expert(ids, pairs, space);
     prepare_rows(x, tokens, slots, space);
-    space.partial_stride = round_up(hidden(), kPanelRows);
+    space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // not a multiple of 4 KB: see row_distance()
     space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
     for (const Span& span : space.spans)
-        space.mid_bytes = std::max(space.mid_bytes, prepared_bytes(Forms(*this, span.size()).down, intermediate()));
-    grow(space.mid, pairs * space.mid_bytes);
-    grow(space.mid_x, pairs);
-    grow(space.partial, pairs * space.partial_stride);
+        space.mid_bytes = std::max(space.mid_bytes, row_distance(Forms(*this, span.size()).down, intermediate()));
+    space.mid.grow(pairs * space.mid_bytes);
+    space.mid_x.grow(pairs);
+    space.partial.grow(pairs * space.partial_stride);
     for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();

@@ -22,8 +22,10 @@ struct Ints {
 struct Floats {
     __m256 a, b;
 };
+using Quad = __m256i;  // four activations, for every row
 
-constexpr size_t kMaxTokens = 3;  // that share a pass over the weights
+constexpr size_t kMaxTokens = 3;                       // that share a pass over the weights
+constexpr size_t kPairTokens = 0, kMaxPairTokens = 0;  // two panels never share a pass: there are too few registers
 #if defined(__AVXVNNI__)
 constexpr bool kSubtractsOffset = false;
 #else
@@ -100,7 +102,7 @@ inline Ints splat_int(int32_t value) {
     return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)};
 }
 
-inline __m256i splat_four(const int8_t* four) {
+inline Quad load_quad(const int8_t* four) {
     int32_t word;
     std::memcpy(&word, four, 4);
     return _mm256_set1_epi32(word);
@@ -109,13 +111,12 @@ inline __m256i splat_four(const int8_t* four) {
 #if defined(__AVXVNNI__)
 
 // sum[r] += codes of row r times the four activations.
-inline Ints dot(Ints sum, Bytes codes, const int8_t* four) {
-    const __m256i x = splat_four(four);
+inline Ints dot(Ints sum, Bytes codes, Quad x) {
     return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, x), _mm256_dpbusd_avx_epi32(sum.b, codes.b, x)};
 }
 
-inline Ints dot_wide(Ints sum, Bytes codes, const int8_t* four) {
-    return dot(sum, codes, four);
+inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
+    return dot(sum, codes, x);
 }
 
 #else
@@ -126,14 +127,13 @@ inline __m256i add_products(__m256i sum, __m256i codes, __m256i x) {
 }
 
 // sum[r] += codes of row r times the four activations. Codes up to 128, else two products could exceed 16 bits.
-inline Ints dot(Ints sum, Bytes codes, const int8_t* four) {
-    const __m256i x = splat_four(four);
+inline Ints dot(Ints sum, Bytes codes, Quad x) {
     return {add_products(sum.a, codes.a, x), add_products(sum.b, codes.b, x)};
 }
 
 // The same for any code, of which 128 is taken: |c - 128| times the activation with the sign of c - 128.
-inline Ints dot_wide(Ints sum, Bytes codes, const int8_t* four) {
-    const __m256i x = splat_four(four), flip = _mm256_set1_epi8(-128);
+inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
+    const __m256i flip = _mm256_set1_epi8(-128);
     const __m256i a = _mm256_xor_si256(codes.a, flip), b = _mm256_xor_si256(codes.b, flip);
     return {add_products(sum.a, _mm256_abs_epi8(a), _mm256_sign_epi8(x, a)),
             add_products(sum.b, _mm256_abs_epi8(b), _mm256_sign_epi8(x, b))};

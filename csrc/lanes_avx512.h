@@ -14,8 +14,11 @@ namespace {
 using Bytes = __m512i;  // a line: 16 rows x 4 columns
 using Ints = __m512i;   // 16 rows
 using Floats = __m512;  // 16 rows
+using Quad = __m512i;   // four activations, for every row
 
 constexpr size_t kMaxTokens = 8;          // that share a pass over the weights
+constexpr size_t kPairTokens = 4;         // from how many on two panels share a pass
+constexpr size_t kMaxPairTokens = 6;      // that then do
 constexpr bool kSubtractsOffset = false;  // whether dot_wide() takes 128 from each code by itself
 
 inline Bytes load_bytes(const uint8_t* source) {
@@ -64,15 +67,19 @@ inline Ints splat_int(int32_t value) {
     return _mm512_set1_epi32(value);
 }
 
-// sum[r] += codes of row r times the four activations.
-inline Ints dot(Ints sum, Bytes codes, const int8_t* four) {
+inline Quad load_quad(const int8_t* four) {
     int32_t word;
     std::memcpy(&word, four, 4);
-    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+    return _mm512_set1_epi32(word);
 }
 
-inline Ints dot_wide(Ints sum, Bytes codes, const int8_t* four) {
-    return dot(sum, codes, four);
+// sum[r] += codes of row r times the four activations.
+inline Ints dot(Ints sum, Bytes codes, Quad x) {
+    return _mm512_dpbusd_epi32(sum, codes, x);
+}
+
+inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
+    return dot(sum, codes, x);
 }
 
 inline Floats to_floats(Ints a) {

@@ -21,8 +21,10 @@ struct Ints {
 struct Floats {
     float at[16];
 };
+using Quad = const int8_t*;  // four activations, for every row
 
 constexpr size_t kMaxTokens = 4;
+constexpr size_t kPairTokens = 0, kMaxPairTokens = 0;  // two panels never share a pass
 constexpr bool kSubtractsOffset = false;
 
 template <class Result, class Operation>
@@ -79,8 +81,12 @@ inline Ints splat_int(int32_t value) {
     return make<Ints>([&](size_t) { return value; });
 }
 
+inline Quad load_quad(const int8_t* four) {
+    return four;
+}
+
 // sum[r] += codes of row r times the four activations.
-inline Ints dot(const Ints& sum, const Bytes& codes, const int8_t* four) {
+inline Ints dot(const Ints& sum, const Bytes& codes, Quad four) {
     return make<Ints>([&](size_t r) {
         int32_t total = sum.at[r];
         for (size_t i = 0; i < 4; ++i) total += codes.at[4 * r + i] * four[i];
@@ -88,7 +94,7 @@ inline Ints dot(const Ints& sum, const Bytes& codes, const int8_t* four) {
     });
 }
 
-inline Ints dot_wide(const Ints& sum, const Bytes& codes, const int8_t* four) {
+inline Ints dot_wide(const Ints& sum, const Bytes& codes, Quad four) {
     return dot(sum, codes, four);
 }
 

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "aligned_buffer.h"
 #include "thread_pool.h"
 
 namespace ktqueue {
@@ -70,8 +71,8 @@ class LinearJob {
   private:
     struct Space {
         std::mutex mutex;
-        std::vector<uint8_t> rows[kMaxLinears];   // prepared, by the first matrix that wants the form
-        std::vector<const void*> x[kMaxLinears];  // [tokens]
+        AlignedBuffer<uint8_t> rows[kMaxLinears];  // prepared, by the first matrix that wants the form
+        std::vector<const void*> x[kMaxLinears];   // [tokens]
     };
 
     // Rows in each form that is wanted, once. Float rows are taken where they are if they need no padding.
@@ -91,8 +92,8 @@ class LinearJob {
             for (size_t t = 0; t < tokens_; ++t) space.x[i][t] = x_ + t * x_stride_;
             return;
         }
-        const size_t bytes = prepared_bytes(form, linear.columns_);
-        if (space.rows[i].size() < tokens_ * bytes) space.rows[i].resize(tokens_ * bytes);
+        const size_t bytes = row_distance(form, linear.columns_);
+        space.rows[i].grow(tokens_ * bytes);
         auto row = [&](size_t t) {
             uint8_t* out = space.rows[i].data() + t * bytes;
             space.x[i][t] = out;

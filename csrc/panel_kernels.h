@@ -1,8 +1,9 @@
 // Panels times rows, for any vocabulary of lanes. See panel_layout.h for what lies where, activations.h for rows.
 // Included only by translation units of one instruction set, after a lanes header; internal linkage.
 //
-// A pass over a panel serves up to kMaxTokens rows. Of each slab the codes are unpacked once, multiplied into every
-// row's integer sums, and the sums, scaled, are added to its float sums:
+// A pass over a panel serves up to kMaxTokens rows; for more than a few, two panels share a pass, so that each load of
+// activations serves both. Of each slab the codes are unpacked once, multiplied into every row's integer sums, and the
+// sums, scaled, are added to its float sums:
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
 // in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
 // bit whichever kernel computed it and whatever else shared the pass.
@@ -19,81 +20,106 @@ namespace {
 // Software prefetch, so far ahead: the hardware's own stops at each 4 KB page. Measured: 1.2 to 1.6 times at many
 // tokens, nothing lost at one.
 constexpr size_t kPrefetchBytes = 4096;
+// Two panels are two streams, and what one fetches near its end is the other's beginning: they fetch the same place of
+// the next two panels instead, to the second-level cache, if that is not too far.
+constexpr size_t kFarthestBytes = 128 * 1024;
 
-template <size_t Count>
+template <size_t Count, int Locality>
 inline void prefetch(const uint8_t* source) {
-    for (size_t i = 0; i < Count; i += 64) __builtin_prefetch(source + kPrefetchBytes + i, 0, 3);
+    for (size_t i = 0; i < Count; i += 64) __builtin_prefetch(source + i, 0, Locality);
 }
 
-// sums[m] += one superblock of `slabs` slabs times the same slabs of x[m].
-template <class Format, size_t Tokens>
-inline void add_superblock(const uint8_t* block, size_t slabs, const ActivationSlab* const (&x)[Tokens], size_t first,
-                           bool ahead, Floats (&sums)[Tokens]) {
+// sums[p][m] += one superblock of `slabs` slabs of panel p times the same slabs of x[m].
+template <class Format, size_t Panels, size_t Tokens>
+inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
+                           const ActivationSlab* const (&x)[Tokens], size_t first, size_t ahead,
+                           Floats (&sums)[Panels][Tokens]) {
     constexpr ActivationKind kKind = activation_kind(Format::kQuant);
     constexpr bool kWide = kKind.offset == 128;
     constexpr bool kCorrects = kKind.offset != 0 && !(kWide && kSubtractsOffset);
-    constexpr size_t kSums = kKind.halves ? 2 : 1;
-    const Format format(block, slabs);
+    constexpr size_t kHalves = kKind.halves ? 2 : 1;
     for (size_t s = 0; s < slabs; ++s) {
-        if (ahead) prefetch<slab_bytes(Format::kQuant)>(block + s * slab_bytes(Format::kQuant));
-        Ints products[kSums][Tokens];
-#pragma GCC unroll 16
-        for (size_t m = 0; m < Tokens; ++m)
-            for (size_t h = 0; h < kSums; ++h)
-                products[h][m] = kCorrects ? splat_int(x[m][first + s].correction[h]) : zero_ints();
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 4; ++j) {
-            Bytes even, odd;
-            format.lines(s, j, even, odd);
-            Ints(&half)[Tokens] = products[kKind.halves ? j / 2 : 0];
-#pragma GCC unroll 16
+        if (ahead)
+            for (size_t p = 0; p < Panels; ++p)
+                prefetch<slab_bytes(Format::kQuant), Panels == 1 ? 3 : 2>(blocks[p] + s * slab_bytes(Format::kQuant) +
+                                                                          ahead);
+        Floats halves[Panels][Tokens];  // of formats with a scale for 16: what their first half came to
+#pragma GCC unroll 2
+        for (size_t h = 0; h < kHalves; ++h) {
+            Ints products[Panels][Tokens];
+#pragma GCC unroll 8
             for (size_t m = 0; m < Tokens; ++m) {
-                const int8_t* q = x[m][first + s].q + 8 * j;
-                if constexpr (kWide) {
-                    half[m] = dot_wide(dot_wide(half[m], even, q), odd, q + 4);
-                } else {
-                    half[m] = dot(dot(half[m], even, q), odd, q + 4);
+                const Ints start = kCorrects ? splat_int(x[m][first + s].correction[h]) : zero_ints();
+#pragma GCC unroll 2
+                for (size_t p = 0; p < Panels; ++p) products[p][m] = start;
+            }
+#pragma GCC unroll 4
+            for (size_t j = h * 4 / kHalves; j < (h + 1) * 4 / kHalves; ++j) {
+                Bytes even[Panels], odd[Panels];
+#pragma GCC unroll 2
+                for (size_t p = 0; p < Panels; ++p) Format(blocks[p], slabs).lines(s, j, even[p], odd[p]);
+#pragma GCC unroll 8
+                for (size_t m = 0; m < Tokens; ++m) {
+                    const Quad low = load_quad(x[m][first + s].q + 8 * j),
+                               high = load_quad(x[m][first + s].q + 8 * j + 4);
+#pragma GCC unroll 2
+                    for (size_t p = 0; p < Panels; ++p) {
+                        Ints& sum = products[p][m];
+                        sum = kWide ? dot_wide(dot_wide(sum, even[p], low), odd[p], high)
+                                    : dot(dot(sum, even[p], low), odd[p], high);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (size_t p = 0; p < Panels; ++p) {
+                const Floats scale = Format(blocks[p], slabs).scale(s, h);
+#pragma GCC unroll 8
+                for (size_t m = 0; m < Tokens; ++m) {
+                    const Floats product = to_floats(products[p][m]);
+                    if constexpr (kHalves == 1) {
+                        sums[p][m] = fused(times(product, splat_float(x[m][first + s].scale)), scale, sums[p][m]);
+                    } else if (h == 0) {
+                        halves[p][m] = times(product, scale);
+                    } else {
+                        sums[p][m] =
+                            fused(fused(product, scale, halves[p][m]), splat_float(x[m][first + s].scale), sums[p][m]);
+                    }
                 }
             }
         }
-        if constexpr (kKind.halves) {
-            const Floats scale0 = format.scale(s, 0), scale1 = format.scale(s, 1);
-#pragma GCC unroll 16
-            for (size_t m = 0; m < Tokens; ++m) {
-                const Floats sum = fused(to_floats(products[1][m]), scale1, times(to_floats(products[0][m]), scale0));
-                sums[m] = fused(sum, splat_float(x[m][first + s].scale), sums[m]);
-            }
-        } else {
-            const Floats scale = format.scale(s, 0);
-#pragma GCC unroll 16
-            for (size_t m = 0; m < Tokens; ++m)
-                sums[m] = fused(times(to_floats(products[0][m]), splat_float(x[m][first + s].scale)), scale, sums[m]);
-        }
         if constexpr (Format::kMinimums)
-            for (size_t h = 0; h < kSums; ++h) {
-                const Floats minimum = format.minimum(s, h);
-#pragma GCC unroll 16
-                for (size_t m = 0; m < Tokens; ++m)
-                    sums[m] = fused_negative(minimum, splat_float(x[m][first + s].total[h]), sums[m]);
-            }
+#pragma GCC unroll 2
+            for (size_t p = 0; p < Panels; ++p)
+#pragma GCC unroll 2
+                for (size_t h = 0; h < kHalves; ++h) {
+                    const Floats minimum = Format(blocks[p], slabs).minimum(s, h);
+#pragma GCC unroll 8
+                    for (size_t m = 0; m < Tokens; ++m)
+                        sums[p][m] = fused_negative(minimum, splat_float(x[m][first + s].total[h]), sums[p][m]);
+                }
     }
 }
 
-template <class Format, size_t Tokens>
+template <class Format, size_t Panels, size_t Tokens>
 void dot_tokens(const PanelTask& task, size_t first_token) {
-    const bool ahead = first_token == 0;
     const size_t slabs = (task.columns + kSlab - 1) / kSlab;
     const ActivationSlab* x[Tokens];
     for (size_t m = 0; m < Tokens; ++m) x[m] = static_cast<const ActivationSlab*>(task.x[first_token + m]);
-    for (size_t p = 0; p < task.panels; ++p) {
-        const uint8_t* block = task.weights + p * task.panel_stride;
-        Floats sums[Tokens];
-        for (Floats& sum : sums) sum = zero_floats();
-        for (size_t s = 0; s < slabs; s += kSlabs, block += superblock_bytes(Format::kQuant))
-            add_superblock<Format, Tokens>(block, std::min(kSlabs, slabs - s), x, s, ahead, sums);
-        for (size_t m = 0; m < Tokens; ++m)
-            store_floats(task.y + (first_token + m) * task.y_stride + p * kPanelRows, sums[m]);
+    const uint8_t* blocks[Panels];
+    for (size_t p = 0; p < Panels; ++p) blocks[p] = task.weights + p * task.panel_stride;
+    const size_t next = Panels * task.panel_stride;
+    const size_t distance = Panels > 1 && next <= kFarthestBytes ? next : kPrefetchBytes;
+    const size_t ahead = first_token == 0 ? distance : 0;
+    Floats sums[Panels][Tokens];
+    for (auto& panel : sums)
+        for (Floats& sum : panel) sum = zero_floats();
+    for (size_t s = 0; s < slabs; s += kSlabs) {
+        add_superblock<Format, Panels, Tokens>(blocks, std::min(kSlabs, slabs - s), x, s, ahead, sums);
+        for (const uint8_t*& block : blocks) block += superblock_bytes(Format::kQuant);
     }
+    for (size_t p = 0; p < Panels; ++p)
+        for (size_t m = 0; m < Tokens; ++m)
+            store_floats(task.y + (first_token + m) * task.y_stride + p * kPanelRows, sums[p][m]);
 }
 
 // Calls Body<Tokens>::run(task, first token) for passes that together serve all tokens, none of more than Most. Kernels
@@ -101,7 +127,9 @@ void dot_tokens(const PanelTask& task, size_t first_token) {
 template <template <size_t> class Body, size_t Most>
 inline void for_passes(const PanelTask& task) {
     for (size_t first = 0; first < task.tokens;) {
-        const size_t left = std::min(task.tokens - first, Most);
+        size_t left = std::min(task.tokens - first, Most);
+        const size_t beyond = task.tokens - first - left;
+        if (left == 6 && (beyond == 1 || beyond == 2)) left = 4;  // 4 + 3 and 4 + 4 are better than 6 + 1 and 6 + 2
         const auto pass = [&]<size_t Tokens>() {
             if constexpr (Tokens <= Most) Body<Tokens>::run(task, first);
             first += Tokens;
@@ -121,23 +149,30 @@ inline void for_passes(const PanelTask& task) {
     }
 }
 
-template <class Format>
+template <class Format, size_t Panels>
 struct Dot {
     template <size_t Tokens>
     struct Pass {
-        static void run(const PanelTask& task, size_t first) { dot_tokens<Format, Tokens>(task, first); }
+        static void run(const PanelTask& task, size_t first) { dot_tokens<Format, Panels, Tokens>(task, first); }
     };
 };
 
-// One panel serves all tokens before the next is touched, so that it comes from memory once.
+// A pair of panels, or one, serves all tokens before the next is touched, so that it comes from memory once.
 template <class Format>
 void dot_panels(const PanelTask& task) {
-    for (size_t p = 0; p < task.panels; ++p) {
-        PanelTask one = task;
-        one.weights += p * task.panel_stride;
-        one.panels = 1;
-        one.y += p * kPanelRows;
-        for_passes<Dot<Format>::template Pass, kMaxTokens>(one);
+    PanelTask part = task;
+    const size_t step = kMaxPairTokens && task.tokens >= kPairTokens ? 2 : 1;
+    for (size_t p = 0; p < task.panels; p += part.panels) {
+        part.panels = std::min(step, task.panels - p);
+        part.weights = task.weights + p * task.panel_stride;
+        part.y = task.y + p * kPanelRows;
+        if constexpr (kMaxPairTokens > 0) {
+            if (part.panels == 2) {
+                for_passes<Dot<Format, 2>::template Pass, kMaxPairTokens>(part);
+                continue;
+            }
+        }
+        for_passes<Dot<Format, 1>::template Pass, kMaxTokens>(part);
     }
 }
 
@@ -154,7 +189,8 @@ void exact_tokens(const PanelTask& task, size_t first_token) {
     for (size_t s = 0; s < slabs; ++s) {
         const size_t whole = s / kSlabs * kSlabs, of_block = std::min(kSlabs, slabs - whole);
         const Format format(block + s / kSlabs * superblock_bytes(Format::kQuant), of_block);
-        if (first_token == 0) prefetch<slab_bytes(Format::kQuant)>(block + s * slab_bytes(Format::kQuant));
+        if (first_token == 0)
+            prefetch<slab_bytes(Format::kQuant), 3>(block + s * slab_bytes(Format::kQuant) + kPrefetchBytes);
         Floats weights[8];
         for (size_t j = 0; j < 4; ++j) {
             format.floats(s - whole, j, weights);  // columns 8j .. 8j + 7

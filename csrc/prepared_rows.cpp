@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "aligned_buffer.h"
+
 namespace ktqueue {
 
 namespace {
@@ -27,6 +29,10 @@ size_t prepared_bytes(RowForm form, size_t columns) {
     const size_t slabs = (columns + kSlab - 1) / kSlab;
     if (form.kind == Kind::Slabs) return slabs * sizeof(ActivationSlab);
     return slabs * kSlab * (form.kind == Kind::Floats ? sizeof(float) : sizeof(uint16_t));
+}
+
+size_t row_distance(RowForm form, size_t columns) {
+    return round_up(prepared_bytes(form, columns), kCacheLine) | kCacheLine;
 }
 
 void prepare_row(const KernelTable& kernels, RowForm form, const float* x, size_t columns, void* out) {

@@ -26,6 +26,10 @@ PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form);
 // Bytes of one prepared row; a multiple of 16.
 size_t prepared_bytes(RowForm form, size_t columns);
 
+// Bytes from one prepared row to the next: whole cache lines, and an odd number of them, since rows a multiple of 4 KB
+// apart would all compete for the same few places of the first-level cache.
+size_t row_distance(RowForm form, size_t columns);
+
 // x[columns] to prepared_bytes() at `out`.
 void prepare_row(const KernelTable& kernels, RowForm form, const float* x, size_t columns, void* out);
 
