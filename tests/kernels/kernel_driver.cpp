@@ -1,164 +1,37 @@
-// Drives the kernels without Python over random odd shapes, damaged indices and non-finite numbers. For sanitizers: all
-// arrays have exactly the size that they should, so that a read or write beyond is seen. `make sanitize`, `make fuzz`.
+// Drives the kernels without Python over random odd shapes, damaged indices and weights, and non-finite numbers, and
+// checks what they make of them. For sanitizers: all arrays have exactly the size that they should, or lie against pages
+// without rights, so that a read or write beyond is seen. `make sanitize`, `make fuzz`.
 //
 // kernel_driver CASES [SECONDS [SEED]]: stops after CASES or SECONDS, whatever is first. A case that fails names its
 // seed; CASES 1 with that seed runs it again.
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <random>
-#include <stdexcept>
-#include <vector>
 
-#include "kernel_table.h"
-#include "paged_attention.h"
-#include "thread_pool.h"
+#include "cpu_features.h"
+#include "driver/cases.h"
 
-using namespace ktqueue;
+namespace ktqueue {
 
-namespace {
+#if KTQUEUE_X86
+const KernelTable& emulated_kernels();  // needs has_avx512()
+#endif
 
-class Random {
-  public:
-    explicit Random(uint64_t seed) : bits_(seed) {}
-
-    // low .. high, both included.
-    size_t number(size_t low, size_t high) { return low + bits_() % (high - low + 1); }
-    bool chance(size_t one_in) { return number(1, one_in) == 1; }
-
-    template <class T>
-    T& element(std::vector<T>& of) {
-        return of[number(0, of.size() - 1)];
-    }
-
-    // Most are near 0; now and then an array holds one that is huge, infinite or no number.
-    std::vector<float> floats(size_t count) {
-        std::vector<float> values(count);
-        std::normal_distribution<float> normal;
-        for (float& value : values) value = normal(bits_);
-        const float strange[] = {INFINITY, -INFINITY, NAN, 3e38f, -3e38f, 1e-42f};
-        if (count > 0 && chance(4)) element(values) = strange[number(0, 5)];
-        return values;
-    }
-
-    int64_t any_integer() {
-        const int64_t strange[] = {-1, 0, 1, 1 << 20, INT32_MAX, INT32_MIN, static_cast<int64_t>(number(0, 100))};
-        return strange[number(0, 6)];
-    }
-
-  private:
-    std::mt19937_64 bits_;
-};
-
-struct AttentionCase {
-    std::vector<int32_t> query_starts{0}, context_lengths, page_table;
-    std::vector<int64_t> slot_mapping;
-    size_t page_size, pages, max_pages;
-    AttentionShape shape;
-
-    explicit AttentionCase(Random& random) {
-        const size_t head_dims[] = {8, 16, 40, 64, 128, 256};
-        shape.kv_heads = random.number(1, 3);
-        shape.heads = shape.kv_heads * random.number(1, 5);
-        shape.head_dim = head_dims[random.number(0, 5)];
-        page_size = random.number(1, 17);
-        const size_t rows = random.number(0, 4);
-        std::vector<size_t> used;
-        max_pages = random.number(0, 2);
-        for (size_t row = 0; row < rows; ++row) {
-            const size_t context = random.number(0, 70), fed = random.number(0, std::min<size_t>(context, 20));
-            context_lengths.push_back(static_cast<int32_t>(context));
-            query_starts.push_back(query_starts.back() + static_cast<int32_t>(fed));
-            used.push_back((context + page_size - 1) / page_size);
-            max_pages = std::max(max_pages, used.back());
-        }
-        page_table.assign(rows * max_pages, -1);  // beyond a row's pages nothing is read
-        pages = 0;
-        for (size_t row = 0; row < rows; ++row) {
-            for (size_t i = 0; i < used[row]; ++i) page_table[row * max_pages + i] = static_cast<int32_t>(pages++);
-            const auto context = static_cast<size_t>(context_lengths[row]);
-            const auto fed = static_cast<size_t>(query_starts[row + 1] - query_starts[row]);
-            for (size_t at = context - fed; at < context; ++at) {
-                const auto page = static_cast<size_t>(page_table[row * max_pages + at / page_size]);
-                slot_mapping.push_back(static_cast<int64_t>(page * page_size + at % page_size));
-            }
-        }
-        pages = std::max<size_t>(1, pages);
-    }
-
-    void damage(Random& random) {
-        std::vector<int32_t>* arrays[] = {&query_starts, &context_lengths, &page_table};
-        const size_t which = random.number(0, 5);
-        if (which < 3 && !arrays[which]->empty())
-            random.element(*arrays[which]) = static_cast<int32_t>(random.any_integer());
-        if (which == 3 && !slot_mapping.empty()) random.element(slot_mapping) = random.any_integer();
-        if (which == 4) shape.head_dim = random.number(0, 2000);
-        if (which == 5) shape.heads = random.number(0, 9);
-    }
-
-    PagedStep step() const {
-        return {query_starts.data(),
-                context_lengths.data(),
-                page_table.data(),
-                slot_mapping.data(),
-                slot_mapping.size(),
-                context_lengths.size(),
-                max_pages,
-                pages,
-                page_size};
-    }
-};
-
-// Attention of a random step, in a model of two layers' worth of calls; refused if it was damaged badly enough.
-void run_attention(Random& random, const KernelTable& kernels) {
-    AttentionCase one(random);
-    if (random.chance(3)) one.damage(random);
-    const PagedStep step = one.step();
-    const AttentionShape& shape = one.shape;
-    try {
-        check(step);
-        check(shape);
-    } catch (const std::invalid_argument&) {
-        return;
-    }
-    const size_t tokens = step.tokens, dim = shape.head_dim;
-    std::vector<int64_t> wanted;
-    for (size_t t = 0; t < tokens; ++t)
-        if (random.chance(2)) wanted.push_back(static_cast<int64_t>(t));
-    const bool all = wanted.empty() || random.chance(2);  // no pointer means all of them
-    const size_t queries = all ? tokens : wanted.size();
-    AttentionPlan plan;
-    plan_attention(step, shape, all ? nullptr : wanted.data(), queries, plan);
-
-    const std::vector<float> key = random.floats(shape.kv_heads * tokens * dim);
-    const std::vector<float> value = random.floats(shape.kv_heads * tokens * dim);
-    const std::vector<float> query = random.floats(shape.heads * queries * dim);
-    std::vector<float> keys = random.floats(step.pages * step.page_size * shape.kv_heads * dim);
-    std::vector<float> values = random.floats(keys.size());
-    const bool head_first = random.chance(2);  // [heads, tokens, dim] or [tokens, heads, dim]
-    const size_t kv_head = head_first ? tokens * dim : dim, kv_token = head_first ? dim : shape.kv_heads * dim;
-    write_cache(step, shape,
-                {key.data(), value.data(), kv_head, kv_token, kv_head, kv_token, keys.data(), values.data()});
-
-    const size_t window = random.chance(2) ? 0 : random.number(1, 40);
-    std::vector<float> outputs[2];
-    for (const size_t threads : {3, 1}) {
-        set_shared_pool(threads, 20, Pin::off);
-        std::vector<float>& output = outputs[threads == 1];
-        output.assign(queries * shape.heads * dim, std::numeric_limits<float>::quiet_NaN());
-        attend(step, shape, plan,
-               {query.data(), head_first ? queries * dim : dim, head_first ? dim : shape.heads * dim, keys.data(),
-                values.data(), 1.0f / std::sqrt(static_cast<float>(dim)), window, output.data()},
-               kernels);
-    }
-    if (!outputs[0].empty() && std::memcmp(outputs[0].data(), outputs[1].data(), 4 * outputs[0].size()) != 0)
-        throw std::runtime_error("attention depends on the number of threads");
+const std::vector<const KernelTable*>& all_kernels() {
+    static const std::vector<const KernelTable*> all = [] {
+        std::vector<const KernelTable*> tables;
+        for (const char* isa : present_kernels()) tables.push_back(&kernels_named(isa));
+#if KTQUEUE_X86
+        if (has_avx512()) tables.push_back(&emulated_kernels());
+#endif
+        return tables;
+    }();
+    return all;
 }
 
-}  // namespace
+}  // namespace ktqueue
+
+using namespace ktqueue;
 
 int main(int count, char** arguments) {
     const auto argument = [&](int i, const char* missing) { return i < count ? arguments[i] : missing; };
@@ -171,10 +44,13 @@ int main(int count, char** arguments) {
         if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
         const uint64_t seed = first + done;
         Random random(seed);
+        const KernelTable& kernels = *random.element(all_kernels());
+        constexpr void (*kCases[])(Random&, const KernelTable&) = {run_attention, run_linear, run_experts};
         try {
-            run_attention(random, kernels_named(random.chance(2) ? "scalar" : ""));
+            random.element(kCases)(random, kernels);
         } catch (const std::exception& error) {
-            std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), error.what());
+            std::fprintf(stderr, "seed %llu on %s: %s\n", static_cast<unsigned long long>(seed), kernels.isa,
+                         error.what());
             return 1;
         }
     }

@@ -1,0 +1,272 @@
+// An expert layer: any formats, shapes, activations and routes; weights and activations that are not finite.
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+
+#include "cases.h"
+#include "expert_layer.h"
+#include "matrices.h"
+#include "thread_pool.h"
+
+namespace ktqueue {
+
+namespace {
+
+constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
+constexpr double kRounding = 1e-4;       // of float32 sums, as a part of their size
+
+// One matrix of all experts.
+struct Stack {
+    std::vector<Matrix> matrices;
+    std::vector<float> bias;
+
+    Stack(Random& random, size_t experts, Quant quant, size_t rows, size_t columns) {
+        for (size_t e = 0; e < experts; ++e) matrices.emplace_back(random, quant, rows, columns);
+        if (random.chance(2))
+            for (size_t i = 0; i < experts * rows; ++i) bias.push_back(random.normal());
+    }
+
+    ExpertMatrices stored() const {
+        ExpertMatrices result{matrices[0].quant(), matrices[0].rows(), matrices[0].columns(), {}, bias};
+        for (const Matrix& matrix : matrices) result.data.push_back(matrix.data());
+        return result;
+    }
+
+    bool good() const {
+        return std::ranges::all_of(matrices, [](const Matrix& matrix) { return matrix.bad_rows().empty(); });
+    }
+
+    double bias_of(size_t expert, size_t row) const {
+        return bias.empty() ? 0 : bias[expert * matrices[0].rows() + row];
+    }
+};
+
+// A number and how far a kernel may be off.
+struct Value {
+    double value, error;
+};
+
+double sigmoid(double x) {
+    return 1 / (1 + std::exp(-x));
+}
+
+// The gate's factor, and the one of up.
+std::pair<double, double> activate(const ExpertOptions& options, double gate, double up) {
+    switch (options.activation) {
+        case Activation::Silu:
+            return {gate * sigmoid(gate), up};
+        case Activation::Gelu:
+            return {gate / 2 * std::erfc(-gate / std::sqrt(2.0)), up};
+        case Activation::GeluTanh:
+            return {gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)), up};
+        case Activation::SwigluClamped: {
+            const double clamped = std::min<double>(gate, options.limit);
+            return {clamped * sigmoid(options.alpha * clamped),
+                    std::clamp<double>(up, -options.limit, options.limit) + 1};
+        }
+    }
+    throw std::logic_error("activation");
+}
+
+struct Layer {
+    Quant quants[3];
+    size_t experts, hidden, intermediate;
+    Stack gate, up, down;
+    ExpertOptions options;
+
+    Layer(Random& random, const std::vector<Quant>& three, size_t experts, size_t hidden, size_t intermediate)
+        : quants{three[0], three[1], three[2]},
+          experts(experts),
+          hidden(hidden),
+          intermediate(intermediate),
+          gate(random, experts, three[0], intermediate, hidden),
+          up(random, experts, three[1], intermediate, hidden),
+          down(random, experts, three[2], hidden, intermediate),
+          options{static_cast<Activation>(random.number(0, 3)), 0.5f + 0.1f * static_cast<float>(random.number(0, 15)),
+                  0.1f * static_cast<float>(random.number(1, 90)),
+                  random.chance(2) ? Precision::Fast : Precision::Exact} {}
+
+    std::string name() const {
+        std::string result;
+        for (const Quant quant : quants) result += std::string(quant_format(quant).name) + " ";
+        return result + std::to_string(experts) + " x " + std::to_string(hidden) + " x " + std::to_string(intermediate);
+    }
+
+    Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x) const {
+        const Matrix::Product product = stack.matrices[expert].times(row, x);
+        const double bias = stack.bias_of(expert, row);
+        if (!(product.size < 1e30)) return {0, INFINITY};  // sums may overflow
+        return {product.value + bias, kRounding * (product.size + std::fabs(bias)) + 1e-30};
+    }
+
+    // expert(x), each number with the error that it may have.
+    std::vector<Value> run(size_t expert, const float* x, Precision precision) const {
+        const std::vector<double> gate_x = seen(x, hidden, quants[0], precision);
+        const std::vector<double> up_x = seen(x, hidden, quants[1], precision);
+        std::vector<float> mid(intermediate);
+        std::vector<double> errors(intermediate);
+        for (size_t i = 0; i < intermediate; ++i) {
+            const Value g = product(gate, expert, i, gate_x), u = product(up, expert, i, up_x);
+            if (g.error + u.error == INFINITY) return std::vector<Value>(hidden, {0, INFINITY});
+            const auto [activated, factor] = activate(options, g.value, u.value);
+            mid[i] = static_cast<float>(activated * factor);
+            errors[i] = 1.2 * g.error * (std::fabs(factor) + u.error) + std::fabs(activated) * u.error +
+                        1e-5 * std::fabs(g.value) * (std::fabs(factor) + 1);
+        }
+        if (!is_float(quants[2]) && precision == Precision::Fast)
+            for (size_t begin = 0; begin < intermediate;
+                 begin += kSlab) {  // a number near an edge takes the other step
+                double largest = 0, error = 0;
+                for (size_t i = begin; i < begin + kSlab; ++i) {
+                    largest = std::max<double>(largest, std::fabs(mid[i]));
+                    error = std::max(error, errors[i]);
+                }
+                for (size_t i = begin; i < begin + kSlab; ++i) errors[i] = 2 * error + largest / 127;
+            }
+        const std::vector<double> mid_x = seen(mid.data(), intermediate, quants[2], precision);
+        std::vector<Value> result(hidden);
+        for (size_t h = 0; h < hidden; ++h) {
+            result[h] = product(down, expert, h, mid_x);
+            for (size_t i = 0; i < intermediate; ++i)
+                result[h].error += std::fabs(down.matrices[expert].weight(h, i)) * errors[i];
+        }
+        return result;
+    }
+};
+
+struct Call {
+    size_t tokens, slots;
+    Guarded<float> x;
+    Guarded<int64_t> ids;
+    Guarded<float> weights;
+
+    Call(Random& random, size_t tokens, size_t slots, const Layer& layer)
+        : tokens(tokens),
+          slots(slots),
+          x(random, random.floats(tokens * layer.hidden)),
+          ids(random, tokens * slots),
+          weights(random, random.floats(tokens * slots)) {
+        const bool one = random.chance(4);  // all tokens on one expert
+        const size_t expert = random.number(0, layer.experts - 1);
+        for (int64_t& id : ids) id = static_cast<int64_t>(one ? expert : random.number(0, layer.experts - 1));
+    }
+
+    void run(const ExpertLayer& layer, float* out) const {
+        layer.forward(x.data(), ids.data(), weights.data(), tokens, slots, out);
+    }
+};
+
+// Token by token, number by number, against float64 on the decoded weights.
+void check(const Layer& layer, const Call& call, const Guarded<float>& out) {
+    for (size_t t = 0; t < call.tokens; ++t) {
+        const float* x = call.x.data() + t * layer.hidden;
+        const float* got = out.data() + t * layer.hidden;
+        const std::string place = layer.name() + ", token " + std::to_string(t);
+        if (std::any_of(x, x + layer.hidden, [](float one) { return std::isnan(one); })) {
+            if (call.slots > 0)
+                require(std::all_of(got, got + layer.hidden, [](float one) { return std::isnan(one); }),
+                        place + ": a number out of none");
+            continue;
+        }
+        std::vector<Value> expected(layer.hidden, {0, 1e-30});
+        for (size_t pair = t * call.slots; pair < (t + 1) * call.slots; ++pair) {
+            const std::vector<Value> one = layer.run(static_cast<size_t>(call.ids[pair]), x, layer.options.precision);
+            const double weight = call.weights[pair];
+            for (size_t h = 0; h < layer.hidden; ++h) {
+                expected[h].value += weight * one[h].value;
+                expected[h].error += std::fabs(weight) * (one[h].error + 1e-6 * std::fabs(one[h].value));
+            }
+        }
+        for (size_t h = 0; h < layer.hidden; ++h) {
+            if (!(std::fabs(expected[h].value) + expected[h].error < 1e30)) continue;
+            const double error = std::fabs(got[h] - expected[h].value);
+            require(error <= expected[h].error,
+                    place + ", column " + std::to_string(h) + ": " + std::to_string(got[h]) + " for " +
+                        std::to_string(expected[h].value) + ", off by " + std::to_string(error) + " of at most " +
+                        std::to_string(expected[h].error));
+        }
+    }
+}
+
+// The constructor's answer to weights with and without bad scales, and to shapes that disagree.
+std::optional<ExpertLayer> make(Random& random, const Layer& layer, const KernelTable& kernels) {
+    std::optional<ExpertLayer> made;
+    ExpertMatrices three[] = {layer.gate.stored(), layer.up.stored(), layer.down.stored()};
+    const bool damaged = random.chance(12);
+    if (damaged) {
+        ExpertMatrices& one = random.element(three);
+        const size_t kind = random.number(0, 3);
+        if (kind == 0) one.rows += random.number(1, 3);
+        if (kind == 1) one.columns += random.number(1, 3);
+        if (kind == 2) one.data.resize(random.number(0, layer.experts - 1));
+        if (kind == 3) one.bias.resize(layer.experts * one.rows + random.number(1, 3));
+    }
+    try {
+        made.emplace(std::move(three[0]), std::move(three[1]), std::move(three[2]), layer.options, kernels);
+    } catch (const std::invalid_argument& error) {
+        if (damaged) return {};
+        const std::string message = error.what();
+        const std::pair<const char*, const Stack*> stacks[] = {
+            {"gate", &layer.gate}, {"up", &layer.up}, {"down", &layer.down}};
+        for (const auto& [name, stack] : stacks)
+            for (size_t e = 0; e < layer.experts; ++e)
+                if (message.starts_with(std::string(name) + " of expert " + std::to_string(e) + ": ") &&
+                    names_a_bad_row(message, stack->matrices[e]))
+                    return {};
+        require(false, "refused: " + message);
+    }
+    require(!damaged, layer.name() + ": shapes that disagree were taken");
+    require(layer.gate.good() && layer.up.good() && layer.down.good(), "a scale that is not finite was taken");
+    return made;
+}
+
+bool equal(const Guarded<float>& a, const Guarded<float>& b) {
+    return a.size() == 0 || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
+}
+
+}  // namespace
+
+void run_experts(Random& random, const KernelTable& kernels) {
+    set_shared_pool(random.number(1, 3), 20, Pin::off);
+    const std::vector<Quant> three = random_quants(random, 3);
+    const size_t hidden = random_columns(random, {three[0], three[1]}, 512);
+    const size_t intermediate = random_columns(random, {three[2]}, 512);
+    const Layer layer(random, three, random.number(1, 5), hidden, intermediate);
+    const std::optional<ExpertLayer> made = make(random, layer, kernels);
+    if (!made) return;
+    const size_t slots = random.number(0, 4), work = 3 * hidden * intermediate * std::max<size_t>(slots, 1);
+    const size_t most = std::clamp<size_t>(kMostWork / work, 1, random.chance(8) ? 150 : 12);
+    const Call call(random, random.number(0, most), slots, layer);
+    const size_t size = call.tokens * hidden;
+
+    const Guarded<float> out = untouched_floats(random, size);
+    call.run(*made, out.data());
+    const bool tiles = kernels.tile_tokens > 0 && call.tokens * slots >= kernels.tile_tokens;
+    if (!tiles) check(layer, call, out);
+
+    // From several threads, while the pool is replaced: bit for bit the same.
+    if (random.chance(4)) {
+        std::vector<Guarded<float>> outs;
+        for (size_t i = 0; i < 3; ++i) outs.push_back(untouched_floats(random, size));
+        std::vector<std::thread> threads;
+        for (const Guarded<float>& one : outs) threads.emplace_back([&] { call.run(*made, one.data()); });
+        set_shared_pool(random.number(1, 3), 20, Pin::off);
+        for (std::thread& thread : threads) thread.join();
+        for (const Guarded<float>& one : outs) require(equal(one, out), layer.name() + ": differs in company");
+    }
+
+    if (call.tokens * slots == 0) return;
+    const int64_t wrong[] = {-1, static_cast<int64_t>(layer.experts), INT64_MAX, INT64_MIN, 1ll << 32};
+    random.element(call.ids) = random.element(wrong);
+    const Guarded<float> nothing = untouched_floats(random, size);
+    try {
+        call.run(*made, nothing.data());
+    } catch (const std::invalid_argument&) {
+        require(std::all_of(nothing.begin(), nothing.end(), untouched), "wrote in spite of a wrong id");
+        return;
+    }
+    require(false, "took an id that is no expert");
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,55 @@
+// Random weights in GGUF blocks, and what they mean in float64, by the plain decoder and a loop.
+#pragma once
+
+#include <set>
+
+#include "packed_matrix.h"
+#include "prepared_rows.h"
+#include "random.h"
+
+namespace ktqueue {
+
+// Weights as a file would have them, and what a kernel should make of them.
+class Matrix {
+  public:
+    // `columns` must fit the format.
+    Matrix(Random& random, Quant quant, size_t rows, size_t columns);
+
+    Quant quant() const { return quant_; }
+    size_t rows() const { return rows_; }
+    size_t columns() const { return columns_; }
+    const uint8_t* data() const { return data_.data(); }
+    StoredMatrix stored() const { return {quant_, rows_, columns_, data_.data()}; }
+
+    // Rows with a scale or weight that is not finite.
+    const std::set<size_t>& bad_rows() const { return bad_rows_; }
+
+    double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
+
+    // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much.
+    struct Product {
+        double value, size;
+    };
+    Product times(size_t row, const std::vector<double>& x) const;
+
+  private:
+    void fill(Random& random);
+
+    Quant quant_;
+    size_t rows_, columns_;
+    Guarded<uint8_t> data_;
+    std::vector<float> weights_;
+    std::set<size_t> bad_rows_;
+};
+
+// A format, and columns that fit all of `count` formats.
+std::vector<Quant> random_quants(Random& random, size_t count);
+size_t random_columns(Random& random, const std::vector<Quant>& quants, size_t most);
+
+// One row as the kernels for `quant` see it: rounded to int8 with a scale for 32, or as it is.
+std::vector<double> seen(const float* x, size_t columns, Quant quant, Precision precision);
+
+// Whether `error` is one that pack_panel should give, naming a row that is bad.
+bool names_a_bad_row(const std::string& error, const Matrix& matrix);
+
+}  // namespace ktqueue
