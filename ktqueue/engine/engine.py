@@ -63,13 +63,7 @@ class Engine:
         self._admission = Admission(
             vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
         )
-        self._builder = BatchBuilder(
-            kv,
-            max_rows=self._scheduler.seats,
-            max_tokens=config.max_num_batched_tokens,
-            max_pages=-(-max_model_len // layout.page_size),
-            device=config.device,
-        )
+        self._builder = BatchBuilder(kv, device=config.device)
         self._runner = Runner(model, vocabulary.size)
         self._selector = Selector(vocabulary.token_bytes)
         self._requests: dict[str, Request] = {}

@@ -20,8 +20,6 @@ from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 from ktqueue.operators.step import StepContext
 
-FIRST_POSITIONS = 1024  # of the rotary table, which doubles when a sequence grows out of it
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
@@ -47,7 +45,6 @@ class CpuDecoder(Operator):
         self.expert_bytes = 0  # of routed experts
         self._dense_bytes = 0
         self._kv: KVCache | None = None
-        self._positions = 0  # in the rotary table
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -109,15 +106,11 @@ class CpuDecoder(Operator):
         """
         decoder = self._ready()
         if step.kv is not self._kv:
-            decoder.set_cache([one.numpy() for one in step.kv.keys], [one.numpy() for one in step.kv.values])
-            self._kv = step.kv
-        positions = position_ids.numpy()
-        if positions.size and positions.max() >= self._positions:
-            self._grow_rotary(decoder, int(positions.max()) + 1)
+            self._bind(decoder, step.kv)
         logits = torch.empty(1, len(logits_to_keep), self.facts.vocabulary)
         decoder.forward(
             input_ids.numpy(),
-            positions,
+            position_ids.numpy(),
             logits_to_keep.numpy(),
             step.query_starts.numpy(),
             step.context_lengths.numpy(),
@@ -132,13 +125,15 @@ class CpuDecoder(Operator):
             raise RuntimeError("CpuDecoder has no weights yet")
         return self._decoder
 
-    def _grow_rotary(self, decoder: Decoder, wanted: int) -> None:
-        count = max(FIRST_POSITIONS, 1 << (wanted - 1).bit_length())
+    def _bind(self, decoder: Decoder, kv: KVCache) -> None:
+        """Let steps use `kv` from now on, and a rotary table for all positions that it can hold."""
+        positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         with torch.no_grad():
-            cosine, sine = self.rotary(torch.empty(0), torch.arange(count)[None])
+            cosine, sine = self.rotary(torch.empty(0), torch.arange(positions)[None])
         half = cosine.shape[-1] // 2  # each half of the columns holds the same
         decoder.set_rotary(*(one[0, :, :half].contiguous().numpy() for one in (cosine, sine)))
-        self._positions = count
+        decoder.set_cache([one.numpy() for one in kv.keys], [one.numpy() for one in kv.values])
+        self._kv = kv
 
     def _add_layer(self, decoder: Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
         options = self._options

@@ -40,10 +40,11 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """Sizes, and a LayerFacts for each layer. `clip` 0: q, k and v are not clamped."""
+    """Sizes, and a LayerFacts for each layer. `positions`: that the model was trained for; `clip` 0: q, k and v are not clamped."""
 
     hidden: int
     vocabulary: int
+    positions: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -73,6 +74,7 @@ def facts_of(model: nn.Module) -> DecoderFacts:
     return DecoderFacts(
         hidden=config.hidden_size,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
+        positions=config.max_position_embeddings,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,

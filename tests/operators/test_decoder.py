@@ -300,18 +300,12 @@ def test_counts_experts_as_transformers_routes(make_decoder):
     assert (decoder.expert_layers_run, decoder.experts_used) == (2, sum(expected))
 
 
-def test_positions_beyond_the_first_rotary_table(make_decoder, monkeypatch):
-    monkeypatch.setattr("ktqueue.operators.decoder.FIRST_POSITIONS", 8)
-    model = make_model("qwen3_moe with yarn")
-    found, expected = feed(make_decoder(model))["s2"], answers(model)["s2"]
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"input_ids": torch.tensor([[96]])}, r"input_ids\[0\] must be from 0 to 95, got 96"),
-        ({"position_ids": torch.tensor([[-1]])}, r"position_ids\[0\] must be from 0 to 1023, got -1"),
+        ({"position_ids": torch.tensor([[8]])}, r"position_ids\[0\] must be from 0 to 7, got 8"),
+        ({"position_ids": torch.tensor([[-1]])}, r"position_ids\[0\] must be from 0 to 7, got -1"),
         ({"logits_to_keep": torch.tensor([1])}, r"logits_to_keep\[0\] must be from 0 to 0, got 1"),
         ({"logits_to_keep": torch.tensor([0, 0])}, "logits_to_keep must rise"),
         ({"input_ids": torch.tensor([[1, 2]])}, r"position_ids must have shape \[1, 2\], got \[1, 1\]"),
