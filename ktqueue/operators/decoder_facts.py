@@ -40,7 +40,8 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """Sizes, and a LayerFacts for each layer. `positions`: that the model was trained for; `clip` 0: q, k and v are not clamped."""
+    """Sizes, and a LayerFacts for each layer. `positions`: that the model was trained for. `clip` 0: q, k and v are not
+    clamped."""
 
     hidden: int
     vocabulary: int
