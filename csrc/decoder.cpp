@@ -15,7 +15,7 @@ namespace {
 
 using std::to_string;
 
-constexpr size_t kTokensAtOnce = 512;  // of the feed-forward part: bounds the workspace
+constexpr size_t kTokensAtOnce = 2048;  // of the feed-forward part: bounds the workspace
 
 void require(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(std::string(what) + " does not fit the decoder");

@@ -18,6 +18,7 @@ constexpr size_t kTaskBytes = 128 * 1024;  // of weights in one task, at most
 constexpr size_t kTokensPerPass = 64;      // of one expert; bounds the buffers on a task's stack
 constexpr size_t kMaxTaskPanels = 8;       // of gate; even, so that a task makes whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
+constexpr size_t kMaxSlots = 64;  // experts of one token
 
 void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
     if (matrices.data.size() != experts || matrices.rows != rows || matrices.columns != columns)
@@ -78,6 +79,8 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
       gate_panel_(bytes_of(gate_)),
       up_panel_(bytes_of(up_)),
       down_panel_(bytes_of(down_)),
+      mid_slices_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows)),
+      hidden_slices_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns)),
       gate_up_(gate_.data.size() * panel_count(gate_.rows) * (gate_panel_ + up_panel_)),
       down_arena_(down_.data.size() * panel_count(down_.rows) * down_panel_) {
     if (gate_.data.empty() || gate_.rows == 0)
@@ -98,17 +101,20 @@ void ExpertLayer::pack() {
                                         error.what());
         }
     };
+    // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it.
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    pool->for_each(experts(), [&](size_t e) {
-        for (size_t p = 0; p < panels; ++p) {
-            uint8_t* to = gate_up_.data() + (e * panels + p) * (gate_panel_ + up_panel_);
-            pack_one(gate_, "gate", e, p, to);
-            pack_one(up_, "up", e, p, to + gate_panel_);
+    pool->for_each(mid_slices_.tasks(experts(), panels), [&](size_t task) {
+        const auto [expert, first, last] = mid_slices_.block(task, experts(), panels);
+        uint8_t* to = gate_up_.data() + mid_slices_.place(expert, first) * (gate_panel_ + up_panel_);
+        for (size_t p = first; p < last; ++p, to += gate_panel_ + up_panel_) {
+            pack_one(gate_, "gate", expert, p, to);
+            pack_one(up_, "up", expert, p, to + gate_panel_);
         }
     });
-    pool->for_each(experts(), [&](size_t e) {
-        for (size_t p = 0; p < down_panels; ++p)
-            pack_one(down_, "down", e, p, down_arena_.data() + (e * down_panels + p) * down_panel_);
+    pool->for_each(hidden_slices_.tasks(experts(), down_panels), [&](size_t task) {
+        const auto [expert, first, last] = hidden_slices_.block(task, experts(), down_panels);
+        uint8_t* to = down_arena_.data() + hidden_slices_.place(expert, first) * down_panel_;
+        for (size_t p = first; p < last; ++p, to += down_panel_) pack_one(down_, "down", expert, p, to);
     });
     for (ExpertMatrices* one : {&gate_, &up_, &down_}) std::fill(one->data.begin(), one->data.end(), nullptr);
 }
@@ -119,6 +125,7 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
         if (ids[pair] < 0 || static_cast<size_t>(ids[pair]) >= experts())
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) + ", got " +
                                         std::to_string(ids[pair]) + " for token " + std::to_string(pair / slots));
+    if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
     for (size_t t = 0; t < tokens; t += kTokensAtOnce)
@@ -216,21 +223,19 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, kTaskBytes);
         return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
     };
-    const size_t panels = panel_count(intermediate());
-    const size_t step = panels_per_task(panels, gate_panel_ + up_panel_, kMaxTaskPanels);
-    const size_t blocks = (panels + step - 1) / step;
-    pool->for_each(space.spans.size() * blocks, [&](size_t task) {
-        const size_t first = task % blocks * step;
-        gate_up(space.spans[task / blocks], first, std::min(first + step, panels), space);
+    const size_t spans = space.spans.size();
+    const size_t step = panels_per_task(panel_count(intermediate()), gate_panel_ + up_panel_, kMaxTaskPanels);
+    pool->for_each(mid_slices_.tasks(spans, step), [&](size_t task) {
+        const auto [span, first, last] = mid_slices_.block(task, spans, step);
+        gate_up(space.spans[span], first, last, space);
     });
     const size_t down_panels = panel_count(hidden());
     const size_t down_step = panels_per_task(down_panels, down_panel_, down_panels + 1);
-    const size_t down_blocks = (down_panels + down_step - 1) / down_step;
-    pool->for_each(space.spans.size() * down_blocks, [&](size_t task) {
-        const size_t first = task % down_blocks * down_step;
-        down(space.spans[task / down_blocks], first, std::min(first + down_step, down_panels), space);
+    pool->for_each(hidden_slices_.tasks(spans, down_step), [&](size_t task) {
+        const auto [span, first, last] = hidden_slices_.block(task, spans, down_step);
+        down(space.spans[span], first, last, space);
     });
-    auto merge_token = [&](size_t t) { merge(ids, weights, t, slots, out, space); };
+    auto merge_token = [&](size_t t) { merge(weights, t, slots, out, space); };
     if (tokens < 4) {
         for (size_t t = 0; t < tokens; ++t) merge_token(t);
     } else {
@@ -242,7 +247,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
     const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
-    const uint8_t* weights = gate_up_.data() + (span.expert * panel_count(intermediate()) + first) * pair_bytes;
+    const uint8_t* weights = gate_up_.data() + mid_slices_.place(span.expert, first) * pair_bytes;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
     const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
     const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
@@ -280,27 +285,23 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
 
 void ExpertLayer::down(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
+    const size_t stride = space.partial_stride, row = first * kPanelRows;
+    float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
+    const uint8_t* weights = down_arena_.data() + hidden_slices_.place(span.expert, first) * down_panel_;
     panel_kernel(kernels_, down_.quant, forms.down)(
-        {down_arena_.data() + (span.expert * panel_count(hidden()) + first) * down_panel_, last - first, down_panel_,
-         intermediate(), &space.mid_x[span.begin], span.size(),
-         const_cast<float*>(space.partial.data()) + span.begin * space.partial_stride + first * kPanelRows,
-         space.partial_stride});
+        {weights, last - first, down_panel_, intermediate(), &space.mid_x[span.begin], span.size(), y, stride});
+    if (down_.bias.empty()) return;
+    const float* bias = &down_.bias[span.expert * hidden() + row];
+    for (size_t t = 0; t < span.size(); ++t)
+        for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-void ExpertLayer::merge(const int64_t* ids, const float* weights, size_t token, size_t slots, float* out,
-                        const Workspace& space) const {
+void ExpertLayer::merge(const float* weights, size_t token, size_t slots, float* out, const Workspace& space) const {
+    const float* terms[kMaxSlots];
     float* sum = out + token * hidden();
-    std::fill_n(sum, hidden(), 0.0f);
-    for (size_t pair = token * slots; pair < (token + 1) * slots; ++pair) {
-        const float weight = weights[pair];
-        const float* term = space.partial.data() + space.position[pair] * space.partial_stride;
-        const float* bias = down_.bias.empty() ? nullptr : &down_.bias[static_cast<size_t>(ids[pair]) * hidden()];
-        if (bias) {
-            for (size_t i = 0; i < hidden(); ++i) sum[i] += weight * (term[i] + bias[i]);
-        } else {
-            for (size_t i = 0; i < hidden(); ++i) sum[i] += weight * term[i];
-        }
-    }
+    for (size_t slot = 0; slot < slots; ++slot)
+        terms[slot] = space.partial.data() + space.position[token * slots + slot] * space.partial_stride;
+    kernels_.merge({terms, weights + token * slots, slots, sum, hidden()});
 }
 
 }  // namespace ktqueue

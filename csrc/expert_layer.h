@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "node_slices.h"
 #include "packed_matrix.h"
 #include "prepared_rows.h"
 
@@ -33,7 +34,8 @@ class ExpertLayer {
                 const KernelTable& kernels);
 
     // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is
-    // written, if an id is not in 0..experts-1. Results do not depend on the number of threads or, for an expert with
+    // written, if an id is not in 0..experts-1 or there are
+    // more than 64 slots. Results do not depend on the number of threads or, for an expert with
     // fewer than the table's tile_tokens rows, on the other tokens.
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                  float* out) const;
@@ -56,15 +58,15 @@ class ExpertLayer {
     void prepare_rows(const float* x, size_t tokens, size_t slots, Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
     void down(const Span& span, size_t first, size_t last, const Workspace& space) const;
-    void merge(const int64_t* ids, const float* weights, size_t token, size_t slots, float* out,
-               const Workspace& space) const;
+    void merge(const float* weights, size_t token, size_t slots, float* out, const Workspace& space) const;
 
     ExpertMatrices gate_, up_, down_;
     ExpertOptions options_;
     const KernelTable& kernels_;
     size_t gate_panel_, up_panel_, down_panel_;  // bytes
-    Arena gate_up_;                              // [experts][panels of intermediate]: a panel of gate, then one of up
-    Arena down_arena_;                           // [experts][panels of hidden]
+    NodeSlices mid_slices_, hidden_slices_;      // over panels of the intermediate size, of the hidden size
+    Arena gate_up_;                              // at mid_slices_.place(): a panel of gate, then one of up
+    Arena down_arena_;                           // at hidden_slices_.place()
 };
 
 }  // namespace ktqueue

@@ -4,6 +4,7 @@
 
 #include "attention_kernels.h"
 #include "gate_kernels.h"
+#include "merge_kernels.h"
 #include "panel_kernels.h"
 #include "row_kernels.h"
 
@@ -25,6 +26,7 @@ constexpr KernelTable make_table(const char* isa) {
         0,
         quantize,
         narrow,
+        merge,
         {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
         attention,
     };

@@ -46,6 +46,16 @@ struct GateTask {
 };
 using GateKernel = void (*)(const GateTask& task);
 
+// out[i] = sum over k of weights[k] * terms[k][i], in order of k, for i < count.
+struct MergeTask {
+    const float* const* terms;
+    const float* weights;
+    size_t terms_count;
+    float* out;
+    size_t count;
+};
+using MergeKernel = void (*)(const MergeTask& task);
+
 // A block of query vectors of one sequence and one key/value head against that sequence's pages.
 struct AttentionTask {
     const float* const* query;  // [vectors] pointers to head_dim floats
@@ -77,6 +87,7 @@ struct KernelTable {
     size_t tile_tokens;  // from how many tokens `tile` is faster
     QuantizeKernel quantize;
     NarrowKernel narrow;
+    MergeKernel merge;
     GateKernel gate[4];  // by Activation
     AttentionKernel attention;
 };

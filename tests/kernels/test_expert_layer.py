@@ -144,6 +144,31 @@ def test_a_token_does_not_feel_the_others(quant, isa, make_weights, run_layer):
     native.set_threads(1)
 
 
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_slices_of_nodes_change_nothing(nodes, make_weights, run_layer):
+    """Weights laid out for NUMA nodes that this machine may not have, with sizes that they do not divide."""
+    packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 5, 256, 256)
+    small = make_weights("F32", 3, 45, 20)
+    cases = [(packed, 256, 5), (small, 45, 3)]
+    native.set_threads(1)
+    inputs = [(activations(9, hidden), *route(9, experts, 2)) for _, hidden, experts in cases]
+    expected = [run_layer(native.ExpertLayer(one), *given) for (one, *_), given in zip(cases, inputs, strict=True)]
+    native.set_threads(4, torch_threads=1, pretend_nodes=nodes)
+    layers = [native.ExpertLayer(one) for one, *_ in cases]
+    for layer, given, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(run_layer(layer, *given), wanted)
+    native.set_threads(1)
+    for layer, given, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(run_layer(layer, *given), wanted)
+
+
+def test_refuses_too_many_slots(make_weights, run_layer):
+    layer = native.ExpertLayer(make_weights("F32", 70, 16, 16))
+    x, (ids, weights) = activations(2, 16), route(2, 70, 65)
+    with pytest.raises(ValueError, match="a token has at most 64 experts, got 65"):
+        run_layer(layer, x, ids, weights)
+
+
 def test_more_tokens_than_a_pass_takes(isa, make_weights, run_layer):
     layer = native.ExpertLayer(make_weights("Q4_0", 3, 32, 32), isa=isa)
     x, (ids, weights) = activations(1100, 32), route(1100, 3, 2)
