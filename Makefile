@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 ZIG := $(VENV)/zig
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-cache-dir --no-input
 SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+DRIVER := $(shell find tests/kernels -name '*.cpp' -o -name '*.h')
 ARGS ?=
 
 # Caches of the tools and libraries used here: in this folder, not in the user's home.
@@ -86,6 +87,10 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@$(PIP) install --requirement "$(VENV)/dev.txt"
 	@touch $@
 
+$(VENV)/fuzz.stamp: $(VENV)/dev.stamp
+	@$(PIP) install nanobind atheris
+	@touch $@
+
 # ---- what people ask for
 
 .PHONY: install demo
@@ -105,17 +110,18 @@ soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed worke
 parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)
 
-build/sanitize-%: $(VENV)/dev.stamp $(SOURCES) tests/kernels/kernel_driver.cpp tests/kernels/thread_pool_check.cpp
-	@cmake -S . -B $@ -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(BIN)/python -DKTQUEUE_SANITIZE="$*" > /dev/null
-	@cmake --build $@ --target kernel_driver thread_pool_check
+build/sanitize-%/stamp: $(VENV)/fuzz.stamp $(SOURCES) $(DRIVER)
+	@echo "compiling the kernels with -fsanitize=$* (a minute or two)"
+	@cmake -S . -B $(@D) -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(BIN)/python -DKTQUEUE_SANITIZE="$*" > /dev/null
+	@cmake --build $(@D) --parallel --target kernel_driver thread_pool_check > /dev/null
 	@touch $@
 
-sanitize: build/sanitize-address,undefined build/sanitize-thread ## Pool and kernels under ASan, UBSan and TSan (needs cmake)
-	@for build in $^; do "$$build/thread_pool_check"; "$$build/kernel_driver" 300; done
+sanitize: build/sanitize-address,undefined/stamp build/sanitize-thread/stamp ## Pool and kernels under ASan, UBSan and TSan (needs cmake)
+	@for build in $(^D); do "$$build/thread_pool_check"; "$$build/kernel_driver" 300; done
 
 FUZZ_SECONDS ?= 60
-fuzz: build/sanitize-address,undefined ## Model files and kernel calls at random, FUZZ_SECONDS=60 each
-	@$</kernel_driver 1000000000 $(FUZZ_SECONDS) $$(date +%s)
+fuzz: build/sanitize-address,undefined/stamp ## Kernel calls and model files at random, FUZZ_SECONDS=60 each
+	@$(<D)/kernel_driver 1000000000 $(FUZZ_SECONDS) $$(date +%s)
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest --quiet --timeout 0 tests/loading/test_fuzz_gguf.py
 
 .PHONY: lint type format
