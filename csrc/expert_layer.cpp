@@ -13,10 +13,10 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kTokensAtOnce = 2048;     // bounds the workspace
-constexpr size_t kTaskBytes = 128 * 1024;  // of weights in one task, at most
-constexpr size_t kTokensPerPass = 64;      // of one expert; bounds the buffers on a task's stack
-constexpr size_t kMaxTaskPanels = 8;       // of gate; even, so that a task makes whole slabs of mid
+constexpr size_t kTokensAtOnce = 2048;    // bounds the workspace
+constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
+constexpr size_t kTokensPerPass = 64;     // of one expert; bounds the buffers on a task's stack
+constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task makes whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
 constexpr size_t kMaxSlots = 64;  // experts of one token
 
@@ -218,7 +218,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    const size_t slices = 4 * pool->threads();
+    const size_t slices = 16 * pool->threads();
     const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
         const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, kTaskBytes);
         return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);

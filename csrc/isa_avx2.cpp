@@ -2,6 +2,8 @@
 // files.
 #include "lanes_avx2.h"
 #include "vector_avx2.h"
+// Needs the vectors above.
+#include "vector_wide8.h"
 // The table is built of the lanes and vectors above.
 #include "isa_table.h"
 
