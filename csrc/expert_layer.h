@@ -34,9 +34,8 @@ class ExpertLayer {
                 const KernelTable& kernels);
 
     // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is
-    // written, if an id is not in 0..experts-1 or there are
-    // more than 64 slots. Results do not depend on the number of threads or, for an expert with
-    // fewer than the table's tile_tokens rows, on the other tokens.
+    // written, if an id is not in 0..experts-1 or there are more than 64 slots. Results do not depend on the number of
+    // threads or, but for BF16 weights in tiles (see kernel_table.h), on the other tokens.
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                  float* out) const;
 

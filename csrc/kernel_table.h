@@ -81,8 +81,8 @@ struct KernelTable {
     const char* isa;
     PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows, but float rows for F32, F16, BF16
     PanelKernel exact[kQuantCount];  // by Quant; x: float rows
-    // By Quant; x: bf16 rows, one after the other at a constant distance, for many tokens at once; null: none.
-    // Rounded otherwise than `dot`.
+    // By Quant, for many tokens at once; null: none. x as for `dot`, with equal results; but for BF16 bf16 rows, one
+    // after the other at a constant distance, and rounded otherwise.
     PanelKernel tile[kQuantCount];
     size_t tile_tokens;  // from how many tokens `tile` is faster
     QuantizeKernel quantize;

@@ -110,14 +110,13 @@ class LinearJob {
         size_t i = count_ - 1;
         while (task < first_task_[i]) --i;
         const Linear& linear = *calls_[i].linear;
-        const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i]);
+        const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i], tokens_);
         const size_t first = (task - first_task_[i]) * panels_[i];
         const size_t last = std::min(first + panels_[i], panel_count(linear.rows_));
         // A panel that the matrix does not fill must not write beyond the row: it goes through a buffer.
         const size_t whole = std::min(last, linear.rows_ / kPanelRows);
-        const size_t step = forms_[i].kind == RowForm::Kind::Narrow ? tokens_ : kTokensAtOnce;
-        for (size_t t = 0; t < tokens_; t += step) {
-            const size_t tokens = std::min(step, tokens_ - t);
+        for (size_t t = 0; t < tokens_; t += kTokensAtOnce) {
+            const size_t tokens = std::min(kTokensAtOnce, tokens_ - t);
             PanelTask part{linear.arena_.data() + first * linear.panel_bytes_,
                            whole > first ? whole - first : 0,
                            linear.panel_bytes_,
@@ -133,20 +132,15 @@ class LinearJob {
     }
 
     static void compute_rest(PanelKernel kernel, const Linear& linear, PanelTask part, size_t panel, float* y) {
-        const size_t stride = part.y_stride, row = panel * kPanelRows, tokens = part.tokens;
+        const size_t stride = part.y_stride, row = panel * kPanelRows;
         float buffer[kTokensAtOnce * kPanelRows];
         part.weights = linear.arena_.data() + panel * linear.panel_bytes_;
         part.panels = 1;
         part.y = buffer;
         part.y_stride = kPanelRows;
-        const void* const* x = part.x;
-        for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
-            part.x = x + t;
-            part.tokens = std::min(kTokensAtOnce, tokens - t);
-            kernel(part);
-            for (size_t i = 0; i < part.tokens; ++i)
-                std::copy_n(buffer + i * kPanelRows, linear.rows_ - row, y + (t + i) * stride + row);
-        }
+        kernel(part);
+        for (size_t t = 0; t < part.tokens; ++t)
+            std::copy_n(buffer + t * kPanelRows, linear.rows_ - row, y + t * stride + row);
     }
 
     void add_bias(const Linear& linear, size_t first, size_t last, float* y, size_t tokens, size_t i) const {

@@ -15,7 +15,7 @@ class Linear {
     Linear(const StoredMatrix& weights, const float* bias, Precision precision, const KernelTable& kernels);
 
     // x: [tokens, columns], rows x_stride floats apart; y: [tokens, rows], rows y_stride floats apart.
-    // Results do not depend on the number of threads or, below the table's tile_tokens, on the other tokens.
+    // Results do not depend on the number of threads or, but for BF16 weights in tiles, on the others.
     void forward(const float* x, size_t x_stride, size_t tokens, float* y, size_t y_stride) const;
 
     size_t rows() const { return rows_; }

@@ -7,7 +7,7 @@
 
 namespace ktqueue {
 
-enum class Precision : uint8_t { Fast, Exact };  // int8 (or bf16 tiles) where the format allows; float32
+enum class Precision : uint8_t { Fast, Exact };  // int8 (BF16 in tiles: bf16) where the format allows; float32
 
 // How rows are prepared. Formats with equal forms share prepared rows.
 struct RowForm {
@@ -20,8 +20,8 @@ struct RowForm {
 // The form for weights of `quant` and `tokens` rows that share them.
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens);
 
-// The kernel that takes that form.
-PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form);
+// The kernel that takes that form, for as many rows.
+PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form, size_t tokens);
 
 // Bytes of one prepared row; a multiple of 16.
 size_t prepared_bytes(RowForm form, size_t columns);

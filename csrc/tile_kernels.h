@@ -1,209 +1,235 @@
-// Panels times many rows on matrix tiles (AMX), with bf16 rows and weights rounded to bf16, sums in float32.
+// Panels of block formats times many rows on matrix tiles (AMX): the integer products of panel_kernels.h by tiles, and
+// then the same operations on floats in the same order, so that results equal those of `dot` bit for bit.
 // Included only by translation units of one instruction set, after lanes_avx512.h; internal linkage.
 //
-// `Tiles` is what has the eight tiles, each of up to 16 rows of 64 bytes:
-//   configure(rows)        gives tile i rows[i] rows of 64 bytes, all zero
-//   zero<T>(), load<T>(source, stride), store<T>(target, stride)     strides in bytes
-//   dot<C, A, B>()         C[m][n] += A[m][2k] * B[k][2n] + A[m][2k + 1] * B[k][2n + 1] summed over k
-//   release()
+// `Tiles` is what has the eight tiles; see tiles_amx.h. A slab's lines, made signed, are the eight rows of one operand (so
+// no correction is due), 32 bytes of 16 tokens the other. The products pass through a buffer to the vector registers,
+// where the 16 tokens' sums stay for a superblock. A product takes long, so it is begun two slabs before it is used.
+// Two panels share a pass over the tokens' rows, and up to 64 tokens share what is unpacked of a superblock.
 //
-// A slab of a panel, unpacked to bf16, is one tile (tile_weights.h); so are 32 columns of 16 rows of x as they lie.
-// Two panels and 32 tokens make a pass: four sums, and a slab of it is four loads for four products. While the passes
-// over a superblock of two panels run, the next superblock is unpacked a slab at a time between the products, into the
-// other half of a buffer that stays in the first-level cache (32 KB).
-//
-// Cycles of one 16 x 32 tile of weights, estimated for Sapphire and Emerald Rapids: 16 a product and 8 a load from the
-// first-level cache (Intel's optimization manual), so 16 for 16 tokens; unpacking is 130 to 190 instructions for ports 0
-// and 5, so 65 to 95. Both overlap, so up to 64 tokens unpacking is the limit, and the arithmetic beyond.
+// Cycles of 16 rows x 32 columns x 16 tokens, estimated for Sapphire and Emerald Rapids: 48 or 64 vector operations (80 and
+// 112 with a scale for 16) on ports 0 and 5, 16 stores and 12 to 20 loads of tile rows beside them: 28 to 60.
 #pragma once
 
 #include <algorithm>
 
 #include "kernel_table.h"
 #include "panel_format.h"
-// Uses the formats above.
-#include "tile_weights.h"
+#include "panel_kernels.h"
+#include "tile_shape.h"
 
 namespace ktqueue {
 namespace {
 
-constexpr size_t kTileRows = 16;     // tokens
-constexpr size_t kTileBytes = 1024;  // 16 rows of 64
-constexpr size_t kPassTokens = 2 * kTileRows;
-constexpr size_t kMaxBlockTokens = 256;         // that share an unpacked superblock
-constexpr size_t kMaxBlockBytes = 1024 * 1024;  // of their x, which every two panels read again: half the second level
+constexpr size_t kBlockTokens = 64;  // that share an unpacked superblock
+constexpr size_t kChunkSlabs = 64;   // of x, gathered at once: 192 KB for 64 tokens, for the second-level cache
+constexpr size_t kDotTokens = 6;     // fewer than that, left over, are quicker without tiles
 
-// A superblock of one or two panels.
-struct TileChunk {
-    size_t panel, panels;  // no panels: past the end
-    size_t first, slabs;   // of the panel
-    const uint8_t* block;  // of the first panel; the other's is a panel stride away
+// The same slab of 16 rows of x, side by side.
+struct alignas(64) TokenSlab {
+    int8_t q[kTileTokens][kSlab];
+    struct {
+        float scale, total[2];
+        uint32_t padding;
+    } rest[kTileTokens];  // ActivationSlab after q
+};
+static_assert(sizeof(TokenSlab) == kTileTokens * sizeof(ActivationSlab));
+
+// A superblock of one panel as the products and sums want it.
+struct alignas(64) UnpackedSuperblock {
+    uint8_t lines[kSlabs][8][64];  // signed codes
+    float scales[kSlabs][2][kPanelRows];
+    float minimums[kSlabs][2][kPanelRows];
 };
 
+// 1 to 64 tokens of a task.
 template <class Format, class Tiles>
 class TileBlock {
   public:
-    // Tokens first .. first + count - 1, count <= kMaxBlockTokens.
-    TileBlock(const PanelTask& task, size_t first, size_t count)
+    TileBlock(const PanelTask& task, size_t first, size_t tokens)
         : task_(task),
           slabs_((task.columns + kSlab - 1) / kSlab),
-          x_(static_cast<const uint8_t*>(task.x[first])),
-          x_stride_(task.tokens > 1 ? static_cast<const uint8_t*>(task.x[1]) - static_cast<const uint8_t*>(task.x[0])
-                                    : 0),
-          y_(task.y + first * task.y_stride),
-          tokens_(count) {}
+          tokens_(tokens),
+          groups_((tokens + kTileTokens - 1) / kTileTokens),
+          x_(task.x + first),
+          y_(task.y + first * task.y_stride) {
+        const size_t next = 2 * task.panel_stride;  // see panel_kernels.h
+        ahead_ = first > 0 ? 0 : next <= kFarthestBytes ? next : kPrefetchBytes;
+    }
 
     void run() {
-        TileChunk chunk = at(0, 0);
-        begin_unpacking(chunk);
-        while (unit_ < units_) unpack();
-        for (; chunk.panels != 0; chunk = unpacking_) {
-            begin_unpacking(following(chunk));
-            if (chunk.panels == 2) {
-                passes<2>(chunk);
-            } else {
-                passes<1>(chunk);
+        for (size_t first = 0; first < slabs_; first += kChunkSlabs) {
+            const size_t end = std::min(first + kChunkSlabs, slabs_);
+            gather(first, end);
+            for (size_t panel = 0; panel < task_.panels; panel += 2) {
+                const size_t panels = std::min<size_t>(2, task_.panels - panel);
+                begin_sums(panel, panels, first == 0);
+                for (size_t s = first; s < end; s += kSlabs)
+                    add_superblock_of_panels(panel, panels, s, std::min(kSlabs, end - s), first);
+                end_sums(panel, panels);
             }
         }
     }
 
   private:
-    // bf16 panels are tiles already.
-    static constexpr bool kUnpacked = Format::kQuant == Quant::BF16;
+    static constexpr bool kHalves = activation_kind(Format::kQuant).halves;
 
-    TileChunk at(size_t panel, size_t first) const {
-        if (panel >= task_.panels) return {panel, 0, 0, 0, task_.weights};
-        return {panel, std::min<size_t>(2, task_.panels - panel), first, std::min(kSlabs, slabs_ - first),
-                task_.weights + panel * task_.panel_stride + first / kSlabs * superblock_bytes(Format::kQuant)};
+    // Rows beyond the last token are zero.
+    void gather(size_t first, size_t end) {
+        for (size_t group = 0; group < groups_; ++group)
+            for (size_t s = first; s < end; ++s) {
+                TokenSlab& to = gathered_[group][s - first];
+                const size_t rows = std::min(kTileTokens, tokens_ - group * kTileTokens);
+                for (size_t t = 0; t < rows; ++t) {
+                    const ActivationSlab& from = static_cast<const ActivationSlab*>(x_[group * kTileTokens + t])[s];
+                    std::memcpy(to.q[t], from.q, sizeof from.q);
+                    std::memcpy(&to.rest[t], &from.scale, sizeof to.rest[t]);
+                }
+                for (size_t t = rows; t < kTileTokens; ++t) {
+                    std::memset(to.q[t], 0, sizeof to.q[t]);
+                    std::memset(&to.rest[t], 0, sizeof to.rest[t]);
+                }
+            }
     }
 
-    TileChunk following(const TileChunk& chunk) const {
-        const size_t next = chunk.first + chunk.slabs;
-        return next < slabs_ ? at(chunk.panel, next) : at(chunk.panel + chunk.panels, 0);
+    void begin_sums(size_t panel, size_t panels, bool zero) {
+        for (size_t p = 0; p < panels; ++p)
+            for (size_t t = 0; t < groups_ * kTileTokens; ++t)
+                store_floats(sums_[p][t], zero || t >= tokens_
+                                              ? zero_floats()
+                                              : load_floats(y_ + t * task_.y_stride + (panel + p) * kPanelRows));
     }
 
-    void begin_unpacking(const TileChunk& chunk) {
-        unpacking_ = chunk;
-        prefetching_ = kUnpacked ? chunk : following(chunk);
-        buffer_ ^= 1;
-        unit_ = 0;
-        units_ = chunk.panels * chunk.slabs;
+    void end_sums(size_t panel, size_t panels) {
+        for (size_t p = 0; p < panels; ++p)
+            for (size_t t = 0; t < tokens_; ++t)
+                store_floats(y_ + t * task_.y_stride + (panel + p) * kPanelRows, load_floats(sums_[p][t]));
     }
 
-    // The next slab of the chunk being unpacked, and a prefetch of as much of the one after it.
-    void unpack() {
-        const size_t panel = unpacking_.panels == 2 ? unit_ % 2 : 0;
-        const size_t slab = unpacking_.panels == 2 ? unit_ / 2 : unit_;
-        ++unit_;
-        const uint8_t* ahead = prefetching_.block + panel * task_.panel_stride + slab * slab_bytes(Format::kQuant);
-        for (size_t i = 0; i < slab_bytes(Format::kQuant) + 8; i += 64) __builtin_prefetch(ahead + i, 0, 3);
-        if constexpr (!kUnpacked) {
-            const Format format(unpacking_.block + panel * task_.panel_stride, unpacking_.slabs);
-            store_tile(format, slab, weights_[buffer_][panel][slab]);
+    void add_superblock_of_panels(size_t panel, size_t panels, size_t first, size_t slabs, size_t chunk) {
+        for (size_t p = 0; p < panels; ++p)
+            unpack(task_.weights + (panel + p) * task_.panel_stride + first / kSlabs * superblock_bytes(Format::kQuant),
+                   slabs, unpacked_[p]);
+        for (size_t group = 0; group < groups_; ++group)
+            for (size_t p = 0; p < panels; ++p)
+                add(unpacked_[p], slabs, gathered_[group] + (first - chunk), sums_[p] + group * kTileTokens);
+    }
+
+    void unpack(const uint8_t* block, size_t slabs, UnpackedSuperblock& to) const {
+        constexpr int kOffset = activation_kind(Format::kQuant).offset;
+        const Format format(block, slabs);
+        for (size_t s = 0; s < slabs; ++s) {
+            if (ahead_) prefetch<slab_bytes(Format::kQuant), 2>(block + s * slab_bytes(Format::kQuant) + ahead_);
+#pragma GCC unroll 4
+            for (size_t j = 0; j < 4; ++j) {
+                Bytes even, odd;
+                format.lines(s, j, even, odd);
+                store_signed<kOffset>(to.lines[s][2 * j], even);
+                store_signed<kOffset>(to.lines[s][2 * j + 1], odd);
+            }
+            for (size_t h = 0; h <= kHalves; ++h) {
+                store_floats(to.scales[s][h], format.scale(s, h));
+                if constexpr (Format::kMinimums) store_floats(to.minimums[s][h], format.minimum(s, h));
+            }
         }
     }
 
-    template <size_t Panels>
-    void passes(const TileChunk& chunk) {
-        const size_t count = (tokens_ + kPassTokens - 1) / kPassTokens;
-        const size_t steps = count * chunk.slabs;
-        const bool alone = count == 1;  // then the sums stay in their tiles
-        for (size_t token = 0; token < tokens_; token += kPassTokens) {
-            const size_t rows = std::min(kPassTokens, tokens_ - token);
-            configure(rows);
-            if (rows > kTileRows) {
-                pass<Panels, 2>(chunk, token, steps, alone);
+    template <int Offset>
+    static void store_signed(uint8_t* target, Bytes codes) {
+        if constexpr (Offset != 0) codes = _mm512_sub_epi8(codes, _mm512_set1_epi8(static_cast<char>(Offset)));
+        _mm512_store_si512(target, codes);
+    }
+
+    // sums[16][16] += a superblock times 16 tokens.
+    void add(const UnpackedSuperblock& weights, size_t slabs, const TokenSlab* x, float (*target)[kPanelRows]) {
+        Floats sums[kTileTokens];
+#pragma GCC unroll 16
+        for (size_t m = 0; m < kTileTokens; ++m) sums[m] = load_floats(target[m]);
+        multiply<0>(weights, x, 0);
+        if (slabs > 1) multiply<1>(weights, x, 1);
+        for (size_t s = 0; s < slabs; s += 2) {
+            if (s + 2 < slabs) multiply<0>(weights, x, s + 2);
+            add_products(weights, x[s], s, sums);
+            if (s + 1 == slabs) break;
+            if (s + 3 < slabs) multiply<1>(weights, x, s + 3);
+            add_products(weights, x[s + 1], s + 1, sums);
+        }
+#pragma GCC unroll 16
+        for (size_t m = 0; m < kTileTokens; ++m) store_floats(target[m], sums[m]);
+    }
+
+    // Products of slab s to their buffer. Slabs take turns with the tiles: `Turn` is 0 or 1.
+    template <int Turn>
+    void multiply(const UnpackedSuperblock& weights, const TokenSlab* x, size_t s) {
+        if constexpr (kHalves) {
+            multiply_half<2 * Turn, 4, 6>(weights.lines[s][0], x[s].q[0], products_[s % 4][0]);
+            multiply_half<2 * Turn + 1, 5, 7>(weights.lines[s][4], x[s].q[0] + kSlab / 2, products_[s % 4][1]);
+        } else {
+            multiply_half<Turn, 4 + Turn, 6 + Turn>(weights.lines[s][0], x[s].q[0], products_[s % 4][0]);
+        }
+    }
+
+    template <int C, int A, int B>
+    static void multiply_half(const uint8_t* lines, const int8_t* q, int32_t (*products)[kPanelRows]) {
+        Tiles::template load<A>(q, kSlab);
+        Tiles::template load<B>(lines, 64);
+        Tiles::template zero<C>();
+        Tiles::template dot_int8<C, A, B>();
+        Tiles::template store<C>(products, 64);
+    }
+
+    // As add_superblock() of panel_kernels.h.
+    void add_products(const UnpackedSuperblock& weights, const TokenSlab& x, size_t s,
+                      Floats (&sums)[kTileTokens]) const {
+        const Floats scale = load_floats(weights.scales[s][0]), other = load_floats(weights.scales[s][kHalves]);
+        const auto& products = products_[s % 4];
+#pragma GCC unroll 16
+        for (size_t m = 0; m < kTileTokens; ++m) {
+            const Floats product = to_floats(_mm512_load_si512(products[0][m]));
+            const Floats x_scale = splat_float(x.rest[m].scale);
+            if constexpr (kHalves) {
+                const Floats second = to_floats(_mm512_load_si512(products[1][m]));
+                sums[m] = fused(fused(second, other, times(product, scale)), x_scale, sums[m]);
             } else {
-                pass<Panels, 1>(chunk, token, steps, alone);
+                sums[m] = fused(times(product, x_scale), scale, sums[m]);
+            }
+            if constexpr (Format::kMinimums) {
+                sums[m] = fused_negative(load_floats(weights.minimums[s][0]), splat_float(x.rest[m].total[0]), sums[m]);
+                if constexpr (kHalves)
+                    sums[m] =
+                        fused_negative(load_floats(weights.minimums[s][1]), splat_float(x.rest[m].total[1]), sums[m]);
             }
         }
     }
-
-    void configure(size_t rows) {
-        if (rows == configured_) return;
-        configured_ = rows;
-        const auto upper = static_cast<uint8_t>(std::min(rows, kTileRows));
-        const auto lower = static_cast<uint8_t>(rows > kTileRows ? rows - kTileRows : kTileRows);
-        Tiles::configure({upper, lower, upper, lower, upper, lower, kTileRows, kTileRows});
-    }
-
-    // sums (tiles 0 to 3: panel * 2 + half of the tokens) += x (tiles 4 and 5) * weights (tiles 6 and 7).
-    template <size_t Panels, size_t Halves>
-    void pass(const TileChunk& chunk, size_t token, size_t steps, bool alone) {
-        if (chunk.first == 0) {
-            for_sums<Panels, Halves>([&]<int T>(size_t, size_t) { Tiles::template zero<T>(); });
-        } else if (!alone) {
-            for_sums<Panels, Halves>(
-                [&]<int T>(size_t panel, size_t half) { Tiles::template load<T>(sums(token, panel, half), 64); });
-        }
-        const uint8_t* x = x_ + token * x_stride_ + chunk.first * 64;
-        const uint8_t* lower_x = x + kTileRows * x_stride_;
-        const uint8_t* weights = kUnpacked ? chunk.block : weights_[buffer_ ^ 1][0][0];
-        const uint8_t* other = kUnpacked ? chunk.block + task_.panel_stride : weights_[buffer_ ^ 1][1][0];
-        for (size_t s = 0; s < chunk.slabs; ++s) {
-            Tiles::template load<4>(x + s * 64, x_stride_);
-            Tiles::template load<6>(weights + s * kTileBytes, 64);
-            Tiles::template dot<0, 4, 6>();
-            if constexpr (Panels == 2) {
-                Tiles::template load<7>(other + s * kTileBytes, 64);
-                Tiles::template dot<2, 4, 7>();
-            }
-            if constexpr (Halves == 2) {
-                Tiles::template load<5>(lower_x + s * 64, x_stride_);
-                Tiles::template dot<1, 5, 6>();
-                if constexpr (Panels == 2) Tiles::template dot<3, 5, 7>();
-            }
-            for (due_ += units_; due_ >= steps; due_ -= steps) unpack();  // spread evenly over the steps
-        }
-        if (chunk.first + chunk.slabs == slabs_) {
-            for_sums<Panels, Halves>([&]<int T>(size_t panel, size_t half) {
-                float* y = y_ + (token + half * kTileRows) * task_.y_stride + (chunk.panel + panel) * kPanelRows;
-                Tiles::template store<T>(y, task_.y_stride * sizeof(float));
-            });
-        } else if (!alone) {
-            for_sums<Panels, Halves>(
-                [&]<int T>(size_t panel, size_t half) { Tiles::template store<T>(sums(token, panel, half), 64); });
-        }
-    }
-
-    template <size_t Panels, size_t Halves, class Body>
-    static void for_sums(Body body) {
-        body.template operator()<0>(0, 0);
-        if constexpr (Halves == 2) body.template operator()<1>(0, 1);
-        if constexpr (Panels == 2) body.template operator()<2>(1, 0);
-        if constexpr (Panels == 2 && Halves == 2) body.template operator()<3>(1, 1);
-    }
-
-    float* sums(size_t token, size_t panel, size_t half) { return sums_[token / kTileRows + half][panel]; }
 
     const PanelTask& task_;
-    size_t slabs_;
-    const uint8_t* x_;
-    size_t x_stride_;  // bytes
+    size_t slabs_, tokens_, groups_, ahead_;
+    const void* const* x_;
     float* y_;
-    size_t tokens_;
-    size_t configured_ = 0;
 
-    TileChunk unpacking_, prefetching_;
-    size_t buffer_ = 1;            // that is being unpacked into
-    size_t unit_ = 0, units_ = 0;  // slabs unpacked and to unpack
-    size_t due_ = 0;               // unpacked slabs owed, times steps
-
-    alignas(64) uint8_t weights_[2][2][kSlabs][kTileBytes];                   // [buffer][panel]
-    alignas(64) float sums_[kMaxBlockTokens / kTileRows][2][kTileBytes / 4];  // [16 tokens][panel]
+    alignas(64) int32_t products_[4][1 + kHalves][kTileTokens][kPanelRows];  // of slab s at s % 4, by half
+    alignas(64) float sums_[2][kBlockTokens][kPanelRows];                    // [panel]
+    UnpackedSuperblock unpacked_[2];                                         // [panel]
+    TokenSlab gathered_[kBlockTokens / kTileTokens][kChunkSlabs];
 };
 
-// Tokens in blocks as equal as can be, each small enough that its x stays in the second-level cache.
 template <class Format, class Tiles>
 void tile_panels(const PanelTask& task) {
-    const size_t row_bytes = (task.columns + kSlab - 1) / kSlab * kSlab * sizeof(uint16_t);
-    const size_t fitting = kMaxBlockBytes / row_bytes / kPassTokens * kPassTokens;
-    const size_t most = std::clamp(fitting, 2 * kPassTokens, kMaxBlockTokens);
-    const size_t blocks = (task.tokens + most - 1) / most;
-    const size_t tokens = round_up((task.tokens + blocks - 1) / blocks, kPassTokens);
-    for (size_t first = 0; first < task.tokens; first += tokens)
-        TileBlock<Format, Tiles>(task, first, std::min(tokens, task.tokens - first)).run();
-    Tiles::release();
+    const size_t rest = task.tokens % kTileTokens, tokens = task.tokens - (rest < kDotTokens ? rest : 0);
+    constexpr uint8_t kLines = activation_kind(Format::kQuant).halves ? 4 : 8;
+    constexpr TileShape kSums{kTileTokens, 64}, kX{kTileTokens, 4 * kLines}, kWeights{kLines, 64};
+    if (tokens > 0) {
+        Tiles::configure({kSums, kSums, kSums, kSums, kX, kX, kWeights, kWeights});
+        for (size_t first = 0; first < tokens; first += kBlockTokens)
+            TileBlock<Format, Tiles>(task, first, std::min(kBlockTokens, tokens - first)).run();
+        Tiles::release();
+    }
+    if (tokens == task.tokens) return;
+    PanelTask left = task;
+    left.x += tokens;
+    left.y += tokens * task.y_stride;
+    left.tokens -= tokens;
+    avx512_kernels().dot[static_cast<size_t>(Format::kQuant)](left);
 }
 
 }  // namespace

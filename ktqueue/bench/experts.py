@@ -98,10 +98,10 @@ class Point:
 def arithmetic_of(quant: str, isa: str) -> tuple[str, str]:
     """(isa, arithmetic) of the peak that kernels of that format and instruction set are held against.
 
-    Block formats: int8; floats: fp32; in AMX tiles both are bf16, but F32 stays fp32. Where `isa` has no such
-    arithmetic of its own, that of the next one below.
+    Block formats: int8; floats: fp32, but BF16 in AMX tiles: bf16. Where `isa` has no such arithmetic of its own, that
+    of the next one below.
     """
-    if isa == "amx" and quant != "F32":
+    if isa == "amx" and quant == "BF16":
         return isa, "bf16"
     arithmetic = "fp32" if quant in FLOATS else "int8"
     peaks = native.peaks()

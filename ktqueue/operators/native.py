@@ -24,8 +24,8 @@ SPIN_MICROSECONDS = 50
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
 """Of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1)."""
 ActivationType = Literal["int8", "float32"]
-"""How activations are held while they are multiplied: int8 with a scale for 32 (AMX: bf16 where an expert has many
-rows), or float32. For F32, F16 and BF16 weights int8 means float32 too (AMX: bf16 for F16 and BF16)."""
+"""How activations are held while they are multiplied: int8 with a scale for 32, or float32. For F32, F16 and BF16
+weights int8 means float32 too (AMX: bf16 where many rows share BF16 weights)."""
 
 
 def isa() -> str:
@@ -115,9 +115,9 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 class ExpertLayer:
     """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
-    Results do not depend on the thread count or, with AMX for an expert of few tokens, on which other tokens are in
-    the call. A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of
-    swiglu_clamped. Raises ValueError if shapes or sizes disagree, or naming the row whose scale is not finite.
+    Results do not depend on the thread count or, but for BF16 weights with AMX, on which other tokens are in the call.
+    A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of swiglu_clamped.
+    Raises ValueError if shapes or sizes disagree, or naming the row whose scale is not finite.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class Linear:
     """A packed matrix [rows, columns] that multiplies rows of activations on this machine's CPUs.
 
     `data`: [rows * row_bytes] uint8 in GGUF format `quant`, not kept; `bias`: [rows] float32. Results do not depend on
-    the thread count or, with AMX for few tokens, on the other tokens. Raises ValueError if sizes disagree, or naming
-    the row whose scale is not finite.
+    the thread count or, but for BF16 weights with AMX, on the other tokens. Raises ValueError if sizes disagree, or
+    naming the row whose scale is not finite.
     """
 
     def __init__(

@@ -65,15 +65,17 @@ def test_uniform_routing_is_uniform():
 
 
 def test_arithmetic_of_formats(monkeypatch):
-    offered = {"scalar": "int8 fp32", "avx2": "int8 fp32", "avxvnni": "int8", "avx512": "int8 bf16 fp32", "amx": "bf16"}
+    offered = {"scalar": "int8 fp32", "avx2": "int8 fp32", "avxvnni": "int8", "avx512": "int8 bf16 fp32"}
+    offered["amx"] = "int8 bf16"
     peaks = [(isa, kind, "") for isa, kinds in offered.items() for kind in kinds.split()]
     monkeypatch.setattr(native, "peaks", lambda: peaks)
     assert arithmetic_of("Q4_K", "avx512") == ("avx512", "int8")
     assert arithmetic_of("BF16", "avx2") == ("avx2", "fp32")
     assert arithmetic_of("Q4_K", "avxvnni") == ("avxvnni", "int8")
     assert arithmetic_of("F16", "avxvnni") == ("avx2", "fp32")  # it has no fp32 of its own
-    assert arithmetic_of("Q4_K", "amx") == arithmetic_of("F16", "amx") == ("amx", "bf16")
-    assert arithmetic_of("F32", "amx") == ("avx512", "fp32")
+    assert arithmetic_of("Q4_K", "amx") == ("amx", "int8")
+    assert arithmetic_of("BF16", "amx") == ("amx", "bf16")
+    assert arithmetic_of("F16", "amx") == ("avx512", "fp32")
 
 
 def test_calls_are_taken_in_turn():

