@@ -146,6 +146,10 @@ def _check(config: EngineConfig) -> None:
     if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
         raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
     try:
+        native.isa()
+    except ValueError as error:
+        raise ConfigError(str(error), param="KTQUEUE_ISA") from error
+    try:
         device = torch.device(config.device)
     except RuntimeError as error:
         raise _wrong("device", config.device, "a torch device such as cpu or cuda:0", "cpu, cuda") from error

@@ -92,7 +92,7 @@ def experts(
             experts_per_token=experts_per_token,
         ),
         quants=_names("--formats", (formats or ("all" if full else QUICK_FORMATS)).upper(), native.QUANTS),
-        isas=_names("--isa", (isa or ("all" if full else native.isa())).lower(), native.isas()),
+        isas=_names("--isa", (isa or ("all" if full else _best_isa())).lower(), native.isas()),
         loads=tuple(loads),
         seconds=seconds,
     )
@@ -113,6 +113,15 @@ def experts(
             show_points(points)
         if json_file is not None:
             _write(json_file, report(machine, sweep, points, load_before=load_before))
+
+
+def _best_isa() -> str:
+    from ktqueue.operators import native
+
+    try:
+        return native.isa()
+    except ValueError as error:  # of KTQUEUE_ISA
+        raise UsageFault(str(error)) from error
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

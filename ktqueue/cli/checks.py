@@ -86,9 +86,11 @@ def _kernels() -> Finding:
     try:
         from ktqueue.operators import native
 
-        return Finding("kernels", Level.OK, f"instruction set {native.isa()}")
+        return Finding("kernels", Level.OK, f"instruction set {native.isa()}, the CPU has {', '.join(native.isas())}")
     except ImportError as error:
         return Finding("kernels", Level.WARN, str(error), "reinstall ktqueue to compile them; only a worker needs them")
+    except ValueError as error:
+        return Finding("kernels", Level.FAIL, str(error), "unset KTQUEUE_ISA for the best that the CPU has")
 
 
 def _cores() -> Finding:
@@ -125,11 +127,27 @@ def available_memory() -> int:
 
 def _memory(config: Config) -> Finding:
     available = available_memory()
-    cache = config.engine.kv_cache_bytes
+    cache, weights = config.engine.kv_cache_bytes, _weights(config)
     fact = f"{format_bytes(available)} available, {format_bytes(cache)} wanted for the cache"
-    if cache > available:
-        return Finding("memory", Level.FAIL, fact, "lower --kv-cache-bytes")
+    if weights is not None:
+        fact += f", {format_bytes(weights)} or a little more for weights"
+    if cache + (weights or 0) > available:
+        return Finding("memory", Level.FAIL, fact, "lower --kv-cache-bytes or take a smaller model")
     return Finding("memory", Level.OK, fact)
+
+
+def _weights(config: Config) -> int | None:
+    """Bytes of the model's weights as stored; packed they are hardly more. None where they cannot be told."""
+    try:
+        from ktqueue.loading.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(config.engine.model)
+    except (ImportError, KtqueueError, OSError):
+        return None  # the model's own finding says why
+    try:
+        return sum(checkpoint.nbytes(name) for name in checkpoint.names())
+    finally:
+        checkpoint.close()
 
 
 def _model(config: Config) -> Finding:

@@ -118,3 +118,12 @@ def test_refuses_by_name(flags, says, capsys):
     assert says in shown.err
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
+
+
+def test_refuses_an_unknown_cap(capsys, monkeypatch):
+    def isa() -> str:
+        raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
+
+    monkeypatch.setattr(native, "isa", isa)
+    assert run(["bench", "experts"]) == 2
+    assert "KTQUEUE_ISA must be one of" in capsys.readouterr().err

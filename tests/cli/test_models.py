@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from ktqueue.cli.main import run
+from ktqueue.operators import native
 
 
 @pytest.fixture
@@ -73,6 +74,30 @@ def test_doctor_names_what_is_wrong(here):
     assert lines["memory"].startswith("fail")
     assert lines["port"].startswith("warn")
     assert any(line.startswith("fail") and "127.0.0.1:1" in line for line in out.splitlines())
+
+
+def finding(out: str, name: str) -> dict[str, str]:
+    """One of the findings of `doctor --json`."""
+    return next(one for one in json.loads(out)["findings"] if one["name"] == name)
+
+
+def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
+    monkeypatch.setattr("ktqueue.cli.checks.available_memory", lambda: 30 << 20)
+    code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
+    memory = finding(out, "memory")
+    assert (code, memory["level"]) == (1, "fail")
+    assert "18.4 MiB" in memory["fact"]
+
+
+def test_doctor_refuses_an_unknown_instruction_set(here, monkeypatch):
+    def isa() -> str:
+        raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
+
+    monkeypatch.setattr(native, "isa", isa)
+    code, out, _ = here("doctor", "--json", "--port", 0)
+    kernels = finding(out, "kernels")
+    assert (code, kernels["level"]) == (1, "fail")
+    assert "KTQUEUE_ISA must be one of" in kernels["fact"]
 
 
 def test_doctor_sees_the_running_stack(ktqueue, stack):

@@ -7,6 +7,7 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
+from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
 from workers.startup import build, resolve_max_model_len, resolve_num_pages, served_name
 
@@ -37,6 +38,16 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: st
     assert param in caught.value.message
     assert caught.value.limit is not None
     assert str(caught.value.value) in caught.value.message.replace(" B", "")
+
+
+def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def isa() -> str:
+        raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
+
+    monkeypatch.setattr(native, "isa", isa)
+    with pytest.raises(ConfigError, match="KTQUEUE_ISA must be one of") as caught:
+        build(EngineConfig())
+    assert caught.value.param == "KTQUEUE_ISA"
 
 
 def test_a_context_longer_than_the_cache_is_refused() -> None:
