@@ -133,7 +133,7 @@ class BoundDecoder {
   private:
     static StoredMatrix stored(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed) {
         const Quant kind = parse_quant(quant);
-        require<uint8_t>(packed, "embedding", {static_cast<int64_t>(rows * row_bytes(kind, columns))});
+        require<uint8_t>(packed, "embedding", {static_cast<int64_t>(matrix_bytes(kind, rows, columns))});
         return {kind, rows, columns, data<uint8_t>(packed)};
     }
 

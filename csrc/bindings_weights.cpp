@@ -10,20 +10,22 @@
 namespace ktqueue {
 namespace {
 
-// (quant name, rows, columns, one uint8 array an expert, bias [experts, rows] float32 or None).
-ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name) {
+// (quant name, rows, columns, one uint8 array an expert, bias [experts, rows] float32 or None). `held` keeps the arrays
+// alive: the sequence may make them as they are asked for.
+ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, std::vector<ReadOnly>& held) {
     std::string quant;
     ExpertMatrices matrices{};
     if (packed.size() != 5 || !nb::try_cast(packed[0], quant) || !nb::try_cast(packed[1], matrices.rows) ||
         !nb::try_cast(packed[2], matrices.columns))
         throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays, bias)");
     matrices.quant = parse_quant(quant);
-    const size_t bytes = matrices.rows * row_bytes(matrices.quant, matrices.columns);
+    const size_t bytes = matrix_bytes(matrices.quant, matrices.rows, matrices.columns);
     for (nb::handle one : packed[3]) {
         ReadOnly array;
         if (!nb::try_cast(one, array)) throw std::invalid_argument(std::string(name) + " must hold uint8 arrays");
         require<uint8_t>(array, name, {static_cast<int64_t>(bytes)});
         matrices.data.push_back(data<uint8_t>(array));
+        held.push_back(std::move(array));
     }
     if (!packed[4].is_none()) {
         ReadOnly bias;
@@ -51,7 +53,9 @@ Precision parse_precision(const std::string& activations) {
 
 BoundLayer::BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
                        float alpha, float limit, const std::string& activations, const std::string& isa) {
-    ExpertMatrices three[] = {parse_matrices(gate, "gate"), parse_matrices(up, "up"), parse_matrices(down, "down")};
+    std::vector<ReadOnly> held;
+    ExpertMatrices three[] = {parse_matrices(gate, "gate", held), parse_matrices(up, "up", held),
+                              parse_matrices(down, "down", held)};
     const ExpertOptions options{parse_activation(activation), alpha, limit, parse_precision(activations)};
     const KernelTable& kernels = kernels_named(isa);
     nb::gil_scoped_release release;
@@ -73,7 +77,7 @@ void BoundLayer::forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly&
 BoundLinear::BoundLinear(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed,
                          const std::optional<ReadOnly>& bias, const std::string& activations, const std::string& isa) {
     const Quant kind = parse_quant(quant);
-    require<uint8_t>(packed, "data", {static_cast<int64_t>(rows * row_bytes(kind, columns))});
+    require<uint8_t>(packed, "data", {static_cast<int64_t>(matrix_bytes(kind, rows, columns))});
     if (bias) require<float>(*bias, "bias", {static_cast<int64_t>(rows)});
     const StoredMatrix matrix{kind, rows, columns, data<uint8_t>(packed)};
     const Precision precision = parse_precision(activations);

@@ -3,12 +3,15 @@
 #include <sys/mman.h>
 
 #include <new>
+#include <stdexcept>
+#include <string>
 
 namespace ktqueue {
 
 namespace {
 
 constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kMostWeights = size_t{1} << 48;
 
 }  // namespace
 
@@ -33,6 +36,14 @@ Arena::~Arena() {
 Arena::Arena(Arena&& other) noexcept
     : bytes_(other.bytes_), mapped_(other.mapped_), base_(other.base_), data_(other.data_) {
     other.base_ = nullptr;
+}
+
+size_t matrix_bytes(Quant quant, size_t rows, size_t columns) {
+    const size_t bytes = row_bytes(quant, columns);
+    if (columns > kMostWeights || rows > kMostWeights / columns)
+        throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(columns) +
+                                    " weights is too large");
+    return rows * bytes;
 }
 
 }  // namespace ktqueue

@@ -5,6 +5,8 @@ twin that rounds its activations alike, but for a mid activation now and then th
 """
 
 import gc
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +220,27 @@ def test_weights_are_packed_from_any_alignment_and_not_kept(isa, make_weights, r
     noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # lands in memory set free
     assert torch.equal(run_layer(layer, x, ids, weights), expected)
     assert noise
+
+
+class Copies(Sequence):
+    """Arrays made as they are asked for, which nobody else keeps."""
+
+    def __init__(self, arrays) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, index):
+        return self.arrays[index].copy()
+
+
+def test_weights_may_be_made_as_they_are_asked_for(make_weights, run_layer):
+    packed = make_weights("Q4_0", 3, 64, 64)
+    fleeting = ExpertWeights(*(replace(one, data=Copies(one.data)) for one in (packed.gate, packed.up, packed.down)))
+    x, (ids, weights) = activations(4, 64), route(4, 3, 2)
+    expected = run_layer(native.ExpertLayer(packed), x, ids, weights)
+    assert torch.equal(run_layer(native.ExpertLayer(fleeting), x, ids, weights), expected)
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**63)])

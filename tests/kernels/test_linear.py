@@ -105,6 +105,13 @@ def test_packed_size_stays_near_the_file(random_weights):
         assert native.Linear(quant, 64, 512, data).bytes <= 1.1 * data.nbytes, quant
 
 
+def test_sizes_that_wrap_round_are_refused():
+    nothing = np.empty(0, np.uint8)
+    for rows, columns in [(2**62, 4), (1, 2**62), (2**32, 2**30)]:
+        with pytest.raises(ValueError, match="too large"):
+            native.Linear("F32", rows, columns, nothing)
+
+
 def test_refuses_what_does_not_fit(random_weights):
     data = random_weights("Q4_0", 32 * 64)
     linear = native.Linear("Q4_0", 32, 64, data)
