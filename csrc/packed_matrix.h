@@ -5,7 +5,8 @@
 
 namespace ktqueue {
 
-// Zeroed memory, 64-byte aligned, in 2 MB pages where the system has them. Throws std::bad_alloc.
+// Zeroed memory, 64-byte aligned, in 2 MB pages where it fills them and the system has them; of its size to 1/16 or 4
+// KB. Throws std::bad_alloc.
 class Arena {
   public:
     explicit Arena(size_t bytes);
@@ -19,7 +20,7 @@ class Arena {
 
   private:
     size_t bytes_, mapped_;
-    uint8_t *base_, *data_;
+    uint8_t* data_;
 };
 
 // A matrix as it lies in a GGUF file.

@@ -1,5 +1,8 @@
 """Packed matrices times rows: every format, instruction set and size, against float64 mathematics."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +106,18 @@ def test_packed_size_stays_near_the_file(random_weights):
     for quant in native.QUANTS:
         data = random_weights(quant, 64 * 512)
         assert native.Linear(quant, 64, 512, data).bytes <= 1.1 * data.nbytes, quant
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file is behind, as it is resident."""
+    return 1024 * int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])
+
+
+def test_a_little_more_than_a_huge_page_does_not_take_two(random_weights):
+    data = random_weights("Q8_0", 2048 * 1024)
+    before = anonymous_bytes()
+    linears = [native.Linear("Q8_0", 2048, 1024, data) for _ in range(16)]  # 2.125 MiB each
+    assert anonymous_bytes() - before <= 1.1 * sum(linear.bytes for linear in linears)
 
 
 def test_sizes_that_wrap_round_are_refused():
