@@ -63,7 +63,8 @@ def open_gguf(path: Path) -> StoredCheckpoint:
     layers = _check_layers(path, config["num_hidden_layers"], stored)
     dense, stacks = _named(path, family, config, stored, layers)
     _finish_config(path, config, metadata, dense)
-    return StoredCheckpoint(str(path), config, dense, {name: _experts(path, name, s) for name, s in stacks.items()})
+    experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
+    return StoredCheckpoint(str(path), config, dense, experts, [part.data for part in parts])
 
 
 def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:

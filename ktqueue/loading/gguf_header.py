@@ -58,6 +58,12 @@ def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
+def release_pages(data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Count none of the pages of a file mapped by `map_file` as this process's memory any more; views stay valid, and
+    what is read again comes back from the file or the system's cache of it."""
+    data.base.obj.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
+
+
 def read_header(path: Path) -> GgufHeader:
     """Parse one GGUF file's header. Raises CheckpointError naming the file and what is wrong."""
     data = map_file(path)

@@ -12,6 +12,7 @@ from typing import Any
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_header import map_file
+from ktqueue.loading.quants import Bytes
 from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
@@ -27,8 +28,10 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
     config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}
+    maps: list[Bytes] = []
     for file in _files(folder):
-        for tensor in _read(file):
+        maps.append(map_file(file))
+        for tensor in _read(file, maps[-1]):
             name = tensor.name
             for old, new in _RENAMED:
                 name = name.replace(old, new)
@@ -39,7 +42,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     dense, experts = _group(folder, tensors)
     if config.get("tie_word_embeddings"):
         dense.pop("lm_head.weight", None)
-    return StoredCheckpoint(str(folder), config, dense, experts)
+    return StoredCheckpoint(str(folder), config, dense, experts, maps)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,8 +71,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(path: Path) -> list[StoredTensor]:
-    file = map_file(path)
+def _read(path: Path, file: Bytes) -> list[StoredTensor]:
     size = int.from_bytes(bytes(file[:8]), "little")
     if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{path}: truncated or corrupt: the header is said to be {size} bytes")

@@ -4,7 +4,7 @@ Names are those of the transformers module tree; GGUF and safetensors readers do
 hand over views into their file maps. Dense tensors are decoded on request, expert weights never.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf_header import release_pages
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats, row_bytes, tensor_bytes
 from ktqueue.operators.native import dequantize
 from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
@@ -110,7 +111,8 @@ def permute(weight: Floats, heads: int) -> Floats:
 
 
 class StoredCheckpoint:
-    """A model's config and tensors by transformers name. Implements checkpoint.Checkpoint.
+    """A model's config and tensors by transformers name. Implements checkpoint.Checkpoint. `files`: the maps of the
+    files that `tensors` and `experts` view.
 
     Raises CheckpointError where a module's gate and up weights differ in shape.
     """
@@ -121,8 +123,10 @@ class StoredCheckpoint:
         config: dict[str, Any],
         tensors: Mapping[str, StoredTensor],
         experts: Mapping[str, ExpertWeights],
+        files: Iterable[Bytes],
     ) -> None:
         self.path = path
+        self._files = list(files)
         self._config = config
         self._tensors = dict(tensors)
         self._experts = dict(experts)
@@ -194,9 +198,12 @@ class StoredCheckpoint:
         return list(self._experts)
 
     def close(self) -> None:
-        """Let go of the file maps; views handed out stay valid."""
+        """Let go of the file maps and of the memory that their pages took; views handed out stay valid."""
         self._tensors.clear()
         self._experts.clear()
+        for file in self._files:
+            release_pages(file)
+        self._files.clear()
 
     def _tensor(self, name: str) -> StoredTensor:
         try:

@@ -1,6 +1,7 @@
 """Checkpoints: names, shapes, types and values from every container, and errors that name what is wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,3 +216,24 @@ def test_unknown_names(tiny: Path) -> None:
     for call in (checkpoint.shape, checkpoint.quant, checkpoint.nbytes, checkpoint.experts):
         with pytest.raises(CheckpointError, match="no_such"):
             call("no_such")
+
+
+def _resident(path: Path) -> int:
+    """Bytes of the file that this process's maps of it hold in memory."""
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    return sum(1024 * int(re.search(r"^Rss: +(\d+)", one, re.MULTILINE)[1]) for one in maps if str(path) in one)
+
+
+@pytest.mark.parametrize("container", ["folder", "gguf"])
+def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
+    container: str, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
+) -> None:
+    folder = make_model("qwen3_moe")
+    path = make_gguf(model_type="qwen3_moe") if container == "gguf" else folder / "model.safetensors"
+    checkpoint = open_checkpoint(str(path if container == "gguf" else folder))
+    embedding = checkpoint.matrix("model.embed_tokens.weight").data
+    before = embedding.copy()
+    assert _resident(path) >= embedding.nbytes
+    checkpoint.close()
+    assert _resident(path) == 0
+    np.testing.assert_array_equal(embedding, before)
