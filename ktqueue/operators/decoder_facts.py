@@ -64,8 +64,8 @@ def facts_of(model: nn.Module) -> DecoderFacts:
     body: Any = model.model
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         raise ValueError("it computes in float32, the model is to compute in another type")
-    rope = body.rotary_emb.rope_type
-    if rope in ("dynamic", "longrope"):
+    if _depends_on_length(body.rotary_emb):
+        rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
     attention = body.layers[0].self_attn
     norms: list[Any] = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
@@ -85,6 +85,18 @@ def facts_of(model: nn.Module) -> DecoderFacts:
         qk_norm=hasattr(attention, "q_norm"),
         layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
     )
+
+
+def _depends_on_length(rotary: Any) -> bool:
+    """Whether its angles change with the longest sequence of a batch.
+
+    Longrope has divisors for short sequences and for long ones; of a GGUF file (loading/rope_factors.py) both are the
+    same.
+    """
+    if rotary.rope_type != "longrope":
+        return bool(rotary.rope_type == "dynamic")
+    lists = rotary.config.rope_parameters
+    return bool(lists["short_factor"] != lists["long_factor"])
 
 
 def _layer(name: str, layer: Any, config: Any) -> LayerFacts:

@@ -13,6 +13,7 @@ from ktqueue.loading.gguf_file import Writer
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rope_factors import TENSOR, factors_of
+from ktqueue.loading.rules import DEFAULT_RULES
 
 IDS = list(range(3, 103))
 ROPE = {
@@ -49,7 +50,9 @@ def _overwrite(path: Path, factors: list[float]) -> None:
     path.write_bytes(raw[: info.offset] + data + raw[info.offset + len(data) :])
 
 
+@pytest.mark.parametrize("operator", ["none", "CpuDecoder"])
 def test_logits_equal_transformers(
+    operator: str,
     model_file: Path,
     rules: str,
     make_model: Callable[..., Path],
@@ -57,7 +60,10 @@ def test_logits_equal_transformers(
     run_logits: Callable[..., torch.Tensor],
 ) -> None:
     expected = reference_logits(make_model("llama", rope_parameters=ROPE), IDS)
+    if operator == "CpuDecoder":
+        rules = str(DEFAULT_RULES.with_name("exact.yaml"))
     model = load_model(str(model_file), rules=rules)
+    assert (type(model.module).__name__ == "CpuDecoder") == (operator == "CpuDecoder")
     close = {"atol": 2e-4, "rtol": 2e-4}
     torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, **close)
     _overwrite(model_file, [1.0] * 8)

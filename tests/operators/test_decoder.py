@@ -345,6 +345,8 @@ def test_refuses_models_that_it_does_not_compute(make_decoder):
     )
     refused(make_model("qwen3").bfloat16(), "computes in float32, the model is to compute in another type")
     refused(make_model("qwen3", rope_parameters={**YARN, "rope_type": "dynamic"}), "of type 'dynamic' depend on the")
+    two_lists = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    refused(make_model("qwen3", rope_parameters={**YARN, **two_lists}), "of type 'longrope' depend on the longest")
     refused(make_model("qwen3"), "CpuDecoder knows no option 'speed'; it has: activations, isa", speed=1)
     refused(make_model("qwen3"), "activations must be int8 or float32, got 'int4'", activations="int4")
     with pytest.raises(RuntimeError, match="CpuDecoder has no weights yet"):
