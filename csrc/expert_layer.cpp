@@ -101,18 +101,21 @@ void ExpertLayer::pack() {
                                         error.what());
         }
     };
-    // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it.
+    // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it. A dense
+    // model's layer is one expert: that too is work for all threads.
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    pool->for_each(mid_slices_.tasks(experts(), panels), [&](size_t task) {
-        const auto [expert, first, last] = mid_slices_.block(task, experts(), panels);
+    const auto step = [&](size_t count) { return std::max<size_t>(2, count * experts() / (8 * pool->threads())); };
+    const size_t panels_a_task = std::min(panels, step(panels)), down_a_task = std::min(down_panels, step(down_panels));
+    pool->for_each(mid_slices_.tasks(experts(), panels_a_task), [&](size_t task) {
+        const auto [expert, first, last] = mid_slices_.block(task, experts(), panels_a_task);
         uint8_t* to = gate_up_.data() + mid_slices_.place(expert, first) * (gate_panel_ + up_panel_);
         for (size_t p = first; p < last; ++p, to += gate_panel_ + up_panel_) {
             pack_one(gate_, "gate", expert, p, to);
             pack_one(up_, "up", expert, p, to + gate_panel_);
         }
     });
-    pool->for_each(hidden_slices_.tasks(experts(), down_panels), [&](size_t task) {
-        const auto [expert, first, last] = hidden_slices_.block(task, experts(), down_panels);
+    pool->for_each(hidden_slices_.tasks(experts(), down_a_task), [&](size_t task) {
+        const auto [expert, first, last] = hidden_slices_.block(task, experts(), down_a_task);
         uint8_t* to = down_arena_.data() + hidden_slices_.place(expert, first) * down_panel_;
         for (size_t p = first; p < last; ++p, to += down_panel_) pack_one(down_, "down", expert, p, to);
     });
