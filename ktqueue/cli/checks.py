@@ -86,7 +86,7 @@ def _kernels() -> Finding:
     try:
         from ktqueue.operators import native
 
-        return Finding("kernels", Level.OK, f"instruction set {native.isa()}, the CPU has {', '.join(native.isas())}")
+        return Finding("kernels", Level.OK, f"instruction set {native.isa()} of {', '.join(native.isas())}")
     except ImportError as error:
         return Finding("kernels", Level.WARN, str(error), "reinstall ktqueue to compile them; only a worker needs them")
     except ValueError as error:

@@ -54,10 +54,15 @@ def _show(report: "Report") -> None:
         soft_wrap=True,
         markup=False,
     )
-    wide = console.width >= WIDE
     columns = ["module", "count", "operator", "class", "device", "stored as", "in file", "loaded"]
-    if not wide:
-        columns = [column for column in columns if column not in ("count", "class")]
+    places = {(row.operator, row.device) for row in report.rows}
+    if console.width < WIDE:
+        dropped = ["count", "class"]
+        if len(places) == 1:  # said once, so that there is room for names
+            operator, device = places.pop()
+            console.print(f"operator {operator}, device {device}\n", markup=False)
+            dropped += ["operator", "device"]
+        columns = [column for column in columns if column not in dropped]
     made = table(columns, right=("count", "in file", "loaded"))
     for row in report.rows:
         cells = {
@@ -67,7 +72,7 @@ def _show(report: "Report") -> None:
             "class": row.class_name,
             "device": row.device,
             "stored as": ", ".join(row.quants),
-            "in file": format_bytes(row.file_bytes),
+            "in file": format_bytes(row.file_bytes) if row.file_bytes else "tied",
             "loaded": format_bytes(row.device_bytes),
         }
         made.add_row(*(cells[column] for column in columns))

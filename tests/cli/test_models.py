@@ -35,6 +35,16 @@ def test_inspect_shows_the_plan(here):
     assert report["device_bytes"]["cpu"] == sum(row["device_bytes"] for row in report["rows"])
 
 
+def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
+    monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
+    code, out, _ = here("inspect", "demo")
+    assert code == 0
+    assert "operator CpuDecoder, device cpu\n" in out
+    rows = {words[0]: words for line in out.splitlines() if (words := line.split())}
+    assert rows["model.layers.*.post_attention_layernorm"][1] == "F32"
+    assert rows["lm_head"][2] == "tied"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
