@@ -53,7 +53,10 @@ class CpuDecoder(Operator):
         try:
             facts = facts_of(module)
         except ValueError as error:
-            raise ValueError(f"{type(module).__name__} cannot be replaced by CpuDecoder: {error}") from error
+            name = type(module).__name__
+            raise ValueError(
+                f"{name} cannot be replaced by CpuDecoder: {error} (rules/modules.yaml does without it)"
+            ) from error
         return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
 
     def load(self, weights: ModuleWeights) -> None:

@@ -68,6 +68,8 @@ def facts_of(model: nn.Module) -> DecoderFacts:
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
     attention = body.layers[0].self_attn
+    if attention.head_dim % 8 != 0:
+        raise ValueError(f"its heads have {attention.head_dim} dimensions, which is no multiple of 8")
     norms: list[Any] = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
     epsilons = {float(norm.variance_epsilon) for norm in norms}
     if len(epsilons) != 1:

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
@@ -245,3 +245,17 @@ def test_unusable_configs(change: dict[str, object], words: str, tiny: Path, tmp
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=words):
         load_model(str(tmp_path))
+
+
+def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
+    make_model: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+) -> None:
+    folder = make_model("llama", head_dim=12)
+    with pytest.raises(RuleError, match=r"heads have 12 dimensions, .* \(rules/modules.yaml does without it\)"):
+        load_model(str(folder))
+    model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("modules.yaml")))
+    assert {type(one).__name__ for one in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
+    expected = reference_logits(folder, IDS)
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
