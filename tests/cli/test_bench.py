@@ -8,6 +8,8 @@ import pytest
 
 from ktqueue.bench import experts, machine
 from ktqueue.bench.random_layers import random_layer
+from ktqueue.bench.roofline import Bound
+from ktqueue.cli.bench_tables import show_points
 from ktqueue.cli.main import run
 from ktqueue.operators import native
 
@@ -79,6 +81,18 @@ def test_tables_and_json(tmp_path, capsys):
         assert point["limit_seconds"] == pytest.approx(
             max(point["bytes"] / point["bandwidth"], point["operations"] / point["peak"])
         )
+
+
+def test_the_table_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
+    point = experts.Point(
+        quant="IQ4_XS", isa="avxvnni", rows=512, routed=True, tokens=512, experts_touched=1, seconds=0.001,
+        bytes=150_000_000, operations=10**10, bandwidth=1e11, peak=1e13, peak_isa="amx", arithmetic="int8",
+        bound=Bound.MEMORY, limit_seconds=0.001, disturbed=True,
+    )  # fmt: skip
+    show_points([point])
+    head = "format isa rows a layer GB/s of DRAM GFLOP/s of peak bound by"
+    assert head in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_json_alone(capsys):
