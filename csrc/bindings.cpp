@@ -1,5 +1,6 @@
-// The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer protocol or DLPack.
-// Every size, type and stride is checked here or by the function called, and a wrong one is a ValueError.
+// The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer
+// protocol or DLPack. Every size, type and stride is checked here or by the function called, and a wrong one is a
+// ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -16,7 +16,7 @@ constexpr size_t kMostWeights = size_t{1} << 48;
 
 }  // namespace
 
-// Large pages are for what fills them, and for the rest if it nearly fills one more: a matrix of 2.1 MB is not to take 4.
+// Large pages are for what fills them, and for the rest if it nearly fills one more: 2.1 MB are not to take 4.
 Arena::Arena(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes + 64, 4096)) {
     const size_t filled = bytes / kHugePage * kHugePage, next = round_up(bytes, kHugePage);
     const size_t huge = next - bytes <= bytes / 16 ? next : filled;
@@ -35,11 +35,7 @@ Arena::Arena(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes + 64, 4096)) 
 }
 
 Arena::~Arena() {
-    if (data_) munmap(data_, mapped_);
-}
-
-Arena::Arena(Arena&& other) noexcept : bytes_(other.bytes_), mapped_(other.mapped_), data_(other.data_) {
-    other.data_ = nullptr;
+    munmap(data_, mapped_);
 }
 
 size_t matrix_bytes(Quant quant, size_t rows, size_t columns) {

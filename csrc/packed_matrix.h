@@ -11,7 +11,6 @@ class Arena {
   public:
     explicit Arena(size_t bytes);
     ~Arena();
-    Arena(Arena&& other) noexcept;
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
@@ -30,8 +29,8 @@ struct StoredMatrix {
     const uint8_t* data;  // rows * row_bytes(quant, columns) bytes, any alignment
 };
 
-// Bytes of a matrix as it lies in a GGUF file. Throws std::invalid_argument unless `columns` is a positive multiple of the
-// block, and for more than 2^48 weights, so that no size computed from these wraps round.
+// Bytes of a matrix as it lies in a GGUF file. Throws std::invalid_argument unless `columns` is a positive multiple of
+// the block, and for more than 2^48 weights, so that no size computed from these wraps round.
 size_t matrix_bytes(Quant quant, size_t rows, size_t columns);
 
 // Packs rows 16 * panel .. of `matrix` (zeros beyond its end) to panel_bytes() bytes at `out`.

@@ -22,8 +22,8 @@
 //    back. A sum over the counters, read one by one, is at most the true number; when it equals the number of units
 //    published up to this job, all have ended, and what they wrote is visible (release, acquire).
 //
-// Idle workers watch `wake_`, the number of the newest job. They spin (with a yield after some pauses, for two spinners may share one CPU), then
-// sleep in a futex. A worker announces itself in `sleepers_` before it sleeps, and the caller looks there after it has
+// Idle workers watch `wake_`, the number of the newest job. They spin (with a yield after some pauses, for two spinners
+// may share one CPU), then sleep in a futex. A worker announces itself in `sleepers_` before it sleeps, and the caller looks there after it has
 // changed `wake_`, both sequentially consistent: either the caller sees the sleeper or the kernel sees the new word.
 #pragma once
 
@@ -65,8 +65,9 @@ class ThreadPool {
         size_t begin, end;
     };
 
-    // The tasks of a job of `count` that the threads of `node` own (of more than 65,535 a thread: about). Ranges of nodes 0, 1, ... follow one another: order
-    // the tasks by the node of their data, and as many of each as the range holds, and each thread reads near memory.
+    // The tasks of a job of `count` that the threads of `node` own (of more than 65,535 a thread: about). Ranges of nodes
+    // 0, 1, ... follow one another: order the tasks by the node of their data, and as many of each as the range holds, and
+    // each thread reads near memory.
     Range node_range(size_t node, size_t count) const;
 
     // Runs task(context, 0..count-1). One job at a time: a second caller waits; a task must not call this. The first
