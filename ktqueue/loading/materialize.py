@@ -103,7 +103,9 @@ class _Report:
         self._sizes = {name: self._checkpoint.nbytes(name) for name in names}
 
     def next(self, *names: str) -> None:
-        """The ones before are done, `names` come next; none: all is done."""
+        """The ones before are done, `names` come next; none: all is done. Pages of the file that were read go, so that
+        a model never takes its memory twice while it is loaded."""
+        self._checkpoint.release()
         self._done += self._current
         self._current = sum(self._sizes[name] for name in names)
         if self._progress:

@@ -197,12 +197,16 @@ class StoredCheckpoint:
         """Names of the experts modules present."""
         return list(self._experts)
 
+    def release(self) -> None:
+        """Let go of the memory that the files' pages took; they come back where views of them are read again."""
+        for file in self._files:
+            release_pages(file)
+
     def close(self) -> None:
         """Let go of the file maps and of the memory that their pages took; views handed out stay valid."""
         self._tensors.clear()
         self._experts.clear()
-        for file in self._files:
-            release_pages(file)
+        self.release()
         self._files.clear()
 
     def _tensor(self, name: str) -> StoredTensor:

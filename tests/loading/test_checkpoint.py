@@ -15,6 +15,7 @@ import transformers
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import open_checkpoint
 from ktqueue.loading.gguf_header import read_header
+from ktqueue.loading.load import load_model
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -222,6 +223,13 @@ def _resident(path: Path) -> int:
     """Bytes of the file that this process's maps of it hold in memory."""
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     return sum(1024 * int(re.search(r"^Rss: +(\d+)", one, re.MULTILINE)[1]) for one in maps if str(path) in one)
+
+
+def test_pages_go_while_a_model_is_loaded(tiny_gguf: Path) -> None:
+    seen: list[int] = []
+    load_model(str(tiny_gguf), progress=lambda *_: seen.append(_resident(tiny_gguf)))
+    assert len(seen) > 10
+    assert max(seen) == 0
 
 
 @pytest.mark.parametrize("container", ["folder", "gguf"])
