@@ -9,11 +9,11 @@
 
 #include "kernel_table.h"
 #include "panel_kernels.h"
-#include "tile_shape.h"
 
 namespace ktqueue {
 namespace {
 
+constexpr size_t kTileTokens = 16;   // rows of the tiles that hold x and sums
 constexpr size_t kTileBytes = 1024;  // 16 rows of 64
 constexpr size_t kPassTokens = 2 * kTileTokens;
 
@@ -82,9 +82,9 @@ class Bf16Pass {
 // `rows` tokens, 1 to 32: the upper 16 in tiles 0, 2 and 4, the rest in 1, 3 and 5.
 template <class Tiles>
 void configure_bf16(size_t rows) {
-    const TileShape upper{static_cast<uint8_t>(std::min(rows, kTileTokens)), 64};
-    const TileShape lower{static_cast<uint8_t>(rows > kTileTokens ? rows - kTileTokens : kTileTokens), 64};
-    Tiles::configure({upper, lower, upper, lower, upper, lower, {16, 64}, {16, 64}});
+    const auto upper = static_cast<uint8_t>(std::min(rows, kTileTokens));
+    const auto lower = static_cast<uint8_t>(rows > kTileTokens ? rows - kTileTokens : kTileTokens);
+    Tiles::configure({upper, lower, upper, lower, upper, lower, 16, 16});
 }
 
 // Two panels serve up to 128 tokens, which stay in the second-level cache, before the next are touched.

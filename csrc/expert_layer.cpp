@@ -252,8 +252,8 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
     const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
     const uint8_t* weights = gate_up_.data() + mid_slices_.place(span.expert, first) * pair_bytes;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
-    const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate, span.size());
-    const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up, span.size());
+    const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
+    const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
     alignas(64) float both[kTokensPerPass * kMaxTaskPanels * kPairRows];
     alignas(64) float mid[kMaxTaskPanels * kPanelRows];
     const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
@@ -291,7 +291,7 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
     const size_t stride = space.partial_stride, row = first * kPanelRows;
     float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
     const uint8_t* weights = down_arena_.data() + hidden_slices_.place(span.expert, first) * down_panel_;
-    panel_kernel(kernels_, down_.quant, forms.down, span.size())(
+    panel_kernel(kernels_, down_.quant, forms.down)(
         {weights, last - first, down_panel_, intermediate(), &space.mid_x[span.begin], span.size(), y, stride});
     if (down_.bias.empty()) return;
     const float* bias = &down_.bias[span.expert * hidden() + row];

@@ -81,10 +81,10 @@ struct KernelTable {
     const char* isa;
     PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows, but float rows for F32, F16, BF16
     PanelKernel exact[kQuantCount];  // by Quant; x: float rows
-    // By Quant, for many tokens at once; null: none. x as for `dot`, with equal results; but for BF16 bf16 rows, one
-    // after the other at a constant distance, and rounded otherwise.
-    PanelKernel tile[kQuantCount];
-    size_t tile_tokens;  // from how many tokens `tile` is faster
+    // BF16 panels times many rows at once; null: none. x: bf16 rows, one after the other at a constant distance. Rounded
+    // otherwise than `dot`.
+    PanelKernel bf16_tiles;
+    size_t tile_tokens;  // from how many tokens `bf16_tiles` is faster
     QuantizeKernel quantize;
     NarrowKernel narrow;
     MergeKernel merge;

@@ -110,7 +110,7 @@ class LinearJob {
         size_t i = count_ - 1;
         while (task < first_task_[i]) --i;
         const Linear& linear = *calls_[i].linear;
-        const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i], tokens_);
+        const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i]);
         const size_t first = (task - first_task_[i]) * panels_[i];
         const size_t last = std::min(first + panels_[i], panel_count(linear.rows_));
         // A panel that the matrix does not fill must not write beyond the row: it goes through a buffer.

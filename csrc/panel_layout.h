@@ -5,8 +5,7 @@
 // What varies with the row is stored for 16 rows side by side, so that one 512-bit register holds it for all of them.
 //
 // Block formats. Of each slab there are 8 *lines* of 64 bytes once unpacked: byte 4r + i of line l is the unsigned code
-// of row r, column 4l + i. A line is the operand of one vpdpbusd, or, made signed, a row of an AMX
-// tile. Codes are stored in planes:
+// of row r, column 4l + i. A line is the operand of one vpdpbusd. Codes are stored in planes:
 //   bytes    a line as it is (Q8_0: the signed weight xor 0x80)
 //   nibbles  64 bytes hold lines 2j (low nibbles) and 2j + 1 (high nibbles)
 //   pairs    64 bytes hold the 2-bit codes of lines 4j .. 4j + 3, the first in the lowest bits

@@ -10,22 +10,19 @@ namespace {
 
 using Kind = RowForm::Kind;
 
-bool in_tiles(const KernelTable& kernels, Quant quant, size_t tokens) {
-    return kernels.tile[static_cast<size_t>(quant)] && tokens >= kernels.tile_tokens;
-}
-
 }  // namespace
 
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens) {
-    if (precision == Precision::Fast && is_float(quant) && in_tiles(kernels, quant, tokens)) return {Kind::Narrow, {}};
+    const bool tiles = kernels.bf16_tiles && quant == Quant::BF16 && tokens >= kernels.tile_tokens;
+    if (precision == Precision::Fast && tiles) return {Kind::Narrow, {}};
     if (precision == Precision::Exact || is_float(quant)) return {Kind::Floats, {}};
     return {Kind::Slabs, activation_kind(quant)};
 }
 
-PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form, size_t tokens) {
+PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form) {
     const auto index = static_cast<size_t>(quant);
-    if (form.kind == Kind::Floats) return kernels.exact[index];
-    return in_tiles(kernels, quant, tokens) ? kernels.tile[index] : kernels.dot[index];
+    if (form.kind == Kind::Narrow) return kernels.bf16_tiles;
+    return form.kind == Kind::Slabs ? kernels.dot[index] : kernels.exact[index];
 }
 
 size_t prepared_bytes(RowForm form, size_t columns) {

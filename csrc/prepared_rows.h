@@ -20,8 +20,8 @@ struct RowForm {
 // The form for weights of `quant` and `tokens` rows that share them.
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens);
 
-// The kernel that takes that form, for as many rows.
-PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form, size_t tokens);
+// The kernel that takes that form.
+PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form);
 
 // Bytes of one prepared row; a multiple of 16.
 size_t prepared_bytes(RowForm form, size_t columns);

@@ -1,4 +1,4 @@
-// The eight tiles of AMX, as tile_kernels.h and bf16_tiles.h want them. The process must have asked for them: see cpu_features.h.
+// The eight tiles of AMX, as bf16_tiles.h wants them. The process must have asked for them: see cpu_features.h.
 // Instructions and the configuration's layout: Intel's Software Developer's Manual, volume 2. Assembly rather than
 // intrinsics, which are macros in some compilers and then take no template argument for a tile.
 #pragma once
@@ -6,23 +6,21 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "tile_shape.h"
-
 namespace ktqueue {
 namespace {
 
 struct AmxTiles {
-    // Makes all tiles zero. Strides below are in bytes.
-    static void configure(const TileShape (&shapes)[8]) {
+    // `rows` of each tile, 1 to 16, of 64 bytes. Makes all tiles zero. Strides below are in bytes.
+    static void configure(const uint8_t (&rows)[8]) {
         struct alignas(64) Config {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
+            uint8_t tile_rows[16] = {};
         } config;
         static_assert(sizeof(Config) == 64);
         for (size_t i = 0; i < 8; ++i) {
-            config.row_bytes[i] = shapes[i].row_bytes;
-            config.rows[i] = shapes[i].rows;
+            config.row_bytes[i] = 64;
+            config.tile_rows[i] = rows[i];
         }
         asm volatile("ldtilecfg %0" : : "m"(config));
     }
@@ -48,12 +46,6 @@ struct AmxTiles {
     template <int C, int A, int B>
     static void dot_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
-    }
-
-    // C[m][n] += A[m][4k + i] * B[k][4n + i] in signed bytes, summed over k and i < 4.
-    template <int C, int A, int B>
-    static void dot_int8() {
-        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
     }
 };
 

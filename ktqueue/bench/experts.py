@@ -98,15 +98,15 @@ class Point:
 def arithmetic_of(quant: str, isa: str) -> tuple[str, str]:
     """(isa, arithmetic) of the peak that kernels of that format and instruction set are held against.
 
-    Block formats: int8; floats: fp32, but BF16 in AMX tiles: bf16. Where `isa` has no such arithmetic of its own, that
-    of the next one below.
+    Block formats: int8, on AMX that of AVX-512, whose kernels run there; floats: fp32, but BF16 in AMX tiles: bf16.
+    Where `isa` has no such arithmetic of its own, that of the next one below.
     """
     if isa == "amx" and quant == "BF16":
         return isa, "bf16"
     arithmetic = "fp32" if quant in FLOATS else "int8"
     peaks = native.peaks()
     order = list(dict.fromkeys(name for name, _, _ in peaks))
-    below = order[: order.index(isa) + 1]
+    below = [name for name in order[: order.index(isa) + 1] if name != "amx"]
     return next(name for name in reversed(below) if (name, arithmetic) in {one[:2] for one in peaks}), arithmetic
 
 

@@ -73,7 +73,7 @@ def test_arithmetic_of_formats(monkeypatch):
     assert arithmetic_of("BF16", "avx2") == ("avx2", "fp32")
     assert arithmetic_of("Q4_K", "avxvnni") == ("avxvnni", "int8")
     assert arithmetic_of("F16", "avxvnni") == ("avx2", "fp32")  # it has no fp32 of its own
-    assert arithmetic_of("Q4_K", "amx") == ("amx", "int8")
+    assert arithmetic_of("Q4_K", "amx") == ("avx512", "int8")
     assert arithmetic_of("BF16", "amx") == ("amx", "bf16")
     assert arithmetic_of("F16", "amx") == ("avx512", "fp32")
 

@@ -1,4 +1,4 @@
-"""The AMX kernels against those of AVX-512, on emulated tiles and, where the CPU has AMX, on real ones."""
+"""The bf16 tile kernel against float64 and itself, on emulated tiles and, where the CPU has AMX, on real ones."""
 
 import shutil
 import subprocess
@@ -26,7 +26,7 @@ def test_tile_kernels(tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler")
     if not cpu_flags() >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}:
-        pytest.skip("the tile kernels unpack weights with AVX-512")
+        pytest.skip("the tile kernel is built from lanes of AVX-512")
     includes = [f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
     command = [compiler, "-std=c++20", "-O2", "-DKTQUEUE_X86=1", *FLAGS, *includes, *map(str, SOURCES)]
     built = subprocess.run([*command, "-o", str(tmp_path / "check")], capture_output=True, text=True)

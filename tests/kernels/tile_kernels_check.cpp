@@ -1,8 +1,7 @@
-// Checks of the tile kernels on emulated tiles and, where this CPU has AMX, on real ones; the rest runs on AVX-512. Built
-// and run by test_tile_kernels.py; exits 0 if all hold.
+// Checks of the bf16 tile kernel on emulated tiles and, where this CPU has AMX, on real ones. Built and run by
+// test_tile_kernels.py; exits 0 if all hold.
 #include <sys/mman.h>
 
-#include <limits>
 #include <random>
 #include <string>
 #include <utility>
@@ -14,71 +13,8 @@
 #include "packed_matrix.h"
 // What is written in lanes comes after them.
 #include "bf16_tiles.h"
-#include "row_kernels.h"
-#include "tile_kernels.h"
 #include "tiles_amx.h"
 #include "tiles_emulated.h"
-
-namespace ktqueue {
-
-namespace {
-
-// The kernel that tiles are held against: one token and one panel at a time.
-template <class Format>
-void dot_one_by_one(const PanelTask& task) {
-    for (size_t p = 0; p < task.panels; ++p) {
-        PanelTask one = task;
-        one.weights += p * task.panel_stride;
-        one.y += p * kPanelRows;
-        for (size_t t = 0; t < task.tokens; ++t) dot_tokens<Format, 1, 1>(one, t);
-    }
-}
-
-template <template <class> class Kernel>
-struct BlockFormats {
-    static constexpr PanelKernel kKernels[kQuantCount] = {nullptr,
-                                                          nullptr,
-                                                          nullptr,
-                                                          Kernel<PanelQ4_0>::run,
-                                                          Kernel<PanelQ8_0>::run,
-                                                          Kernel<PanelQ2_K>::run,
-                                                          Kernel<PanelQ3_K>::run,
-                                                          Kernel<PanelQ4_K>::run,
-                                                          Kernel<PanelQ5_K>::run,
-                                                          Kernel<PanelQ6_K>::run,
-                                                          Kernel<PanelIQ4_NL>::run,
-                                                          Kernel<PanelIQ4_XS>::run,
-                                                          Kernel<PanelMXFP4>::run};
-};
-
-template <class Format>
-struct DotOneByOne {
-    static void run(const PanelTask& task) { dot_one_by_one<Format>(task); }
-};
-
-template <class Format>
-struct Emulated {
-    static void run(const PanelTask& task) { tile_panels<Format, EmulatedTiles>(task); }
-};
-
-template <class Format>
-struct Real {
-    static void run(const PanelTask& task) { tile_panels<Format, AmxTiles>(task); }
-};
-
-}  // namespace
-
-// The table of this program, which the tile kernels leave few tokens to.
-const KernelTable& avx512_kernels() {
-    static const KernelTable kTable = [] {
-        KernelTable table{};
-        std::copy_n(BlockFormats<DotOneByOne>::kKernels, kQuantCount, table.dot);
-        return table;
-    }();
-    return kTable;
-}
-
-}  // namespace ktqueue
 
 using namespace ktqueue;
 
@@ -113,60 +49,6 @@ float from_bf16(uint16_t half) {
     return value;
 }
 
-void put_half(uint8_t* target, float value) {
-    const _Float16 half = static_cast<_Float16>(value);
-    std::memcpy(target, &half, 2);
-}
-
-// Where a block's halves are; -1: none.
-void halves_of(Quant quant, int (&at)[2]) {
-    at[0] = at[1] = -1;
-    switch (quant) {
-        case Quant::Q4_0:
-        case Quant::Q8_0:
-        case Quant::IQ4_NL:
-        case Quant::IQ4_XS:
-            at[0] = 0;
-            break;
-        case Quant::Q4_K:
-        case Quant::Q5_K:
-            at[0] = 0, at[1] = 2;
-            break;
-        case Quant::Q2_K:
-            at[0] = 80, at[1] = 82;
-            break;
-        case Quant::Q3_K:
-            at[0] = 108;
-            break;
-        case Quant::Q6_K:
-            at[0] = 208;
-            break;
-        default:
-            break;
-    }
-}
-
-// Random rows of blocks, some scales zero or subnormal.
-std::vector<uint8_t> random_rows(Quant quant, size_t rows, size_t columns) {
-    std::vector<uint8_t> data(rows * row_bytes(quant, columns));
-    const QuantFormat& format = quant_format(quant);
-    int halves[2];
-    halves_of(quant, halves);
-    for (size_t block = 0; block * format.block_bytes < data.size(); ++block) {
-        uint8_t* bytes = data.data() + block * format.block_bytes;
-        for (size_t i = 0; i < format.block_bytes; ++i) bytes[i] = static_cast<uint8_t>(generator());
-        const float magnitude = block % 7 == 3 ? 0.0f : block % 11 == 5 ? 3e-6f : uniform(0.001f, 0.02f);
-        for (int at : halves)
-            if (at >= 0) put_half(bytes + at, magnitude * uniform(-1, 1));
-        if (quant == Quant::MXFP4) bytes[0] = static_cast<uint8_t>(110 + generator() % 20);
-        if (quant == Quant::BF16) {
-            const uint16_t half = to_bf16(uniform(-1, 1));
-            std::memcpy(bytes, &half, 2);
-        }
-    }
-    return data;
-}
-
 // Memory that ends at a page that may not be touched.
 class Fenced {
   public:
@@ -185,25 +67,25 @@ class Fenced {
     uint8_t* base_;
 };
 
-// Packed panels that end at a page that may not be touched.
+// Packed BF16 panels that end at a page that may not be touched.
 struct Panels {
-    Quant quant;
     size_t columns, stride;
     Fenced memory;
     std::vector<float> weights;  // [kRows][columns]
 
-    Panels(Quant quant, size_t columns)
-        : quant(quant),
-          columns(columns),
-          stride(panel_bytes(quant, columns)),
+    explicit Panels(size_t columns)
+        : columns(columns),
+          stride(panel_bytes(Quant::BF16, columns)),
           memory(kMaxPanels * stride),
           weights(kRows * columns) {
-        const std::vector<uint8_t> rows = random_rows(quant, kRows, columns);
+        std::vector<uint16_t> rows(kRows * columns);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            rows[i] = to_bf16(uniform(-1, 1));
+            weights[i] = from_bf16(rows[i]);
+        }
+        const auto* data = reinterpret_cast<const uint8_t*>(rows.data());
         for (size_t p = 0; p < kMaxPanels; ++p)
-            pack_panel({quant, kRows, columns, rows.data()}, p, memory.data() + p * stride);
-        for (size_t r = 0; r < kRows; ++r)
-            dequantize_kernel(quant)(rows.data() + r * row_bytes(quant, columns), columns,
-                                     weights.data() + r * columns);
+            pack_panel({Quant::BF16, kRows, columns, data}, p, memory.data() + p * stride);
     }
 
     // [tokens][16 * panels] of the last panels. Fails if anything else of y is written.
@@ -230,48 +112,8 @@ struct Panels {
         return result;
     }
 
-    std::string name() const { return std::string(quant_format(quant).name) + " " + std::to_string(columns); }
+    std::string name() const { return std::to_string(columns) + " columns"; }
 };
-
-// Rows that end at a page that may not be touched, from the last to the first; every 37th has a NaN.
-struct Int8Rows {
-    Fenced memory;
-    std::vector<const void*> x;
-
-    Int8Rows(Quant quant, size_t columns, size_t tokens)
-        : memory(tokens * (columns + kSlab - 1) / kSlab * sizeof(ActivationSlab)) {
-        const size_t bytes = columns / kSlab * sizeof(ActivationSlab);
-        std::vector<float> row(columns);
-        for (size_t t = 0; t < tokens; ++t) {
-            for (size_t c = 0; c < columns; ++c) row[c] = uniform(-1, 1) * (c % 97 == 5 ? 30.f : 1.f);
-            if (t % 37 == 20) row[columns - 3] = std::numeric_limits<float>::quiet_NaN();
-            auto* to = reinterpret_cast<ActivationSlab*>(memory.data() + (tokens - 1 - t) * bytes);
-            quantize(row.data(), columns, activation_kind(quant), to);
-            x.push_back(to);
-        }
-    }
-};
-
-bool equal(float a, float b) {
-    return std::memcmp(&a, &b, 4) == 0 || (std::isnan(a) && std::isnan(b));
-}
-
-void tiles_equal_dot(const Panels& problem, size_t tokens, size_t panels) {
-    const auto index = static_cast<size_t>(problem.quant);
-    const Int8Rows rows(problem.quant, problem.columns, tokens);
-    const std::vector<float> expected = problem.run(BlockFormats<DotOneByOne>::kKernels[index], rows.x, panels);
-    require(std::isnan(expected[0]) == false && expected[0] != 0, problem.name() + ": nothing to compare");
-    const auto agrees = [&](PanelKernel kernel, const char* tiles) {
-        const std::vector<float> y = problem.run(kernel, rows.x, panels);
-        for (size_t i = 0; i < y.size(); ++i)
-            require(equal(y[i], expected[i]), problem.name() + ": " + std::to_string(tokens) + " tokens, " +
-                                                  std::to_string(panels) + " panels on " + tiles + " tiles: result " +
-                                                  std::to_string(i) + " is " + std::to_string(y[i]) + ", not " +
-                                                  std::to_string(expected[i]));
-    };
-    agrees(BlockFormats<Emulated>::kKernels[index], "emulated");
-    if (has_amx()) agrees(BlockFormats<Real>::kKernels[index], "real");
-}
 
 // Rows for BF16 weights, at a constant distance.
 struct Bf16Rows {
@@ -337,7 +179,7 @@ void company_changes_nothing(const Panels& weights, Bf16Rows& x, PanelKernel ker
 }
 
 void bf16_is_right(size_t columns) {
-    const Panels weights(Quant::BF16, columns);
+    const Panels weights(columns);
     Bf16Rows x(columns);
     std::vector<float> alone;  // [128][48], each token by itself
     for (size_t t = 0; t < kTokens; ++t) {
@@ -352,18 +194,6 @@ void bf16_is_right(size_t columns) {
 }  // namespace
 
 int main() {
-    for (size_t i = 0; i < kQuantCount; ++i) {
-        const Quant quant = static_cast<Quant>(i);
-        if (is_float(quant)) continue;
-        for (size_t columns : {32, 64, 256, 288, 768, 2304}) {
-            if (columns % quant_format(quant).block_weights != 0) continue;
-            const Panels problem(quant, columns);
-            for (size_t tokens : {1, 5, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 512})
-                for (size_t panels = 1; panels <= kMaxPanels; ++panels)
-                    if (tokens <= 65 || columns <= 256) tiles_equal_dot(problem, tokens, panels);
-        }
-        std::printf("%s: tiles equal dot\n", quant_format(quant).name);
-    }
     for (size_t columns : {32, 50, 288, 768}) bf16_is_right(columns);
     return 0;
 }

@@ -1,21 +1,20 @@
-// The eight tiles of AMX in plain C++, for the tile kernels: configuration, loads, stores and both products as the
+// The eight tiles of AMX in plain C++, for bf16_tiles.h: configuration, loads, stores and the product as the
 // operation sections of Intel's Software Developer's Manual, volume 2, spell them out. What would be an
 // illegal-instruction fault there ends the program here.
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
-#include "tile_shape.h"
-
 namespace ktqueue {
 namespace {
 
 struct EmulatedTile {
-    size_t rows = 0, row_bytes = 0;
+    size_t rows = 0;
     uint8_t bytes[16][64] = {};
 };
 
@@ -41,14 +40,11 @@ inline float bf16_at(const uint8_t* bytes) {
 }
 
 struct EmulatedTiles {
-    static void configure(const TileShape (&shapes)[8]) {
+    static void configure(const uint8_t (&rows)[8]) {
         for (size_t i = 0; i < 8; ++i) {
-            fault_unless(shapes[i].rows >= 1 && shapes[i].rows <= 16, "a tile has 1 to 16 rows");
-            fault_unless(shapes[i].row_bytes % 4 == 0 && shapes[i].row_bytes >= 4 && shapes[i].row_bytes <= 64,
-                         "a tile's row has 1 to 16 words");
+            fault_unless(rows[i] >= 1 && rows[i] <= 16, "a tile has 1 to 16 rows");
             tiles[i] = {};
-            tiles[i].rows = shapes[i].rows;
-            tiles[i].row_bytes = shapes[i].row_bytes;
+            tiles[i].rows = rows[i];
         }
         tiles_configured = true;
     }
@@ -69,41 +65,19 @@ struct EmulatedTiles {
     static void load(const void* source, size_t stride) {
         zero<T>();
         for (size_t r = 0; r < tile(T).rows; ++r)
-            std::memcpy(tile(T).bytes[r], static_cast<const uint8_t*>(source) + r * stride, tile(T).row_bytes);
+            std::memcpy(tile(T).bytes[r], static_cast<const uint8_t*>(source) + r * stride, 64);
     }
 
     template <int T>
     static void store(void* target, size_t stride) {
         for (size_t r = 0; r < tile(T).rows; ++r)
-            std::memcpy(static_cast<uint8_t*>(target) + r * stride, tile(T).bytes[r], tile(T).row_bytes);
-    }
-
-    template <int C, int A, int B>
-    static void shapes_agree() {
-        static_assert(C != A && C != B && A != B);
-        fault_unless(tile(C).rows == tile(A).rows && tile(B).rows * 4 == tile(A).row_bytes &&
-                         tile(C).row_bytes == tile(B).row_bytes,
-                     "shapes of a product agree");
-    }
-
-    template <int C, int A, int B>
-    static void dot_int8() {
-        shapes_agree<C, A, B>();
-        for (size_t m = 0; m < tile(C).rows; ++m) {
-            int32_t row[16];
-            std::memcpy(row, tile(C).bytes[m], 64);
-            for (size_t k = 0; k < tile(B).rows * 4; ++k)
-                for (size_t n = 0; n < 16; ++n)
-                    row[n] += static_cast<int8_t>(tile(A).bytes[m][k]) *
-                              static_cast<int8_t>(tile(B).bytes[k / 4][4 * n + k % 4]);
-            std::memcpy(tile(C).bytes[m], row, 64);
-        }
+            std::memcpy(static_cast<uint8_t*>(target) + r * stride, tile(T).bytes[r], 64);
     }
 
     template <int C, int A, int B>
     static void dot_bf16() {
-        shapes_agree<C, A, B>();
-        fault_unless(tile(B).rows == 16 && tile(B).row_bytes == 64, "whole tiles of weights");
+        static_assert(C != A && C != B && A != B);
+        fault_unless(tile(C).rows == tile(A).rows && tile(B).rows == 16, "shapes of a product agree");
         float operands[16][32];
         for (size_t k = 0; k < 16; ++k)
             for (size_t n = 0; n < 32; ++n) operands[k][n] = bf16_at(tile(B).bytes[k] + 2 * n);

@@ -15,7 +15,7 @@ void run_linear(Random& random, const KernelTable& kernels);
 // An expert layer, from one thread and several.
 void run_experts(Random& random, const KernelTable& kernels);
 
-// The tables of this CPU, and tiles in plain C++ from 5 tokens on where it has AVX-512 but no AMX.
+// The tables of this CPU, and bf16 tiles in plain C++ from 5 tokens on where it has AVX-512 but no AMX.
 const std::vector<const KernelTable*>& all_kernels();
 
 }  // namespace ktqueue

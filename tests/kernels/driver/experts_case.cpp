@@ -7,6 +7,7 @@
 #include "cases.h"
 #include "expert_layer.h"
 #include "matrices.h"
+#include "prepared_rows.h"
 #include "thread_pool.h"
 
 namespace ktqueue {
@@ -242,7 +243,9 @@ void run_experts(Random& random, const KernelTable& kernels) {
 
     const Guarded<float> out = untouched_floats(random, size);
     call.run(*made, out.data());
-    const bool tiles = kernels.tile_tokens > 0 && call.tokens * slots >= kernels.tile_tokens;
+    const bool tiles = std::ranges::any_of(layer.quants, [&](Quant quant) {
+        return row_form(kernels, quant, layer.options.precision, call.tokens * slots).kind == RowForm::Kind::Narrow;
+    });
     if (!tiles) check(layer, call, out);
 
     // From several threads, while the pool is replaced: bit for bit the same.
