@@ -67,6 +67,7 @@ def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue, stac
     source = _write(tmp_path / "in.jsonl", 3, tokens=4)
     bad = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 9, "max_tokens": 4}
     late = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4000, "expires_in": 0.05}
+    late["ignore_eos"] = True  # else an early end could come before the deadline
     with source.open("a") as file:
         for name, body in (("bad", bad), ("late", late)):
             line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}

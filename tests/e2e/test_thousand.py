@@ -118,6 +118,7 @@ class Crowd:
         assert await self.unread(job) in ("cancelled", "done")
 
     async def late(self, body: dict[str, Any]) -> None:
+        body["sampling"] |= {"max_tokens": 400, "ignore_eos": True}  # no engine has that many in a millisecond
         job = await self.stack.submit(**body, expires_in=0.001)
         assert await self.unread(job) == "expired"
 
