@@ -35,7 +35,7 @@ Arena::Arena(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes + 64, 4096)) 
 }
 
 Arena::~Arena() {
-    munmap(data_, mapped_);
+    if (data_) munmap(data_, mapped_);
 }
 
 size_t matrix_bytes(Quant quant, size_t rows, size_t columns) {
@@ -44,6 +44,10 @@ size_t matrix_bytes(Quant quant, size_t rows, size_t columns) {
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(columns) +
                                     " weights is too large");
     return rows * bytes;
+}
+
+Arena::Arena(Arena&& other) noexcept : bytes_(other.bytes_), mapped_(other.mapped_), data_(other.data_) {
+    other.data_ = nullptr;
 }
 
 }  // namespace ktqueue

@@ -11,6 +11,7 @@ class Arena {
   public:
     explicit Arena(size_t bytes);
     ~Arena();
+    Arena(Arena&& other) noexcept;
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
