@@ -1,10 +1,23 @@
 """StepContext: everything that an operator may read in one step. It travels as the keyword `step=`."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ktqueue.operators.kv_cache import KVCache
+
+
+class AttentionPlan(Protocol):
+    """How the tokens of one step attend on a GPU: made once a step, used by every layer."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+    ) -> torch.Tensor:
+        """query [tokens, heads, head_dim] -> the same shape. The step's keys and values are in the cache already.
+
+        `sliding_window`: keys that a token sees at most, itself included; 0 is no limit.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +29,8 @@ class StepContext:
     page_table: [rows, max_pages] int32, the row's pages in order; unused entries are 0.
     slot_mapping: [tokens] int64, page * page_size + offset where each token's key and value go.
     kv: the paged cache.
+    attention: how the step attends on a GPU; None: by the arrays above.
+    live_tokens: [1] int32, tokens from the first that are real, the others pad a captured graph; None: all are real.
     """
 
     query_starts: torch.Tensor
@@ -23,3 +38,5 @@ class StepContext:
     page_table: torch.Tensor
     slot_mapping: torch.Tensor
     kv: KVCache
+    attention: AttentionPlan | None = None
+    live_tokens: torch.Tensor | None = None
