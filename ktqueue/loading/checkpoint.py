@@ -8,6 +8,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_checkpoint import open_gguf
 from ktqueue.loading.safetensors_file import open_folder
+from ktqueue.loading.synthetic import PREFIX, open_synthetic
 from ktqueue.operators.packed import ExpertWeights, PackedMatrix
 
 DEMO = "demo"
@@ -56,9 +57,11 @@ def resolve(path: str) -> Path:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a .gguf file (of a split one: any part), a Hugging Face folder, or `demo`.
+    """Open a .gguf file (of a split one: any part), a Hugging Face folder, `demo`, or `synthetic:SHAPE:QUANT[:LAYERS]`.
 
     Raises CheckpointError naming the file and the tensor or key at fault.
     """
+    if path.startswith(PREFIX):
+        return open_synthetic(path)
     found = resolve(path)
     return open_folder(found) if found.is_dir() else open_gguf(found)

@@ -1,6 +1,7 @@
 """Checkpoint of one GGUF file, or of all parts of a split one: config from metadata, tensors by transformers name."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ktqueue.loading.families import Family, config_from_metadata, family_of_met
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
 from ktqueue.loading.names import gguf_names, split_expert_name
+from ktqueue.loading.quants import Bytes
 from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
 from ktqueue.operators.packed import ExpertWeights
 
@@ -54,17 +56,23 @@ def read_parts(path: Path) -> list[GgufHeader]:
 def open_gguf(path: Path) -> StoredCheckpoint:
     """Open a GGUF model. Raises CheckpointError naming the file, key or tensor at fault."""
     parts = read_parts(path)
-    metadata = parts[0].metadata
-    family = family_of_metadata(metadata, str(path))
-    config = config_from_metadata(family, metadata, str(path))
-    stored = _stored(path, parts)
+    return assemble(str(path), parts[0].metadata, _stored(path, parts), [part.data for part in parts])
+
+
+def assemble(
+    path: str, metadata: dict[str, Any], stored: dict[str, StoredTensor], files: Iterable[Bytes] = ()
+) -> StoredCheckpoint:
+    """The checkpoint of GGUF metadata and tensors by GGUF name; `stored` is changed, `files` are the maps that its
+    tensors view. Raises CheckpointError, whose messages begin with `path`."""
+    family = family_of_metadata(metadata, path)
+    config = config_from_metadata(family, metadata, path)
     if family.rope_factors and (factors := stored.pop(rope_factors.TENSOR, None)):
         config["rope_parameters"] = _divided(path, config, factors)
     layers = _check_layers(path, config["num_hidden_layers"], stored)
     dense, stacks = _named(path, family, config, stored, layers)
     _finish_config(path, config, metadata, dense)
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
-    return StoredCheckpoint(str(path), config, dense, experts, [part.data for part in parts])
+    return StoredCheckpoint(path, config, dense, experts, files)
 
 
 def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:
@@ -79,7 +87,7 @@ def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _divided(path: Path, config: dict[str, Any], stored: StoredTensor) -> dict[str, Any]:
+def _divided(path: str, config: dict[str, Any], stored: StoredTensor) -> dict[str, Any]:
     rope, head_dim = config["rope_parameters"], config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
     factors = stored.tensor(torch.float32).numpy()
@@ -92,7 +100,7 @@ def _divided(path: Path, config: dict[str, Any], stored: StoredTensor) -> dict[s
     return rope_factors.with_factors(rope, factors, config["max_position_embeddings"])
 
 
-def _check_layers(path: Path, layers: int, stored: dict[str, StoredTensor]) -> int:
+def _check_layers(path: str, layers: int, stored: dict[str, StoredTensor]) -> int:
     """A wrong layer count would build a skeleton of any size, so it must agree with the tensors."""
     found = {int(match[1]) for name in stored if (match := _BLOCK.match(name)) and len(match[1]) < 8}
     if layers > MAX_LAYERS or found != set(range(layers)):
@@ -101,7 +109,7 @@ def _check_layers(path: Path, layers: int, stored: dict[str, StoredTensor]) -> i
 
 
 def _named(
-    path: Path, family: Family, config: dict[str, Any], stored: dict[str, StoredTensor], layers: int
+    path: str, family: Family, config: dict[str, Any], stored: dict[str, StoredTensor], layers: int
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
     names = gguf_names(family, layers)
     dense: dict[str, StoredTensor] = {}
@@ -120,7 +128,7 @@ def _named(
     return dense, stacks
 
 
-def _fitted(path: Path, tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
+def _fitted(path: str, tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
     """What GGUF stores otherwise than transformers: rotary order, and the shared expert's gate as a vector."""
     shape, heads = tensor.shape, 0
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
@@ -134,7 +142,7 @@ def _fitted(path: Path, tensor: StoredTensor, name: str, family: Family, config:
     return StoredTensor(tensor.name, tensor.quant, shape, tensor.data, heads)
 
 
-def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
+def _experts(path: str, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
     if missing := {"gate", "up", "down"} - set(parts):
         raise CheckpointError(f"{path}: {module} has no {' and no '.join(sorted(missing))} weights")
     for tensor in parts.values():
@@ -145,9 +153,7 @@ def _experts(path: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertW
     return ExpertWeights(**{part: t.stack() for part, t in parts.items()})
 
 
-def _finish_config(
-    path: Path, config: dict[str, Any], metadata: dict[str, Any], dense: dict[str, StoredTensor]
-) -> None:
+def _finish_config(path: str, config: dict[str, Any], metadata: dict[str, Any], dense: dict[str, StoredTensor]) -> None:
     embedding = dense.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")

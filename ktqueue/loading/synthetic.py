@@ -1,4 +1,5 @@
-"""Models of random weights in a real model's shape, for measuring: `synthetic:SHAPE:QUANT` to one GGUF file.
+"""Models of random weights in a real model's shape, for measuring: `synthetic:SHAPE:QUANT[:LAYERS]`, as a checkpoint
+in memory or as one GGUF file.
 
 Speed does not depend on what weights say, so none need be had from anywhere. Standard deviations are such that
 activations keep their size through all layers, router and logits are neither flat nor certain.
@@ -13,11 +14,12 @@ import numpy as np
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.families import family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf_checkpoint import MAX_LAYERS, assemble
 from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_NORMAL, Writer, quantize
 from ktqueue.loading.quants import BLOCKS, Bytes
 from ktqueue.loading.random_blocks import GROUP, random_blocks
-from ktqueue.loading.tokenizer import byte_alphabet
-from ktqueue.loading.vocabulary_data import VocabularyData, to_metadata
+from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
+from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, to_metadata
 
 PREFIX = "synthetic:"
 Progress = Callable[[int, int, str], None]  # as convert's
@@ -73,21 +75,40 @@ class _Tensor:
     deviation: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Views(StoredTensor):
+    """Experts that are views into one pool: `data` is that of the first."""
+
+    views: tuple[Bytes, ...] = ()
+
+    def matrices(self) -> list[Bytes]:
+        return list(self.views)
+
+
+def open_synthetic(name: str) -> StoredCheckpoint:
+    """The model that `name` stands for, in memory. Its experts share a pool of weights, so that it takes little memory
+    and time however large it is; whoever packs them takes what a file of that size would. Raises CheckpointError."""
+    config, quant, metadata = _model(name)
+    draw = _Draw()
+    return assemble(name, metadata, {tensor.name: draw.stored(tensor) for tensor in _tensors(config, quant)})
+
+
+def synthetic_vocabulary(name: str) -> VocabularyData:
+    """The vocabulary of the model that `name` stands for. Raises CheckpointError."""
+    return vocabulary(_model(name)[0]["vocab_size"])
+
+
 def write(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
-    """Write the model that `name` (`synthetic:SHAPE:QUANT`) stands for as `target`.
+    """Write the model that `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) stands for as `target`.
 
     QUANT is q4_k_m (llama.cpp's mix) or a storage format, such as q8_0, for all matrices; norms and routers are f32.
-    `layers` overrides the shape's. The same call writes the same bytes. Raises CheckpointError.
+    `layers` overrides the name's. The same call writes the same bytes. Raises CheckpointError.
     """
-    shape, quant = _parse(name)
-    config = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
-    family = family_of_model_type(config["model_type"], name)
+    config, quant, metadata = _model(name, layers)
     tensors = list(_tensors(config, quant))
     draw = _Draw()
-    with Writer(target, family.architecture, quant) as writer:
-        writer.add_metadata({"general.name": name, **metadata_from_config(family, config, name)})
-        writer.add_metadata({f"{family.architecture}.vocab_size": config["vocab_size"]})
-        writer.add_metadata(to_metadata(vocabulary(config["vocab_size"])))
+    with Writer(target, metadata["general.architecture"], quant) as writer:
+        writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
         for tensor in tensors:
             writer.add_tensor(tensor.name, tensor.quant, tensor.shape)
         writer.start()
@@ -99,14 +120,28 @@ def write(name: str, target: Path, *, layers: int | None = None, progress: Progr
         progress(len(tensors), len(tensors), "")
 
 
-def _parse(name: str) -> tuple[str, str]:
-    shape, _, quant = name.removeprefix(PREFIX).partition(":")
+def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Config, quantisation and GGUF metadata of the model that `name` stands for."""
+    shape, _, rest = name.removeprefix(PREFIX).partition(":")
+    quant, _, count = rest.partition(":")
     if shape not in SHAPES:
         raise CheckpointError(f"{name}: there is no shape {shape!r}; known: {', '.join(SHAPES)}")
     if quant.upper() not in (MIX, *BLOCKS):
         known = ", ".join((MIX, *BLOCKS)).lower()
         raise CheckpointError(f"{name}: there is no quantisation {quant!r}; known: {known}")
-    return shape, quant.upper()
+    if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
+        raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {count!r}")
+    config = dict(SHAPES[shape])
+    config["num_hidden_layers"] = layers or int(count or config["num_hidden_layers"])
+    family = family_of_model_type(config["model_type"], name)
+    metadata = {
+        "general.architecture": family.architecture,
+        "general.name": name,
+        **metadata_from_config(family, config, name),
+        f"{family.architecture}.vocab_size": config["vocab_size"],
+        **to_metadata(vocabulary(config["vocab_size"])),
+    }
+    return config, quant.upper(), metadata
 
 
 def vocabulary(size: int) -> VocabularyData:
@@ -177,20 +212,41 @@ class _Draw:
     def __init__(self) -> None:
         self._pools: dict[tuple[str, float, int], Bytes] = {}  # [blocks, bytes of a block]
         self._next: dict[tuple[str, float, int], int] = {}
+        self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools that go on from their start by one expert's blocks
 
     def __call__(self, tensor: _Tensor) -> Bytes:
         random = np.random.default_rng(list(tensor.name.encode()))
         if len(tensor.shape) == 1:
             values = 1 + tensor.deviation * random.standard_normal((1, *tensor.shape))
-            return quantize(values.astype(np.float32), "F32")
+            return quantize(values.astype(np.float32), "F32").reshape(-1)
+        pool, start, count = self._take(tensor, random)
+        return _cut(pool, start, count)
+
+    def stored(self, tensor: _Tensor) -> StoredTensor:
+        """The same weights as of a call; of experts views, which share their memory."""
+        if len(tensor.shape) < 3:
+            return StoredTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
+        pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
+        experts = tensor.shape[0]
+        each = count // experts
+        key = (id(pool), each)
+        if key not in self._wrapped:
+            self._wrapped[key] = _cut(pool, 0, len(pool) + each).reshape(-1, pool.shape[1])
+        whole = self._wrapped[key]
+        starts = ((start + expert * each) % len(pool) for expert in range(experts))
+        views = tuple(whole[at : at + each].reshape(-1) for at in starts)
+        return _Views(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
+
+    def _take(self, tensor: _Tensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
+        """The pool of a matrix, its first block and the number of its blocks."""
         count = int(np.prod(tensor.shape)) // max(BLOCKS[tensor.quant][0], GROUP)
         size = next((size for size in _POOLS if count <= 8 * size), _POOLS[-1])
         key = (tensor.quant, tensor.deviation, size)
         if key not in self._pools:
             self._pools[key] = random_blocks(tensor.quant, size, tensor.deviation, random)
-        pool, start = self._pools[key], self._next.get(key, 0)
+        start = self._next.get(key, 0)
         self._next[key] = (start + count) % size
-        return _cut(pool, start, count)
+        return self._pools[key], start, count
 
 
 def _cut(pool: Bytes, start: int, count: int) -> Bytes:

@@ -11,16 +11,10 @@ from ktqueue.loading.chat_template import ChatTemplate
 from ktqueue.loading.checkpoint import resolve
 from ktqueue.loading.gguf_checkpoint import read_parts
 from ktqueue.loading.gguf_file import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFINED
-from ktqueue.loading.vocabulary_data import from_metadata
+from ktqueue.loading.synthetic import PREFIX, synthetic_vocabulary
+from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, from_metadata
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Tokenizer:
@@ -131,7 +125,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, or `demo`. Raises CheckpointError."""
+    """The tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, `demo` or a synthetic model.
+
+    Raises CheckpointError.
+    """
+    if path.startswith(PREFIX):
+        return _from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
     return _from_folder(found) if found.is_dir() else _from_gguf(found)
 
@@ -142,15 +141,19 @@ def _from_gguf(path: Path) -> Tokenizer:
     for rows in (info.shape[0] for part in parts for info in part.tensors if info.name == "token_embd.weight"):
         if rows < len(data.tokens):
             raise CheckpointError(f"{path}: {len(data.tokens)} tokens, but 'token_embd.weight' has {rows} rows")
+    return _from_data(data, str(path))
+
+
+def _from_data(data: VocabularyData, path: str) -> Tokenizer:
     special = {f"{role}_token": data.tokens[token_id] for role, token_id in data.ids.items()}
     return Tokenizer(
-        tokenizer_models.build(data, str(path)),
+        tokenizer_models.build(data, path),
         size=len(data.tokens),
         tokens=data.tokens,
         kinds=data.kinds,
         byte_level=data.model == "gpt2",
         eos_token_ids=frozenset(data.ids[role] for role in ("eos", "eot", "eom") if role in data.ids),
-        template=ChatTemplate(data.chat_template, special, str(path)) if data.chat_template else None,
+        template=ChatTemplate(data.chat_template, special, path) if data.chat_template else None,
     )
 
 

@@ -98,3 +98,10 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
     if data.chat_template:
         metadata["tokenizer.chat_template"] = data.chat_template
     return metadata
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import open_checkpoint
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.load import load_model
@@ -101,3 +102,24 @@ def test_unknown_names_are_refused(name: str, says: str, tmp_path: Path) -> None
         write(name, tmp_path / "model.gguf")
     assert says in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_in_memory_is_the_one_that_would_be_written(tmp_path: Path) -> None:
+    name = "synthetic:tiny:q4_k_m:3"
+    write(name, tmp_path / "tiny.gguf")
+    ours, written = open_checkpoint(name), open_checkpoint(str(tmp_path / "tiny.gguf"))
+    assert ours.config() == written.config()
+    assert ours.config()["num_hidden_layers"] == 3
+    assert sorted(ours.names()) == sorted(written.names())
+    for tensor in ours.names():
+        assert ours.quant(tensor) == written.quant(tensor)
+        assert ours.nbytes(tensor) == written.nbytes(tensor)
+        assert torch.equal(ours.dense(tensor, torch.float32), written.dense(tensor, torch.float32)), tensor
+    prompt = "the end<|im_end|>"
+    assert load_tokenizer(name).encode(prompt) == load_tokenizer(str(tmp_path / "tiny.gguf")).encode(prompt)
+
+
+@pytest.mark.parametrize("layers", ["0", "x", "-1", "5000"])
+def test_layers_of_a_name_are_checked(layers: str) -> None:
+    with pytest.raises(CheckpointError, match=r"layers must be a number from 1 to 4096"):
+        open_checkpoint(f"synthetic:tiny:q8_0:{layers}")
