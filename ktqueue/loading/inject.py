@@ -20,6 +20,7 @@ def inject(model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Operator]
             operator = registry[replacement.op].from_module(module, **replacement.options)
         except (TypeError, ValueError) as error:
             raise RuleError(f"{replacement.source}: {replacement.name or 'the model'}: {error}") from error
+        operator.device = plan.device_of(replacement.name)
         operators[replacement.name] = operator
         if not replacement.name:
             return operator, operators  # nothing else is left to replace

@@ -11,8 +11,11 @@ from ktqueue.operators.packed import ModuleWeights
 class Operator(nn.Module):
     """Takes the place of a module of the model, with all below it, and is called as that module was.
 
-    Made from the module it replaces (which may be on the meta device), then given its weights once.
+    Made from the module it replaces (which may be on the meta device), then given its weights once. `device`: where it
+    is to live, set between the two.
     """
+
+    device: str = "cpu"
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:

@@ -3,6 +3,7 @@
 Reads the module tree and the config; refuses by name what the decoder does not compute. Knows no weights.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +41,10 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """Sizes, and a LayerFacts for each layer. `positions`: that the model was trained for. `clip` 0: q, k and v are not
-    clamped."""
+    """Sizes, and a LayerFacts for each layer. `dtype`: in which the model computes. `positions`: that the model was
+    trained for. `clip` 0: q, k and v are not clamped. `tied`: the head is the embedding."""
 
+    dtype: torch.dtype
     hidden: int
     vocabulary: int
     positions: int
@@ -53,17 +55,21 @@ class DecoderFacts:
     epsilon: float
     clip: float
     qk_norm: bool
+    tied: bool
     layers: tuple[LayerFacts, ...]
 
 
-def facts_of(model: nn.Module) -> DecoderFacts:
-    """The facts of a model of one of CLASSES. Raises ValueError where it holds what the decoder does not compute."""
+def facts_of(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,)) -> DecoderFacts:
+    """The facts of a model of one of CLASSES that computes in one of `dtypes`. Raises ValueError where it holds what
+    the decoder does not compute."""
     if type(model).__name__ not in CLASSES:
         raise ValueError(f"it knows {', '.join(CLASSES)}")
     config: Any = model.config
     body: Any = model.model
-    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
-        raise ValueError("it computes in float32, the model is to compute in another type")
+    found = {parameter.dtype for parameter in model.parameters()}
+    if len(found) != 1 or not found <= {*dtypes}:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"it computes in {names}, the model is to compute in another type")
     if _depends_on_length(body.rotary_emb):
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
@@ -75,6 +81,7 @@ def facts_of(model: nn.Module) -> DecoderFacts:
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     return DecoderFacts(
+        dtype=found.pop(),
         hidden=config.hidden_size,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
         positions=config.max_position_embeddings,
@@ -85,6 +92,7 @@ def facts_of(model: nn.Module) -> DecoderFacts:
         epsilon=epsilons.pop(),
         clip=getattr(config, "clip_qkv", None) or 0.0,
         qk_norm=hasattr(attention, "q_norm"),
+        tied=bool(config.tie_word_embeddings),
         layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
     )
 

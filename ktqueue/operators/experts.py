@@ -103,16 +103,17 @@ class CpuExperts(Operator):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden], same dtype.
 
+        Tensors of a GPU are copied to the host and back, for which the host waits.
         Raises ValueError for an expert id out of range; RuntimeError before `load`.
         """
         if self._layer is None:
             raise RuntimeError("CpuExperts has no weights yet")
-        source = hidden_states.float().contiguous()
+        source = hidden_states.to("cpu", torch.float32).contiguous()
         out = torch.empty_like(source, requires_grad=False)
         self._layer.forward(
             native.as_array(source),
-            native.as_array(top_k_index.long().contiguous()),
-            native.as_array(top_k_weights.float().contiguous()),
+            native.as_array(top_k_index.to("cpu", torch.int64).contiguous()),
+            native.as_array(top_k_weights.to("cpu", torch.float32).contiguous()),
             out.numpy(),
         )
-        return out.to(hidden_states.dtype)
+        return out.to(hidden_states)

@@ -1,0 +1,22 @@
+"""GpuSettings: what a model must know before it runs on a GPU. Knows no device."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
+"""How routed tokens get to the CPU's experts and back; "direct" is for tensors that live on the CPU."""
+Streaming = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSettings:
+    """Given to `prepare_device` of a model before its first step.
+
+    max_tokens: of a step. expert_memory_bytes: GPU memory for experts; what all of them need, or more: all go there.
+    expert_streaming: whether long steps copy experts to the GPU that do not live there; "auto": where it is faster.
+    """
+
+    max_tokens: int
+    expert_memory_bytes: int = 0
+    handoff: HandoffMethod = "auto"
+    expert_streaming: Streaming = "auto"
