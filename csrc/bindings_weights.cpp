@@ -1,7 +1,9 @@
 #include "bindings_weights.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <utility>
@@ -74,6 +76,13 @@ void BoundLayer::forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly&
                     data<float>(out));
 }
 
+std::vector<std::pair<uintptr_t, size_t>> BoundLayer::ranges(size_t expert) const {
+    std::vector<std::pair<uintptr_t, size_t>> found;
+    for (const auto& range : layer_->ranges(expert))
+        found.emplace_back(reinterpret_cast<uintptr_t>(range.data()), range.size());
+    return found;
+}
+
 BoundLinear::BoundLinear(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed,
                          const std::optional<ReadOnly>& bias, const std::string& activations, const std::string& isa) {
     const Quant kind = parse_quant(quant);
@@ -107,6 +116,7 @@ void bind_weights(nb::module_& module) {
              nb::arg("activations"), nb::arg("isa"))
         .def("forward", &BoundLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
              nb::arg("top_k_weights"), nb::arg("out"))
+        .def("ranges", &BoundLayer::ranges, nb::arg("expert"))
         .def_prop_ro("isa", [](const BoundLayer& bound) { return bound.layer().isa(); })
         .def_prop_ro("bytes", [](const BoundLayer& bound) { return bound.layer().bytes(); });
     nb::class_<BoundLinear>(module, "Linear")

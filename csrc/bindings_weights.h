@@ -5,6 +5,8 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings_arrays.h"
 #include "expert_layer.h"
@@ -19,6 +21,9 @@ class BoundLayer {
                float alpha, float limit, const std::string& activations, const std::string& isa);
 
     void forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const;
+
+    // (address, bytes) of an expert's packed memory, in order.
+    std::vector<std::pair<uintptr_t, size_t>> ranges(size_t expert) const;
 
     const ExpertLayer& layer() const { return *layer_; }
 

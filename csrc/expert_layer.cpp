@@ -19,6 +19,8 @@ constexpr size_t kTokensPerPass = 64;     // of one expert; bounds the buffers o
 constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task makes whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
 constexpr size_t kMaxSlots = 64;  // experts of one token
+constexpr int64_t kNoExpert = -1;
+constexpr size_t kSkipped = SIZE_MAX;  // position of a pair without an expert
 
 void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
     if (matrices.data.size() != experts || matrices.rows != rows || matrices.columns != columns)
@@ -52,11 +54,12 @@ struct ExpertLayer::Forms {
           down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens)) {}
 };
 
-// A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs expert by expert, in order of pair.
+// A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs that have an expert, expert by
+// expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
     std::vector<size_t> starts;          // [experts + 1] first position of each expert
-    AlignedBuffer<size_t> position;      // [pairs] where a pair stands in sorted order
+    AlignedBuffer<size_t> position;      // [pairs] where a pair stands in sorted order, or kSkipped
     std::vector<Span> spans;             // experts that have pairs
     AlignedBuffer<uint8_t> gate_rows;    // [tokens] prepared for gate (and up, if it wants the same)
     AlignedBuffer<uint8_t> up_rows;      // [tokens] prepared for up, else
@@ -125,9 +128,10 @@ void ExpertLayer::pack() {
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                           float* out) const {
     for (size_t pair = 0; pair < tokens * slots; ++pair)
-        if (ids[pair] < 0 || static_cast<size_t>(ids[pair]) >= experts())
-            throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) + ", got " +
-                                        std::to_string(ids[pair]) + " for token " + std::to_string(pair / slots));
+        if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
+            throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
+                                        " or -1 for none, got " + std::to_string(ids[pair]) + " for token " +
+                                        std::to_string(pair / slots));
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
@@ -136,16 +140,36 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
                      out + t * hidden(), space);
 }
 
+std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
+    if (expert >= experts())
+        throw std::invalid_argument("expert must be from 0 to " + std::to_string(experts() - 1) + ", got " +
+                                    std::to_string(expert));
+    std::vector<std::span<const uint8_t>> found;
+    const auto append = [&](const uint8_t* begin, size_t bytes) {
+        if (!found.empty() && found.back().data() + found.back().size() == begin)
+            found.back() = {found.back().data(), found.back().size() + bytes};
+        else
+            found.emplace_back(begin, bytes);
+    };
+    for (size_t p = 0; p < panel_count(intermediate()); ++p)
+        append(gate_up_.data() + mid_slices_.place(expert, p) * (gate_panel_ + up_panel_), gate_panel_ + up_panel_);
+    for (size_t p = 0; p < panel_count(hidden()); ++p)
+        append(down_arena_.data() + hidden_slices_.place(expert, p) * down_panel_, down_panel_);
+    return found;
+}
+
 void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const {
     space.starts.assign(experts() + 1, 0);
-    for (size_t pair = 0; pair < pairs; ++pair) ++space.starts[static_cast<size_t>(ids[pair]) + 1];
+    for (size_t pair = 0; pair < pairs; ++pair)
+        if (ids[pair] != kNoExpert) ++space.starts[static_cast<size_t>(ids[pair]) + 1];
     space.spans.clear();
     for (size_t e = 0; e < experts(); ++e) {
         space.starts[e + 1] += space.starts[e];
         if (space.starts[e + 1] > space.starts[e]) space.spans.push_back({e, space.starts[e], space.starts[e + 1]});
     }
     space.position.grow(pairs);
-    for (size_t pair = 0; pair < pairs; ++pair) space.position[pair] = space.starts[static_cast<size_t>(ids[pair])]++;
+    for (size_t pair = 0; pair < pairs; ++pair)
+        space.position[pair] = ids[pair] == kNoExpert ? kSkipped : space.starts[static_cast<size_t>(ids[pair])]++;
 }
 
 // Rows for gate and up: one a token, shared by its slots; for experts with many rows one a pair, side by side.
@@ -170,6 +194,8 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
     }
     if (some_narrow) space.narrow_rows.grow(tokens * slots * narrow_bytes);
     auto prepare = [&](size_t t) {
+        const size_t* positions = space.position.data() + t * slots;
+        if (std::all_of(positions, positions + slots, [](size_t at) { return at == kSkipped; })) return;
         const float* row = x + t * hidden();
         uint8_t* gate_row = space.gate_rows.data() + t * gate_bytes;
         uint8_t* up_row = same ? gate_row : space.up_rows.data() + t * up_bytes;
@@ -178,6 +204,7 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
         const uint8_t* narrowed = nullptr;
         for (size_t pair = t * slots; pair < (t + 1) * slots; ++pair) {
             const size_t at = space.position[pair];
+            if (at == kSkipped) continue;
             space.gate_x[at] = gate_row;
             space.up_x[at] = up_row;
             if (!some_narrow) continue;
@@ -208,8 +235,8 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                                float* out, Workspace& space) const {
-    const size_t pairs = tokens * slots;
-    sort_by_expert(ids, pairs, space);
+    sort_by_expert(ids, tokens * slots, space);
+    const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, tokens, slots, space);
     space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // not a multiple of 4 KB: see row_distance()
     space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
@@ -301,10 +328,14 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
 
 void ExpertLayer::merge(const float* weights, size_t token, size_t slots, float* out, const Workspace& space) const {
     const float* terms[kMaxSlots];
-    float* sum = out + token * hidden();
-    for (size_t slot = 0; slot < slots; ++slot)
-        terms[slot] = space.partial.data() + space.position[token * slots + slot] * space.partial_stride;
-    kernels_.merge({terms, weights + token * slots, slots, sum, hidden()});
+    float factors[kMaxSlots];
+    size_t count = 0;
+    for (size_t pair = token * slots; pair < (token + 1) * slots; ++pair) {
+        if (space.position[pair] == kSkipped) continue;
+        terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
+        factors[count++] = weights[pair];
+    }
+    kernels_.merge({terms, factors, count, out + token * hidden(), hidden()});
 }
 
 }  // namespace ktqueue

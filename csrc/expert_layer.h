@@ -3,6 +3,7 @@
 // Knows nothing of Python or of how tokens were routed.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "node_slices.h"
@@ -33,11 +34,17 @@ class ExpertLayer {
     ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
                 const KernelTable& kernels);
 
-    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. Throws std::invalid_argument, before anything is
-    // written, if an id is not in 0..experts-1 or there are more than 64 slots. Results do not depend on the number of
-    // threads or, but for BF16 weights in tiles (see kernel_table.h), on the other tokens.
+    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. An id of -1 is no expert: its slot adds nothing, and a
+    // token with no other id gets zeros. Throws std::invalid_argument, before anything is written, if an id is not in
+    // -1..experts-1 or there are more than 64 slots. Results do not depend on the number of threads or, but for BF16
+    // weights in tiles (see kernel_table.h), on the other tokens.
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                  float* out) const;
+
+    // The packed memory of one expert, in order: (panel p of gate, panel p of up) for every p, then every panel of
+    // down, each as panel_layout.h says. Two ranges, or more where panels are divided among NUMA nodes; they last as
+    // long as the layer. Throws std::invalid_argument.
+    std::vector<std::span<const uint8_t>> ranges(size_t expert) const;
 
     size_t experts() const { return gate_.data.size(); }
     size_t hidden() const { return gate_.columns; }

@@ -153,10 +153,21 @@ class ExpertLayer:
     def forward(self, hidden_states: Floats, top_k_index: Integers, top_k_weights: Floats, out: Floats) -> None:
         """out[t] = sum over slots of weight * expert(hidden_states[t]), slots added in order.
 
-        hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64;
-        top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
+        hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64, -1 where a slot has no
+        expert; top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
         """
         self._layer.forward(hidden_states, top_k_index, top_k_weights, out)
+
+    def ranges(self, expert: int) -> list[tuple[int, int]]:
+        """(address, bytes) of the packed memory of one expert, to be copied one after the other.
+
+        Together: (panel p of gate, panel p of up) for every p, then every panel of down, in the layout of
+        csrc/panel_layout.h. Two ranges, or more where panels are divided among NUMA nodes. Read only, and only while
+        this object lives. Raises ValueError if there is no such expert.
+        """
+        if expert < 0:
+            raise ValueError(f"expert must not be negative, got {expert}")
+        return list(self._layer.ranges(expert))
 
 
 class Linear:

@@ -133,7 +133,7 @@ def test_refuses_a_gate_of_its_own():
 def test_refuses_an_expert_that_is_not_there(operator):
     x, ids, weights = route(3)
     ids[1, 1] = 6
-    with pytest.raises(ValueError, match="expert id must be from 0 to 5, got 6 for token 1"):
+    with pytest.raises(ValueError, match="expert id must be from 0 to 5 or -1 for none, got 6 for token 1"):
         operator(x, ids, weights)
 
 

@@ -151,6 +151,9 @@ struct Call {
         const bool one = random.chance(4);  // all tokens on one expert
         const size_t expert = random.number(0, layer.experts - 1);
         for (int64_t& id : ids) id = static_cast<int64_t>(one ? expert : random.number(0, layer.experts - 1));
+        if (random.chance(4))
+            for (int64_t& id : ids)
+                if (random.chance(2)) id = -1;  // no expert
     }
 
     void run(const ExpertLayer& layer, float* out) const {
@@ -165,13 +168,15 @@ void check(const Layer& layer, const Call& call, const Guarded<float>& out) {
         const float* got = out.data() + t * layer.hidden;
         const std::string place = layer.name() + ", token " + std::to_string(t);
         if (std::any_of(x, x + layer.hidden, [](float one) { return std::isnan(one); })) {
-            if (call.slots > 0)
+            const int64_t* ids = call.ids.data() + t * call.slots;
+            if (std::any_of(ids, ids + call.slots, [](int64_t id) { return id >= 0; }))
                 require(std::all_of(got, got + layer.hidden, [](float one) { return std::isnan(one); }),
                         place + ": a number out of none");
             continue;
         }
         std::vector<Value> expected(layer.hidden, {0, 1e-30});
         for (size_t pair = t * call.slots; pair < (t + 1) * call.slots; ++pair) {
+            if (call.ids[pair] < 0) continue;
             const std::vector<Value> one = layer.run(static_cast<size_t>(call.ids[pair]), x, layer.options.precision);
             const double weight = call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
@@ -260,7 +265,7 @@ void run_experts(Random& random, const KernelTable& kernels) {
     }
 
     if (call.tokens * slots == 0) return;
-    const int64_t wrong[] = {-1, static_cast<int64_t>(layer.experts), INT64_MAX, INT64_MIN, 1ll << 32};
+    const int64_t wrong[] = {-2, static_cast<int64_t>(layer.experts), INT64_MAX, INT64_MIN, 1ll << 32};
     random.element(call.ids) = random.element(wrong);
     const Guarded<float> nothing = untouched_floats(random, size);
     try {
