@@ -7,64 +7,36 @@ A point is {"prompts": [[token ids]...], "tokens": N, "sampling": {...}}, or {"p
 import argparse
 import json
 import sys
-import time
-from itertools import pairwise
 from typing import Any
 
+from ktqueue.bench.engine import finish, measure_decode, measure_prefill, start
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.request import SamplingParams
-from ktqueue.engine.outputs import EngineStats
 from ktqueue.operators.decoder import CpuDecoder
 from workers.startup import Built, build
-
-PARTS = ("schedule", "forward", "sample", "commit")
-
-
-def start(built: Built, point: dict[str, Any]) -> None:
-    """Add the rows and step until each has its first token."""
-    sampling = SamplingParams(**{"temperature": 0.0, "seed": 7, **point.get("sampling", {})}, ignore_eos=True,
-                              max_tokens=point["tokens"])  # fmt: skip
-    waiting = set()
-    for row, prompt in enumerate(point["prompts"]):
-        built.engine.add(str(row), prompt, sampling)
-        waiting.add(str(row))
-    while waiting:
-        waiting -= {output.request_id for output in built.engine.step() if output.token_ids}
 
 
 def measure(built: Built, point: dict[str, Any]) -> dict[str, float]:
     """Decode with all rows running: tokens a second, milliseconds a step, and the host's share of a step."""
-    start(built, point)
-    engine = built.engine
-    before, tokens, full = engine.stats(), 0, True
-    moments = [time.perf_counter()]
-    while full:
-        outputs = engine.step()
-        moments.append(time.perf_counter())
-        tokens += sum(len(output.token_ids) for output in outputs)
-        full = not any(output.finish_reason for output in outputs)
-    seconds = moments[-1] - moments[0]
-    after = engine.stats()
-    while engine.has_work:
-        engine.step()
-    steps = after.steps - before.steps
-    spent = {part: _seconds(after, part) - _seconds(before, part) for part in PARTS}
-    host = sum(spent.values()) - spent["forward"]
+    taken = measure_decode(built.engine, point["prompts"], point["tokens"], **point.get("sampling", {}))
+    steps = taken.tokens / taken.rows
     return {
-        "tokens_per_second": tokens / seconds,
-        "step_ms": 1e3 * seconds / steps,
-        "fastest_step_ms": 1e3 * min(later - earlier for earlier, later in pairwise(moments)),
-        "host_share": host / seconds,
-        **{f"{part}_ms": 1e3 * value / steps for part, value in spent.items()},
+        "tokens_per_second": taken.tokens_per_second,
+        "step_ms": 1e3 * taken.seconds / steps,
+        "fastest_step_ms": 1e3 * taken.fastest_step,
+        "host_share": taken.host_share,
+        **{f"{part}_ms": 1e3 * value for part, value in taken.parts.items()},
     }
 
 
 def prefill(built: Built, prompt: list[int]) -> dict[str, float]:
     """One prompt alone, to its first token."""
-    began = time.perf_counter()
-    start(built, {"prompts": [prompt], "tokens": 1})
-    seconds = time.perf_counter() - began
-    return {"tokens_per_second": len(prompt) / seconds, "step_ms": 1e3 * seconds, "fastest_step_ms": 1e3 * seconds}
+    taken = measure_prefill(built.engine, [prompt])
+    milliseconds = 1e3 * taken.seconds
+    return {
+        "tokens_per_second": taken.tokens_per_second,
+        "step_ms": milliseconds,
+        "fastest_step_ms": milliseconds,
+    }
 
 
 def count_experts(built: Built, point: dict[str, Any]) -> float:
@@ -72,15 +44,10 @@ def count_experts(built: Built, point: dict[str, Any]) -> float:
     decoder = built.model.module
     if not isinstance(decoder, CpuDecoder):
         raise SystemExit(f"experts are counted by CpuDecoder; the rules put {type(decoder).__name__} there")
-    start(built, point)
+    start(built.engine, point["prompts"], point["tokens"], point.get("sampling", {}))
     layers, used = decoder.expert_layers_run, decoder.experts_used
-    while built.engine.has_work:
-        built.engine.step()
+    finish(built.engine)
     return (decoder.experts_used - used) / (decoder.expert_layers_run - layers)
-
-
-def _seconds(stats: EngineStats, part: str) -> float:
-    return float(getattr(stats, f"{part}_seconds"))
 
 
 def main() -> None:

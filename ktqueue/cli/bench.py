@@ -1,4 +1,4 @@
-"""`ktqueue bench experts`: how fast can this machine be, and how near to that are the expert kernels."""
+"""`ktqueue bench`, and of it `experts`: how fast can this machine be, and how near to that are the expert kernels."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktqueue.cli.bench_engine import engine
 from ktqueue.cli.console import write_json
 from ktqueue.cli.failures import EXIT_CODES_HELP, UsageFault
 
@@ -25,6 +26,7 @@ def application() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Measure this machine.", epilog=EXIT_CODES_HELP)
     app.callback()(lambda: None)
     app.command("experts")(experts)
+    app.command("engine")(engine)
     return app
 
 

@@ -1,0 +1,48 @@
+"""What a figure must be read beside: software, its versions, and the GPU if there is one."""
+
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ktqueue import __version__
+from ktqueue.bench.machine import cpu_name
+from ktqueue.operators import native
+
+PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Plain data, ready for JSON."""
+    return {
+        "ktqueue": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": cpu_name(),
+        "threads": native.threads(),
+        "isa": native.isa(),
+        "gpu": _gpu(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _gpu() -> dict[str, Any] | None:
+    if not torch.cuda.is_available():
+        return None
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "name": facts.name,
+        "capability": f"{facts.major}.{facts.minor}",
+        "memory": facts.total_memory,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,158 @@
+"""`ktqueue bench engine`: tokens a second of a model on this machine, decoding and reading prompts."""
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktqueue.cli.console import results, table, write_json
+from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+
+if TYPE_CHECKING:
+    from ktqueue.bench.engine import Decode, Prefill
+    from ktqueue.core.config import EngineConfig
+
+STANDARD_OUTPUT = Path("-")
+MAX_NUMBER = 1 << 20
+_WHAT = "What to measure"
+
+
+@expand
+def engine(
+    common: CommonFlags,
+    engine: EngineFlags,
+    rows: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Sequences that decode together, with commas.", rich_help_panel=_WHAT)
+    ] = "1,4,16",
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_NUMBER, metavar="N", help="Of each row.", rich_help_panel=_WHAT)
+    ] = 128,
+    output_tokens: Annotated[
+        int, typer.Option(min=2, max=MAX_NUMBER, metavar="N", help="Of each row.", rich_help_panel=_WHAT)
+    ] = 64,
+    prefill: Annotated[
+        str,
+        typer.Option(metavar="NUMBERS", help="Prompts read alone, in tokens; 0: none.", rich_help_panel=_WHAT),
+    ] = "512,2048",
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="Of each point; the best counts.", rich_help_panel=_WHAT)
+    ] = 3,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output, without tables."),
+    ] = None,
+) -> None:
+    """Measure a model's engine without Redis: rows that decode together, prompts that are read alone.
+
+    Prompts are random tokens and never shared. --model synthetic:qwen3-30b-a3b:q4_k_m measures random weights in that
+    shape, made in memory. The cache is sized for the rows unless a flag says otherwise.
+    """
+    from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
+    from ktqueue.bench.environment import environment
+    from ktqueue.cli.progress import Bar
+    from workers.startup import build
+
+    row_counts, lengths = _numbers("--rows", rows, 1), [n for n in _numbers("--prefill", prefill, 0) if n]
+    given = settings(common, engine=engine).engine
+    config = _sized(given, engine, row_counts, lengths, prompt_tokens + output_tokens)
+    load_before = os.getloadavg()[0]
+    with Bar("loading", in_bytes=True) as bar:
+        built = build(config, bar.update)
+    size, decoded, filled = built.tokenizer.size, [], []
+    try:
+        with Bar("measuring", rounds * len(row_counts) + len(lengths)) as bar:
+            for place, count in enumerate(row_counts):
+                taken = []
+                for again in range(rounds):
+                    bar.update(place * rounds + again, note=f"{count} rows")
+                    given_prompts = prompts(count, prompt_tokens, size, seed=again)
+                    taken.append(measure_decode(built.engine, given_prompts, output_tokens))
+                decoded.append(max(taken, key=lambda one: one.tokens_per_second))
+            for place, length in enumerate(lengths):
+                bar.update(rounds * len(row_counts) + place, note=f"prompt of {length}")
+                filled.append(measure_prefill(built.engine, prompts(rounds + 1, length, size)))
+    finally:  # an interrupted run shows what it has
+        built.engine.close()
+        if json_file != STANDARD_OUTPUT:
+            _show(decoded, filled)
+        if json_file is not None:
+            _write(
+                json_file,
+                {
+                    **environment(),
+                    "load_before": round(load_before, 2),
+                    "load_after": round(os.getloadavg()[0], 2),
+                    "engine": asdict(built.config),
+                    "output_tokens": output_tokens,
+                    "rounds": rounds,
+                    "decode": [
+                        {**asdict(one), "tokens_per_second": one.tokens_per_second, "host_share": one.host_share}
+                        for one in decoded
+                    ],
+                    "prefill": [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in filled],
+                },
+            )
+
+
+def _sized(
+    config: "EngineConfig", flags: EngineFlags, rows: list[int], lengths: list[int], row_tokens: int
+) -> "EngineConfig":
+    """The settings with room for what is measured, wherever no flag says how much there is."""
+    longest = max([*lengths, row_tokens])
+    pages = max(max(rows) * -(-row_tokens // config.page_size), -(-(longest + 1) // config.page_size)) + 1
+    sized = replace(config, enable_prefix_caching=False, max_num_seqs=max(config.max_num_seqs, *rows))
+    if flags.max_num_batched_tokens is None:
+        sized = replace(sized, max_num_batched_tokens=max(config.max_num_batched_tokens, sized.max_num_seqs, *lengths))
+    if flags.kv_cache_bytes is None and config.num_pages is None:
+        sized = replace(sized, num_pages=pages)
+    return sized
+
+
+def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
+    console = results()
+    heads = ("rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token")
+    made = table(heads, right=heads)
+    for one in decoded:
+        made.add_row(
+            str(one.rows),
+            str(one.prompt_tokens),
+            f"{one.tokens_per_second:,.1f}",
+            f"{one.step * 1e3:,.2f}",
+            f"{one.fastest_step * 1e3:,.2f}",
+            f"{one.host_share:.0%}",
+            f"{one.first_token * 1e3:,.0f} ms",
+        )
+    console.print(made)
+    if filled:
+        console.print()
+        columns = ("prefill", "tok/s", "ms", "fastest")
+        made = table(columns, right=columns)
+        for read in filled:
+            made.add_row(
+                str(read.tokens),
+                f"{read.tokens_per_second:,.0f}",
+                f"{read.seconds * 1e3:,.0f}",
+                f"{read.fastest * 1e3:,.0f}",
+            )
+        console.print(made)
+
+
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    """The numbers of a list with commas."""
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words or [""]:
+        if not word.isdecimal() or not least <= int(word) <= MAX_NUMBER:
+            raise UsageFault(f"{flag}: must be numbers from {least} to {MAX_NUMBER} with commas, got {word!r}")
+    return [int(word) for word in words]
+
+
+def _write(target: Path, value: dict[str, Any]) -> None:
+    if target == STANDARD_OUTPUT:
+        write_json(value)
+    else:
+        import json
+
+        target.write_text(json.dumps(value, indent=2) + "\n")
