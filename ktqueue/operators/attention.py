@@ -1,6 +1,7 @@
-"""Paged attention as transformers calls it (AttentionInterface), on CPU.
+"""Paged attention as transformers calls it (AttentionInterface).
 
-float32 goes to the compiled kernel, everything else to the torch twin. The step travels as the keyword `step`.
+A step with a plan (on a GPU) attends by it. Without, float32 on CPU goes to the compiled kernel, everything else to the
+torch twin. The step travels as the keyword `step`.
 """
 
 from typing import Any
@@ -44,6 +45,12 @@ def paged_attention(
     if sliding_window is None:  # Qwen2-MoE's layers have one without passing it on: it is in the mask that we refuse
         sliding_window = getattr(module, "sliding_window", None)
     keys, values = step.kv.keys[layer], step.kv.values[layer]
+    if step.attention is not None:
+        step.kv.write(layer, step.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        attended = step.attention.attend(
+            layer, query[0].transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window or 0
+        )
+        return attended[None], None
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
         _, heads, tokens, head_dim = query.shape
         out = torch.empty(tokens, heads, head_dim)
@@ -62,9 +69,7 @@ def paged_attention(
             sliding_window=sliding_window or 0,
         )
         return out[None], None
-    step.kv.write(
-        layer, step.slot_mapping, key[0].transpose(0, 1).to(keys.dtype), value[0].transpose(0, 1).to(keys.dtype)
-    )
+    step.kv.write(layer, step.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
     attended = reference.paged_attention(
         query[0],
         keys,

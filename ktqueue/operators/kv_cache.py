@@ -35,9 +35,17 @@ class KVCache:
         self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64."""
-        self.keys[layer].view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
-        self.values[layer].view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's type.
+
+        What float8 cannot hold is stored as the nearest number that it can.
+        """
+        for tensors, states in ((self.keys, key), (self.values, value)):
+            cache = tensors[layer].view(-1, *states.shape[1:])
+            if cache.dtype.itemsize == 1:
+                limit = torch.finfo(cache.dtype).max  # the cast makes NaN of more
+                states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+                cache = cache.view(torch.uint8)  # which index_copy_ knows on every device
+            cache.index_copy_(0, slot_mapping, states.to(cache.dtype))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer (copy-on-write of a shared, partly filled page)."""

@@ -87,11 +87,12 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over pages that already hold the step's keys and values.
 
-    query [heads, tokens, head_dim]; keys, values [pages, page_size, kv_heads, head_dim] ->
-    [tokens, heads, head_dim]. A token at position p sees keys max(0, p + 1 - sliding_window) .. p of its row.
+    query [heads, tokens, head_dim]; keys, values [pages, page_size, kv_heads, head_dim] of any type
+    -> [tokens, heads, head_dim] as `query`. A token at position p sees keys max(0, p + 1 - sliding_window) .. p of its
+    row.
     """
     heads, tokens, head_dim = query.shape
-    page_size, kv_heads = keys.shape[1:3]
+    page_size, groups = keys.shape[1], heads // keys.shape[2]
     out = query.new_zeros(tokens, heads, head_dim)
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
     for row, context in enumerate(contexts):
@@ -99,7 +100,7 @@ def paged_attention(
         pages = page_table[row, : -(-context // page_size)].long()
         # [context, kv_heads, head_dim] -> [heads, context, head_dim]
         k, v = (
-            cache[pages].flatten(0, 1)[:context].transpose(0, 1).repeat_interleave(heads // kv_heads, dim=0)
+            cache[pages].to(query.dtype).flatten(0, 1)[:context].transpose(0, 1).repeat_interleave(groups, dim=0)
             for cache in (keys, values)
         )
         position = torch.arange(context - (end - begin), context, device=query.device)[:, None]

@@ -33,3 +33,11 @@ def test_copy_page_copies_every_layer_and_leaves_the_rest():
     for one, old in zip((*kv.keys, *kv.values), before, strict=True):
         assert torch.equal(one[0], old[2])
         assert torch.equal(one[1:], old[1:])
+
+
+def test_float8_keeps_the_nearest_number_it_can():
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=2, page_size=2, dtype=torch.float8_e4m3fn)
+    kv = KVCache(layout, 2)
+    kv.write(0, torch.tensor([3]), torch.tensor([[[1e4, -1e4]]], dtype=torch.bfloat16), torch.tensor([[[1.06, 0.0]]]))
+    assert kv.keys[0][1, 1, 0].float().tolist() == [448.0, -448.0]
+    assert kv.values[0][1, 1, 0].float().tolist() == [1.0, 0.0]

@@ -1,0 +1,63 @@
+"""The page tables of a step as lists without holes, and their way to the device: one pinned copy, no waiting.
+
+Everything here is host work over small int32 arrays.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktqueue.operators.step import StepContext
+
+Indices = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """The rows of one step. starts: [rows + 1], first page of each row in `pages`. pages: [starts[-1]], row after row.
+    contexts: [rows], keys of each row. last: [rows], keys in each row's last page, at least 1.
+    """
+
+    starts: Indices
+    pages: Indices
+    contexts: Indices
+    last: Indices
+
+
+def page_lists(host: StepContext, page_size: int) -> PageLists:
+    """The pages that the rows of `host` (CPU tensors) use. Raises ValueError for a row without keys."""
+    contexts: Indices = host.context_lengths.numpy()
+    table: Indices = host.page_table.numpy()
+    if len(contexts) == 0 or contexts.min() < 1:
+        raise ValueError("every row of a step has at least one key")
+    counts = (contexts + (page_size - 1)) // page_size
+    if counts.max() > table.shape[1]:
+        raise ValueError(f"the page table has {table.shape[1]} pages a row, a row of the step needs {counts.max()}")
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    pages = table[np.arange(table.shape[1]) < counts[:, None]]
+    return PageLists(starts, pages, contexts, contexts - (counts - 1) * page_size)
+
+
+def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: int) -> None:
+    """Raise ValueError unless `host` has `rows` rows of one token each and at most `max_pages` pages."""
+    given, tokens = len(host.context_lengths), len(host.slot_mapping)
+    if given != rows or tokens != rows:
+        raise ValueError(f"this decode plan is for {rows} rows of one token, not {given} rows of {tokens} tokens")
+    longest = int(host.context_lengths.max())
+    if longest > max_pages * page_size:
+        raise ValueError(f"this decode plan is for rows of {max_pages} pages of {page_size} keys, not {longest} keys")
+
+
+def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """The arrays in one host tensor [sum of sizes] int32, pinned if it is for a GPU, and where each begins.
+
+    Made anew each time, since an earlier copy may still be under way: torch gives pinned memory back when the copies
+    out of it are done.
+    """
+    offsets = np.cumsum([0, *(array.size for array in arrays)]).tolist()
+    host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate([array.reshape(-1) for array in arrays], out=host.numpy())
+    return host, offsets[:-1]
