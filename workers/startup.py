@@ -81,14 +81,14 @@ def served_name(model: str) -> str:
 
 def resolve_num_pages(config: EngineConfig, layout: KVLayout) -> int:
     """How many pages the cache has. Raises ConfigError where not one fits."""
-    num_pages = config.num_pages or config.kv_cache_bytes // layout.page_bytes
+    num_pages = config.num_pages or config.host_cache_bytes // layout.page_bytes
     if num_pages < 1:
         raise ConfigError(
             f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
-            f"({layout.page_size} tokens), got {format_bytes(config.kv_cache_bytes)}",
+            f"({layout.page_size} tokens), got {format_bytes(config.host_cache_bytes)}",
             param="engine.kv_cache_bytes",
             limit=layout.page_bytes,
-            value=config.kv_cache_bytes,
+            value=config.host_cache_bytes,
         )
     return num_pages
 

@@ -127,7 +127,7 @@ def available_memory() -> int:
 
 def _memory(config: Config) -> Finding:
     available = available_memory()
-    cache, weights = config.engine.kv_cache_bytes, _weights(config)
+    cache, weights = config.engine.host_cache_bytes, _weights(config)
     fact = f"{format_bytes(available)} available, {format_bytes(cache)} wanted for the cache"
     if weights is not None:
         fact += f", {format_bytes(weights)} or a little more for weights"

@@ -128,7 +128,22 @@ class EngineFlags:
     ] = None
     kv_cache_bytes: Annotated[
         str | None,
-        _option("--kv-cache-bytes", say="Size of the cache.", default="256MiB", metavar="SIZE", panel="Engine"),
+        _option(
+            "--kv-cache-bytes",
+            say="Size of the cache.",
+            default="256MiB, or what is left of a GPU",
+            metavar="SIZE",
+            panel="Engine",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        _option(
+            "--kv-cache-dtype",
+            say="Type of the cache on a GPU: auto (as computed) or fp8.",
+            default=_ENGINE.kv_cache_dtype,
+            panel="Engine",
+        ),
     ] = None
     enable_prefix_caching: Annotated[
         bool | None,
@@ -137,6 +152,51 @@ class EngineFlags:
             say="Reuse the pages of equal prefixes.",
             default="on",
             panel="Engine",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option(
+            "--gpu-memory-utilization",
+            say="Part of the GPU's memory to fill.",
+            default=_ENGINE.gpu_memory_utilization,
+            metavar="PART",
+            panel="GPU",
+        ),
+    ] = None
+    gpu_expert_memory_bytes: Annotated[
+        str | None,
+        _option("--gpu-expert-memory", say="GPU memory for experts.", default="0", metavar="SIZE", panel="GPU"),
+    ] = None
+    attention_backend: Annotated[
+        str | None,
+        _option(
+            "--attention-backend",
+            say="auto, flashinfer, triton or torch.",
+            default=_ENGINE.attention_backend,
+            panel="GPU",
+        ),
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        _option("--cuda-graphs/--no-cuda-graphs", say="Replay decode steps as graphs.", default="on", panel="GPU"),
+    ] = None
+    handoff: Annotated[
+        str | None,
+        _option(
+            "--handoff",
+            say="How tokens reach the CPU's experts: auto, flags or host_functions.",
+            default=_ENGINE.handoff,
+            panel="GPU",
+        ),
+    ] = None
+    expert_streaming: Annotated[
+        str | None,
+        _option(
+            "--expert-streaming",
+            say="Copy experts to the GPU for long steps: auto, on or off.",
+            default=_ENGINE.expert_streaming,
+            panel="GPU",
         ),
     ] = None
 

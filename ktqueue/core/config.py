@@ -17,6 +17,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
+CPU_CACHE_BYTES = 256 << 20
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
 
 
@@ -85,10 +86,22 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     page_size: int = 16  # tokens
-    kv_cache_bytes: int = 256 << 20
+    kv_cache_bytes: int | None = None  # None: CPU_CACHE_BYTES on the CPU, what is left of the memory on a GPU
     num_pages: int | None = None  # overrides kv_cache_bytes
+    kv_cache_dtype: str = "auto"  # auto (as dtype) | fp8
     enable_prefix_caching: bool = True
     ageing_seconds: float = 10.0  # a waiting batch request older than this ranks as interactive
+    gpu_memory_utilization: float = 0.9  # the part of a GPU's memory that this worker may fill
+    gpu_expert_memory_bytes: int = 0  # GPU memory for experts
+    attention_backend: str = "auto"  # auto | flashinfer | triton | torch: on a GPU
+    cuda_graphs: bool = True
+    handoff: str = "auto"  # auto | flags | host_functions | direct: routed tokens from the GPU to the CPU and back
+    expert_streaming: str = "auto"  # auto | on | off: long steps copy experts to the GPU
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Size of the cache on the CPU."""
+        return CPU_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Rows to tensors: the packed token ids, positions, slots and page tables of one step.
+"""Rows to tensors: the packed token ids, positions, slots and page tables of one step, on the host.
 
 In plain Python as far as it goes: a decode step has a few numbers a row, and a numpy call costs as much as several
-rows. Knows nothing of why these rows.
+rows. Knows nothing of why these rows, nor of the device that they go to.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ktqueue.engine.sequence import Sequence
 from ktqueue.operators.kv_cache import KVCache
@@ -18,7 +17,7 @@ from ktqueue.operators.step import StepContext
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward.
+    """Input of one forward; all tensors are on the CPU.
 
     input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, places of the tokens whose
     logits are wanted: the last token of each row that is computed to its end, in row order.
@@ -29,13 +28,17 @@ class Batch:
     scored: torch.Tensor
     step: StepContext
 
+    @property
+    def decodes(self) -> bool:
+        """Whether each row computes one token and wants its logits."""
+        return len(self.step.context_lengths) == self.input_ids.shape[1] == len(self.scored)
+
 
 class BatchBuilder:
-    """Batches whose keys and values go to `kv`, on that device."""
+    """Batches whose keys and values go to `kv`."""
 
-    def __init__(self, kv: KVCache, *, device: str) -> None:
+    def __init__(self, kv: KVCache) -> None:
         self._kv = kv
-        self._device = None if device == "cpu" else device
 
     def build(self, rows: Mapping[Sequence, int]) -> Batch:
         """The batch that computes the next `rows[sequence]` tokens of each sequence."""
@@ -57,18 +60,14 @@ class BatchBuilder:
             if context == one.length:
                 scored.append(len(input_ids) - 1)
         return Batch(
-            input_ids=self._tensor(np.array([input_ids], dtype=np.int64)),
-            position_ids=self._tensor(np.array([positions], dtype=np.int64)),
-            scored=self._tensor(np.array(scored, dtype=np.int64)),
+            input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
+            position_ids=torch.from_numpy(np.array([positions], dtype=np.int64)),
+            scored=torch.from_numpy(np.array(scored, dtype=np.int64)),
             step=StepContext(
-                query_starts=self._tensor(np.array(starts, dtype=np.int32)),
-                context_lengths=self._tensor(np.array(contexts, dtype=np.int32)),
-                page_table=self._tensor(table),
-                slot_mapping=self._tensor(np.array(slots, dtype=np.int64)),
+                query_starts=torch.from_numpy(np.array(starts, dtype=np.int32)),
+                context_lengths=torch.from_numpy(np.array(contexts, dtype=np.int32)),
+                page_table=torch.from_numpy(table),
+                slot_mapping=torch.from_numpy(np.array(slots, dtype=np.int64)),
                 kv=self._kv,
             ),
         )
-
-    def _tensor(self, values: NDArray[np.int32] | NDArray[np.int64]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self._device is None else tensor.to(self._device)

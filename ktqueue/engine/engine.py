@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
@@ -18,12 +17,13 @@ from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import BatchBuilder
+from ktqueue.engine.device_model import device_model
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.profile import Profile, StepRecord
-from ktqueue.engine.runner import Runner
+from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.scheduler import Scheduler
-from ktqueue.engine.selector import Selector
+from ktqueue.engine.selector import HostSelector, Selector
 from ktqueue.engine.sequence import Request, Sequence, Status
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         vocabulary: Vocabulary,
         layout: KVLayout,
         config: EngineConfig,
@@ -63,9 +63,10 @@ class Engine:
         self._admission = Admission(
             vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
         )
-        self._builder = BatchBuilder(kv, device=config.device)
-        self._runner = Runner(model, vocabulary.size)
-        self._selector = Selector(vocabulary.token_bytes)
+        self._builder = BatchBuilder(kv)
+        self._model = device_model(model)
+        self._runner: Runner = HostRunner(model, vocabulary.size)
+        self._selector: Selector = HostSelector(vocabulary.token_bytes)
         self._requests: dict[str, Request] = {}
         self._early: list[SequenceOutput] = []  # of resumed choices that had ended
         self._prompt_tokens = 0
@@ -170,10 +171,13 @@ class Engine:
         logits = self._runner.execute(batch)
         ran = time.perf_counter()
         ready = self._commit_pages(plan.rows)
-        if len(ready) > len(logits):
-            logits = logits[[row for row, _ in ready]]  # choices that share their prompt's last logits
         sequences = [sequence for _, sequence in ready]
-        selection = self._selector.select(logits, sequences) if sequences else None
+        selection = None
+        if sequences:
+            selection = self._selector.select(logits, [row for row, _ in ready], sequences)
+        else:
+            self._runner.wait()
+        self._model.after_step()
         sampled = time.perf_counter()
         if selection is not None:
             for row, sequence in enumerate(sequences):
@@ -196,7 +200,8 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Close the profile."""
+        """Close the profile, and what the model holds on a device."""
+        self._model.close()
         self.profile.close()
 
     def _commit_pages(self, rows: dict[Sequence, int]) -> list[tuple[int, Sequence]]:

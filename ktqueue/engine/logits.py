@@ -7,11 +7,15 @@ Rows without edits cost nothing. Knows nothing of how a token is drawn.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktqueue.core.request import SamplingParams
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 
 class LogitEdits:
@@ -44,12 +48,12 @@ class LogitEdits:
         )
 
     @property
-    def masked_ids(self) -> NDArray[np.int64]:
+    def masked_ids(self) -> Integers:
         """Ids that may not come next."""
         return self._end_ids if self._generated < self._min_tokens else self._end_ids[:0]
 
     @property
-    def counted(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def counted(self) -> tuple[Integers, Floats]:
         """Ids that penalties touch, and how often each was generated. [ids], [ids]"""
         return self._ids[: self._size], self._counts[: self._size]
 
@@ -71,29 +75,64 @@ class LogitEdits:
         self._counts[place] += 1.0
 
 
-def edit(logits: NDArray[np.float32], rows: Sequence[int], edits: Sequence[LogitEdits]) -> None:
-    """Edit `logits` [rows, vocab] in place: `edits[i]` belongs to row `rows[i]`."""
+@dataclass(frozen=True, slots=True)
+class FlatEdits:
+    """The edits of several rows in one list each: entry i is of the logit of `*_ids[i]` in row `*_rows[i]`."""
+
+    bias_rows: Integers
+    bias_ids: Integers
+    bias: Floats
+    masked_rows: Integers
+    masked_ids: Integers
+    counted_rows: Integers
+    counted_ids: Integers
+    counts: Floats
+    repetition: Floats
+    frequency: Floats
+    presence: Floats
+
+
+def flat_edits(rows: Sequence[int], edits: Sequence[LogitEdits]) -> FlatEdits:
+    """The edits of one step: `edits[i]` belongs to row `rows[i]`; no row comes twice."""
     at = np.array(rows, dtype=np.int64)
-    row, ids = _flat(at, [one.bias_ids for one in edits])
-    if len(ids):
-        logits[row, ids] += np.concatenate([one.bias for one in edits])
-    row, ids = _flat(at, [one.masked_ids for one in edits])
-    if len(ids):
-        logits[row, ids] = -np.inf
+    bias_rows, bias_ids = _flat(at, [one.bias_ids for one in edits])
+    masked_rows, masked_ids = _flat(at, [one.masked_ids for one in edits])
     counted = [one.counted for one in edits]
-    row, ids = _flat(at, [one[0] for one in counted])
-    if len(ids):
-        sizes = [len(one[0]) for one in counted]
-        counts = np.concatenate([one[1] for one in counted])
-        repetition = np.repeat(np.array([one.repetition for one in edits], dtype=np.float32), sizes)
-        frequency = np.repeat(np.array([one.frequency for one in edits], dtype=np.float32), sizes)
-        presence = np.repeat(np.array([one.presence for one in edits], dtype=np.float32), sizes)
-        values = logits[row, ids]
+    counted_rows, counted_ids = _flat(at, [one[0] for one in counted])
+    sizes = [len(one[0]) for one in counted]
+
+    def each(values: list[float]) -> Floats:
+        return np.repeat(np.array(values, dtype=np.float32), sizes)
+
+    return FlatEdits(
+        bias_rows=bias_rows,
+        bias_ids=bias_ids,
+        bias=np.concatenate([one.bias for one in edits]),
+        masked_rows=masked_rows,
+        masked_ids=masked_ids,
+        counted_rows=counted_rows,
+        counted_ids=counted_ids,
+        counts=np.concatenate([one[1] for one in counted]),
+        repetition=each([one.repetition for one in edits]),
+        frequency=each([one.frequency for one in edits]),
+        presence=each([one.presence for one in edits]),
+    )
+
+
+def edit(logits: Floats, edits: FlatEdits) -> None:
+    """Edit `logits` [rows, vocab] in place."""
+    if len(edits.bias):
+        logits[edits.bias_rows, edits.bias_ids] += edits.bias
+    if len(edits.masked_ids):
+        logits[edits.masked_rows, edits.masked_ids] = -np.inf
+    if len(edits.counts):
+        values = logits[edits.counted_rows, edits.counted_ids]
         with np.errstate(over="ignore"):
-            values = np.where(values > 0.0, values / repetition, values * repetition)
-        logits[row, ids] = values - frequency * counts - presence * (counts > 0.0)
+            values = np.where(values > 0.0, values / edits.repetition, values * edits.repetition)
+        values -= edits.frequency * edits.counts
+        logits[edits.counted_rows, edits.counted_ids] = values - edits.presence * (edits.counts > 0.0)
 
 
-def _flat(rows: NDArray[np.int64], ids: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _flat(rows: Integers, ids: Sequence[Integers]) -> tuple[Integers, Integers]:
     """Row and id of every entry of a ragged list."""
     return np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)

@@ -1,37 +1,49 @@
 """Runs the model over one batch. Knows only how a transformers causal language model is called."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ktqueue.engine.batch import Batch
 
+Model = Callable[..., Any]
+"""`model(input_ids, position_ids, use_cache=False, logits_to_keep=..., step=...)`, whose result has `.logits`
+[1, scored, vocab]; all tensors are on the model's device."""
 
-class Runner:
-    """Calls `model(input_ids, position_ids, use_cache=False, logits_to_keep=..., step=...)`.
 
-    Its result has `.logits` [1, scored, vocab].
-    """
+class Runner(Protocol):
+    """The engine's way to the model, on whatever device."""
 
-    def __init__(self, model: Callable[..., Any], vocab: int) -> None:
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
+
+        They may still be in the making when this returns. They are good until the next call, and the caller may write
+        to them. Columns beyond the vocabulary (models pad theirs) are cut off. Whatever the model raises is raised.
+        """
+
+    def wait(self) -> None:
+        """Return once the device has done all that it was given."""
+
+
+class HostRunner:
+    """Runner of a model on the CPU, with tokens of ids below `vocab`."""
+
+    def __init__(self, model: Model, vocab: int) -> None:
         self._model = model
         self._vocab = vocab
 
-    def execute(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits of the batch's scored tokens on the host, [scored, vocab]; the caller may write to them.
-
-        Columns beyond the vocabulary (models pad theirs) are cut off. Whatever the model raises is raised.
-        """
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """As Runner says; done when it returns."""
         with torch.inference_mode():
-            logits = self._model(
+            logits: torch.Tensor = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.scored,
                 step=batch.step,
             ).logits
-            host: NDArray[np.float32] = logits[0, :, : self._vocab].float().cpu().numpy()
-            return host
+            return logits[0, :, : self._vocab].float()
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""

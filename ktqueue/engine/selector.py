@@ -6,12 +6,13 @@ Knows nothing of pages or of what becomes of the token.
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from ktqueue.core.events import PositionLogprobs
-from ktqueue.engine.logits import edit
+from ktqueue.engine.logits import edit, flat_edits
 from ktqueue.engine.logprobs import logprobs
 from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, greedy
 from ktqueue.engine.sequence import Sequence
@@ -26,27 +27,38 @@ class Selection:
     logprobs: dict[int, PositionLogprobs]
 
 
-class Selector:
-    """`token_bytes` names the tokens of log probabilities."""
+class Selector(Protocol):
+    """Chooses tokens, on whatever device the logits are."""
+
+    def select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
+        """A token for each of `sequences` from row `rows[i]` of `logits` [scored, vocab] float32, which may be written
+        to. Several sequences may share a row. Returns when the tokens are on the host."""
+
+
+class HostSelector:
+    """Selector for logits on the CPU. `token_bytes` names the tokens of log probabilities."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._sampler = Sampler()
 
-    def select(self, logits: NDArray[np.float32], sequences: Many[Sequence]) -> Selection:
-        """Choose a token for each sequence from its row of `logits` [rows, vocab], which may be written to."""
+    def select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
+        """As Selector says."""
+        array = logits.numpy()
+        if len(rows) > len(array):
+            array = array[list(rows)]  # choices that share their prompt's last logits
         samplings = [one.request.sampling for one in sequences]
         told = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
-        raw = logits[told] if told else logits
-        chosen, finite = greedy(logits)
+        raw = array[told] if told else array
+        chosen, finite = greedy(array)
         edited = [row for row, one in enumerate(sequences) if one.edits is not None and finite[row]]
         if edited:
-            edit(logits, edited, [edits for row in edited if (edits := sequences[row].edits) is not None])
-            chosen[edited], finite[edited] = greedy(logits[edited])
+            edit(array, flat_edits(edited, [edits for row in edited if (edits := sequences[row].edits) is not None]))
+            chosen[edited], finite[edited] = greedy(array[edited])
         drawn = [row for row, one in enumerate(samplings) if one.temperature >= GREEDY_BELOW and finite[row]]
         if drawn:
-            part = logits if len(drawn) == len(sequences) else logits[drawn]
-            chosen[drawn] = self._sampler.sample(part, _rows([sequences[row] for row in drawn]))
+            part = array if len(drawn) == len(sequences) else array[drawn]
+            chosen[drawn] = self._sampler.sample(part, sampling_rows([sequences[row] for row in drawn]))
         tokens = chosen.tolist()
         return Selection(
             token_ids=tokens,
@@ -59,7 +71,8 @@ class Selector:
         )
 
 
-def _rows(sequences: Many[Sequence]) -> SamplingRows:
+def sampling_rows(sequences: Many[Sequence]) -> SamplingRows:
+    """The parameters with which the next token of each sequence is drawn."""
     numbers = np.array(
         [(s.temperature, s.top_k, s.top_p, s.min_p) for s in (one.request.sampling for one in sequences)]
     )

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a grouped-query cache, derived from the model's config."""
+    """Shape of a grouped-query cache, derived from the model's config. `dtype` is the cache's own."""
 
     layers: int
     kv_heads: int
@@ -25,12 +25,17 @@ class KVLayout:
 
 
 class KVCache:
-    """`keys` and `values`: per layer [pages, page_size, kv_heads, head_dim]."""
+    """`keys` and `values`: per layer [pages, page_size, kv_heads, head_dim].
 
-    def __init__(self, layout: KVLayout, pages: int, device: str = "cpu") -> None:
-        shape = (pages, layout.page_size, layout.kv_heads, layout.head_dim)
+    With `scratch` the tensors have one page more, `scratch_page`, that no sequence ever owns: rows that pad a captured
+    graph write there.
+    """
+
+    def __init__(self, layout: KVLayout, pages: int, device: str = "cpu", *, scratch: bool = False) -> None:
+        shape = (pages + scratch, layout.page_size, layout.kv_heads, layout.head_dim)
         self.layout = layout
         self.pages = pages
+        self.scratch_page = pages if scratch else None
         self.keys = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
         self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
 

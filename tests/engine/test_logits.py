@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ktqueue.core.request import SamplingParams
-from ktqueue.engine.logits import LogitEdits, edit
+from ktqueue.engine.logits import LogitEdits, edit, flat_edits
 
 VOCAB = 50
 
@@ -51,7 +51,7 @@ def test_equals_the_reference():
             cases.append((edits, (sampling, set(prompt.tolist()), output, end_ids)))
         found = logits.copy()
         rows = [4, 0, 5, 2]
-        edit(found, rows, [case[0] for case in cases])
+        edit(found, flat_edits(rows, [case[0] for case in cases]))
         for row, (_, case) in zip(rows, cases, strict=True):
             assert found[row] == pytest.approx(reference(logits[row], *case), rel=1e-5, abs=1e-5)
         assert (found[[1, 3]] == logits[[1, 3]]).all()

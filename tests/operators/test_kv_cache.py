@@ -41,3 +41,11 @@ def test_float8_keeps_the_nearest_number_it_can():
     kv.write(0, torch.tensor([3]), torch.tensor([[[1e4, -1e4]]], dtype=torch.bfloat16), torch.tensor([[[1.06, 0.0]]]))
     assert kv.keys[0][1, 1, 0].float().tolist() == [448.0, -448.0]
     assert kv.values[0][1, 1, 0].float().tolist() == [1.0, 0.0]
+    kv.copy_page(1, 0)
+    assert kv.keys[0][0, 1, 0].float().tolist() == [448.0, -448.0]
+
+
+def test_a_scratch_page_is_not_counted():
+    kv = KVCache(LAYOUT, 3, scratch=True)
+    assert kv.pages == kv.scratch_page == 3 and len(kv.keys[0]) == 4
+    assert KVCache(LAYOUT, 3).scratch_page is None
