@@ -1,10 +1,16 @@
 """Fixtures of all tests: a private Redis for the session, an empty one for each test, the shared test data, random
 weights of every format."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers does
 
 import gguf
 import numpy as np

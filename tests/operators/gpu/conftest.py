@@ -1,7 +1,10 @@
-"""Steps of any shape over a random cache, and what the reference attends for them."""
+"""Steps of any shape over a random cache and what the reference attends for them; inputs of the fused operators; an
+interpreter of kernels that rounds as a GPU does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,3 +72,75 @@ def steps() -> type:
         expected: Callable[..., torch.Tensor] = staticmethod(expected)
 
     return Steps
+
+
+TORCH_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Bits of `data` (numpy, of the triton type `source`) as the type `target`: to the nearest, ties to even."""
+    bits = torch.from_numpy(np.ascontiguousarray(data).view(UNSIGNED[data.dtype.itemsize]))
+    result = bits.view(TORCH_TYPES[source.name]).to(TORCH_TYPES[target.name])
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[result.element_size()]
+    return result.view(unsigned).numpy().reshape(data.shape)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's interpreter cuts bf16 off and loses a carry in fp8; a GPU does not, so neither do the tests. Nor does a
+    GPU warn of what gives NaN."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter, "_convert_float", _rounded)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def qkv_case(
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    tokens: int = 3,
+    norm: str = "head",
+    clip: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Arguments of qk_norm_rope_append. norm: "head", "whole" or ""; scale of the values: some pass 448 in fp8."""
+    random = torch.Generator().manual_seed(tokens * head_dim)
+    page_size, pages, positions = 4, 2 + tokens // 4, 64
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=random) * scale).to(dtype)
+
+    weights = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
+    angles = torch.rand(positions, head_dim // 2, generator=random) * 6
+    shape = (pages, page_size, kv_heads, head_dim)
+    return {
+        "qkv": normal(tokens, (heads + 2 * kv_heads) * head_dim, scale=300.0),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_norm": normal(weights[0]) if weights else None,
+        "k_norm": normal(weights[1], scale=300.0) if weights else None,
+        "epsilon": 1e-6,
+        "cosine": angles.cos(),
+        "sine": angles.sin(),
+        "positions": torch.randint(positions, (tokens,), generator=random),
+        "slot_mapping": torch.randperm(pages * page_size, generator=random)[:tokens],
+        "keys": torch.zeros(shape).to(cache or dtype),
+        "values": torch.zeros(shape).to(cache or dtype),
+        "clip": clip,
+    }
+
+
+@pytest.fixture
+def qkv() -> Callable[..., dict[str, Any]]:
+    """qkv(**sizes) -> arguments of qk_norm_rope_append: see qkv_case."""
+    return qkv_case

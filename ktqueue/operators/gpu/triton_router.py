@@ -1,0 +1,123 @@
+"""The kernel behind fused.route: softmax, top-k, which experts the CPU computes, how often each is used (a door to
+triton).
+
+Its launcher takes tensors that fused.py has checked; one launch, no host sync, capturable in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_TAKEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is not NaN
+
+
+@triton.jit
+def _sortable(bits):
+    """Bits of a float32 as an int32 that sorts alike, and back: it is its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _route(
+    logits,
+    on_gpu,
+    live_tokens,
+    counts,
+    ids_out,
+    cpu_ids_out,
+    weights_out,
+    cpu_ids_copy,
+    weights_copy,
+    stride,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    slot = tl.arange(0, CHOSEN_BLOCK)
+    infinity: tl.constexpr = float("inf")
+    x = tl.load(logits + token.to(tl.int64) * stride + expert, mask=expert < EXPERTS, other=-infinity).to(tl.float32)
+    unsound = tl.max(((x != x) | (x == infinity)).to(tl.int32), axis=0) > 0
+    x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0, its bits do not
+
+    # The highest logit is the greatest int64 of (logit, from the last expert backwards): among equals the lowest id.
+    rank = (_sortable(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
+    rank = tl.where(expert < EXPERTS, rank, _TAKEN)
+    ids = tl.zeros([CHOSEN_BLOCK], tl.int64)
+    keys = tl.zeros([CHOSEN_BLOCK], tl.int32)
+    for i in tl.static_range(CHOSEN):
+        best = tl.max(rank, axis=0)
+        ids = tl.where(slot == i, EXPERT_BLOCK - 1 - (best & (EXPERT_BLOCK - 1)), ids)
+        keys = tl.where(slot == i, (best >> 32).to(tl.int32), keys)
+        rank = tl.where(rank == best, _TAKEN, rank)
+
+    largest = tl.max(x, axis=0)
+    unsound = unsound | (largest == -infinity)
+    weights = tl.where(slot < CHOSEN, tl.exp(_sortable(keys).to(tl.float32, bitcast=True) - largest), 0.0)
+    weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
+    ids = tl.where(unsound, slot.to(tl.int64), ids)  # whatever the bits of a NaN made of them
+    weights = tl.where(unsound, float("nan"), weights)
+
+    inside = slot < CHOSEN
+    counted = inside
+    if live_tokens is not None:
+        live = token < tl.load(live_tokens)
+        ids = tl.where(live, ids, -1)
+        weights = tl.where(live, weights, 0.0)
+        counted = inside & live
+    at = token.to(tl.int64) * CHOSEN + slot
+    tl.store(ids_out + at, ids, mask=inside)
+    tl.store(weights_out + at, weights, mask=inside)
+    cpu_ids = ids
+    if on_gpu is not None:
+        cpu_ids = tl.where(tl.load(on_gpu + ids, mask=counted, other=-1) >= 0, -1, ids)
+        tl.store(cpu_ids_out + at, cpu_ids, mask=inside)
+    if cpu_ids_copy is not None:
+        tl.store(cpu_ids_copy + at, cpu_ids, mask=inside)
+        tl.store(weights_copy + at, weights, mask=inside)
+    if counts is not None:
+        tl.atomic_add(counts + ids, 1, mask=counted, sem="relaxed")
+
+
+def route(
+    logits: torch.Tensor,
+    experts_per_token: int,
+    *,
+    renormalise: bool,
+    on_gpu: torch.Tensor | None,
+    live_tokens: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    copies: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, cpu_ids, weights: see fused.route."""
+    tokens, experts = logits.shape
+    shape = (tokens, experts_per_token)
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    cpu_ids = ids if on_gpu is None else torch.empty_like(ids)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    cpu_ids_copy, weights_copy = copies or (None, None)
+    block = triton.next_power_of_2(experts)
+    if tokens:
+        _route[(tokens,)](
+            logits,
+            on_gpu,
+            live_tokens,
+            counts,
+            ids,
+            cpu_ids,
+            weights,
+            cpu_ids_copy,
+            weights_copy,
+            logits.stride(0),
+            EXPERTS=experts,
+            EXPERT_BLOCK=block,
+            CHOSEN=experts_per_token,
+            CHOSEN_BLOCK=triton.next_power_of_2(experts_per_token),
+            RENORMALISE=renormalise,
+            num_warps=1 if block <= 256 else 4,
+        )
+    return ids, cpu_ids, weights
