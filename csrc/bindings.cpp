@@ -9,6 +9,7 @@
 
 #include "bindings_arrays.h"
 #include "bindings_decoder.h"
+#include "bindings_handoff.h"
 #include "bindings_probe.h"
 #include "bindings_weights.h"
 #include "cpu_budget.h"
@@ -121,5 +122,6 @@ NB_MODULE(_kernels, module) {
                nb::arg("out"), nb::arg("isa") = "");
     bind_weights(module);
     bind_decoder(module);
+    bind_handoff(module);
     bind_probe(module);
 }

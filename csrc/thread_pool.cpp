@@ -13,6 +13,7 @@
 #include <string>
 
 #include "cpu_budget.h"
+#include "pause.h"
 
 namespace ktqueue {
 
@@ -22,14 +23,6 @@ constexpr size_t kMaxThreads = 1024;
 constexpr uint64_t kMaxUnitsPerLane = 0xffff;
 constexpr uint32_t kPausesPerYield = 200;
 constexpr uint32_t kDefaultSpinMicroseconds = 50;
-
-void pause_cpu() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // The words that a futex works on are the atomics themselves.
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);

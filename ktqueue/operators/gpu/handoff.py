@@ -1,0 +1,188 @@
+"""Handoff: tokens routed to the CPU's experts go there and their results come back, in stream order, without a sync.
+
+What a step enqueues can be captured in a CUDA graph and replayed. The protocol is in csrc/handoff.h; signals.py has
+the three ways to follow it, transfer.py moves the rows.
+"""
+
+from typing import get_args
+
+import torch
+
+from ktqueue.operators.gpu.driver import Driver
+from ktqueue.operators.gpu.settings import HandoffMethod
+from ktqueue.operators.gpu.signals import Direct, Flags, HostFunctions, Signals
+from ktqueue.operators.gpu.transfer import Transfer, TransferMethod
+from ktqueue.operators.native import ExpertLayer
+from ktqueue.operators.native_handoff import LINE, HandoffService, HandoffStatistics, SlotMemory, request_word
+
+
+class Handoff:
+    """Runs layers of experts on the CPU for tensors of `device`, at most `max_tokens` tokens at a time.
+
+    A slot holds one task; with two, the CPU works on one while the GPU fills the other. Tasks run one at a time, in
+    the order of their requests as far as there is one. method: "flags" lets the GPU write and watch words in pinned
+    memory, "host_functions" has CUDA's own thread run the task; "auto" takes flags where the device can, "direct"
+    where the tensors live on the CPU: there a task runs within `submit`. `idle_milliseconds`: without a request until
+    the serving thread stops spinning and looks once a millisecond. `stuck_seconds`: of one task until the hand-off is
+    broken: the GPU then goes on with whatever the buffers hold, and every `check` raises.
+
+    Not for several threads at once. Raises ValueError for sizes, methods and devices that do not fit, RuntimeError if
+    CUDA's libraries do not do as they are asked.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts_per_token: int,
+        max_tokens: int,
+        device: str | torch.device,
+        *,
+        slots: int = 2,
+        method: HandoffMethod = "auto",
+        transfer: TransferMethod = "auto",
+        idle_milliseconds: float = 20.0,
+        stuck_seconds: float = 60.0,
+    ) -> None:
+        if min(hidden, experts_per_token, max_tokens, slots) < 1:
+            raise ValueError("hidden, experts_per_token, max_tokens and slots must be positive")
+        self._shape = (hidden, experts_per_token, max_tokens)
+        self._device = torch.device(device)
+        driver = None if self._device.type == "cpu" else self._load_driver()
+        self.method = self._choose(method, driver)
+        """What "auto" came to: "flags", "host_functions" or "direct"."""
+        memory = _allocate(hidden, experts_per_token, max_tokens, slots, pinned=driver is not None)
+        self._service = HandoffService(
+            hidden,
+            experts_per_token,
+            max_tokens,
+            memory,
+            serve=self.method == "flags",
+            idle_seconds=idle_milliseconds / 1000,
+            stuck_seconds=stuck_seconds,
+        )
+        self._transfer = Transfer(memory, experts_per_token, self._device, transfer)
+        self._signals: Signals = Direct(self._service)
+        if driver is not None:
+            self._signals = (
+                Flags(memory, driver, self._device)
+                if self.method == "flags"
+                else HostFunctions(self._service, slots, driver, self._device)
+            )
+        self._pending: list[tuple[int, bool] | None] = [None] * slots  # word, whether in a capture
+
+    def _load_driver(self) -> Driver:
+        if self._device.type != "cuda":
+            raise ValueError(f"device must be cpu or cuda, got {self._device}")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return Driver.load()
+
+    def _choose(self, method: HandoffMethod, driver: Driver | None) -> HandoffMethod:
+        if method not in get_args(HandoffMethod):
+            raise ValueError(f"method must be one of {', '.join(get_args(HandoffMethod))}, got {method!r}")
+        if (driver is None) != (method == "direct") and method != "auto":
+            raise ValueError(f"method {method!r} does not go with tensors on {self._device}")
+        if driver is None:
+            return "direct"
+        able = driver.has_memory_operations(self._device.index or 0)
+        if method == "flags" and not able:
+            raise ValueError(f"method 'flags' is not possible: streams of {self._device} cannot wait for memory")
+        return ("flags" if able else "host_functions") if method == "auto" else method
+
+    def add_layer(self, layer: ExpertLayer) -> int:
+        """The number of `layer` for the calls below; it is kept alive. Raises ValueError if its hidden size is another,
+        or for more than 1,023 layers."""
+        return self._service.add_layer(layer)
+
+    def submit(
+        self, layer: int, x: torch.Tensor, cpu_ids: torch.Tensor, weights: torch.Tensor, *, slot: int = 0
+    ) -> None:
+        """Enqueue a task on the current stream: its rows to the CPU, then the request.
+
+        x: [tokens, hidden] of any float dtype; cpu_ids: [tokens, experts_per_token] int64, -1 where the CPU has nothing
+        to do; weights: the same shape, float32. All may be overwritten by what is enqueued later. Raises ValueError for
+        shapes and dtypes; RuntimeError if, in a capture, the slot's last task was not waited for.
+        """
+        hidden, experts_per_token, max_tokens = self._shape
+        tokens = x.shape[0]
+        if not 1 <= tokens <= max_tokens or x.dim() != 2 or x.shape[1] != hidden:
+            raise ValueError(f"x must be [1..{max_tokens}, {hidden}], got {list(x.shape)}")
+        if cpu_ids.shape != (tokens, experts_per_token) or weights.shape != cpu_ids.shape:
+            raise ValueError(
+                f"cpu_ids and weights must be [{tokens}, {experts_per_token}], "
+                f"got {list(cpu_ids.shape)} and {list(weights.shape)}"
+            )
+        if cpu_ids.dtype != torch.int64 or weights.dtype != torch.float32 or not x.is_floating_point():
+            raise ValueError(
+                f"x, cpu_ids and weights must be floats, int64 and float32, "
+                f"got {x.dtype}, {cpu_ids.dtype} and {weights.dtype}"
+            )
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._abandon(slot, capturing)
+        x, cpu_ids, weights = (one if one.stride(1) == 1 else one.contiguous() for one in (x, cpu_ids, weights))
+        word = request_word(layer, tokens)
+        self._transfer.put(slot, x, cpu_ids, weights, self._service.x_offset(tokens))
+        self._signals.request(slot, word)
+        self._pending[slot] = (word, capturing)
+
+    def wait(self, layer: int, tokens: int, *, slot: int = 0) -> torch.Tensor:
+        """Enqueue: wait for the slot's task and bring its result, [tokens, hidden] float32, to the device.
+
+        The tensor is a buffer of the hand-off, valid until the slot's next `submit`. Raises RuntimeError if the slot's
+        last `submit` was of another layer or number of tokens: the GPU would wait for ever.
+        """
+        word = request_word(layer, tokens)
+        pending = self._pending[slot]
+        if pending is None or pending[0] != word:
+            raise RuntimeError(f"slot {slot} has no task of layer {layer} with {tokens} tokens to wait for")
+        self._pending[slot] = None
+        self._signals.settle(slot, word)
+        return self._transfer.take(slot, tokens)
+
+    def check(self) -> None:
+        """Raise RuntimeError with the first error of any task since the last call. To be called after a sync.
+
+        A task that failed has returned rows of NaN.
+        """
+        self._pending = [one if one and not one[1] else None for one in self._pending]  # captures have ended
+        message = self._service.take_error()
+        if message is not None:
+            raise RuntimeError(message)
+
+    @property
+    def statistics(self) -> HandoffStatistics:
+        """Of all tasks since the start."""
+        return self._service.statistics
+
+    def close(self) -> None:
+        """End the serving thread. No stream may still use this hand-off, and no graph that was captured with it may
+        run again."""
+        self._service.close()
+
+    def _abandon(self, slot: int, capturing: bool) -> None:
+        """A submit without a wait, as an exception between the two leaves it: the CPU may still read the slot."""
+        pending = self._pending[slot]
+        if pending is None:
+            return
+        if capturing:
+            raise RuntimeError(f"the last task of slot {slot} was not waited for, and now a graph is being captured")
+        word, captured = pending
+        if not captured:  # a capture that failed has requested nothing
+            self._signals.settle(slot, word)
+        self._pending[slot] = None
+
+
+def _allocate(hidden: int, experts_per_token: int, max_tokens: int, slots: int, *, pinned: bool) -> list[SlotMemory]:
+    """Memory for slots, as HandoffService wants it. The words of all slots share one block."""
+    size = 12 * max_tokens * experts_per_token + 64 + 4 * max_tokens * hidden
+    block = torch.zeros((2 * slots + 1) * LINE, dtype=torch.uint8, pin_memory=pinned)
+    begin = -block.data_ptr() % LINE
+    words = [block[at : at + 4].view(torch.int32) for at in range(begin, begin + 2 * slots * LINE, LINE)]
+    return [
+        SlotMemory(
+            torch.zeros(size, dtype=torch.uint8, pin_memory=pinned),
+            torch.zeros(max_tokens, hidden, dtype=torch.float32, pin_memory=pinned),
+            words[2 * slot],
+            words[2 * slot + 1],
+        )
+        for slot in range(slots)
+    ]

@@ -1,0 +1,212 @@
+"""The hand-off on a GPU: every method and transfer, eager and in CUDA graphs, against the layers themselves."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.driver import Driver
+from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+HIDDEN, EXPERTS, K, MOST = 512, 16, 4, 300
+WAYS = list(itertools.product(("flags", "host_functions"), ("copy", "mapped")))
+
+
+@pytest.fixture
+def layers(random_weights):
+    def matrices(rows: int, columns: int, seed: int) -> PackedExperts:
+        data = [random_weights("Q4_0", rows * columns, seed + i) for i in range(EXPERTS)]
+        return PackedExperts("Q4_0", rows, columns, data)
+
+    native.set_threads(2)
+    yield [
+        native.ExpertLayer(
+            ExpertWeights(
+                matrices(256, HIDDEN, seed), matrices(256, HIDDEN, seed + 100), matrices(HIDDEN, 256, seed + 200)
+            )
+        )
+        for seed in range(0, 3000, 1000)
+    ]
+    native.set_threads(1)
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def handoff(request):
+    method, transfer = request.param
+    one = Handoff(HIDDEN, K, MOST, "cuda", method=method, transfer=transfer)
+    yield one
+    torch.cuda.synchronize()
+    one.close()
+
+
+def inputs(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(K).indices
+    ids = ids.masked_fill(torch.rand(tokens, K, generator=generator) < 0.3, -1)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    return [one.cuda() for one in (x, ids, torch.rand(tokens, K, generator=generator))]
+
+
+def forward(layer: native.ExpertLayer, x, ids, weights) -> torch.Tensor:
+    out = torch.empty(len(x), HIDDEN)
+    layer.forward(x.cpu().float().numpy(), ids.cpu().numpy(), weights.cpu().numpy(), out.numpy())
+    return out
+
+
+def test_auto_takes_flags():
+    handoff = Handoff(HIDDEN, K, MOST, "cuda")
+    assert handoff.method == "flags"
+    handoff.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_eager_equals_the_layer(handoff, layers, dtype):
+    numbers = [handoff.add_layer(layer) for layer in layers]
+    for tokens in (1, 2, 17, MOST):
+        for number, layer in zip(numbers, layers, strict=True):
+            given = inputs(tokens, tokens, dtype)
+            handoff.submit(number, *given)
+            got = handoff.wait(number, tokens).cpu()
+            assert torch.equal(got, forward(layer, *given))
+    handoff.check()
+    assert handoff.statistics.tasks == 12
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_graph_replayed_200_times(handoff, layers, tokens):
+    """Three layers one after the other, each on its own rows; every replay sees new rows."""
+    numbers = [handoff.add_layer(layer) for layer in layers]
+    given = inputs(tokens, 0)
+    kept = [torch.zeros(tokens, HIDDEN, device="cuda") for _ in layers]
+
+    def step():
+        x = given[0].clone()
+        for number, out in zip(numbers, kept, strict=True):
+            handoff.submit(number, x, *given[1:])
+            out.copy_(handoff.wait(number, tokens))
+            x = x + 1
+
+    step()
+    torch.cuda.synchronize()
+    handoff.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for replay in range(200):
+        for target, source in zip(given, inputs(tokens, replay), strict=True):
+            target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        handoff.check()
+        if replay % 20 == 0:
+            x = given[0].clone()
+            for layer, out in zip(layers, kept, strict=True):
+                assert torch.equal(out.cpu(), forward(layer, x, *given[1:]))
+                x = x + 1
+    for _ in range(200):  # without a pause between two
+        graph.replay()
+    torch.cuda.synchronize()
+    handoff.check()
+    assert handoff.statistics.tasks == 3 * 401
+
+
+def test_two_slots_in_a_graph_while_the_gpu_works(handoff, layers):
+    number = handoff.add_layer(layers[0])
+    first, second = inputs(4, 1), inputs(3, 2)
+    results = [torch.zeros(4, HIDDEN, device="cuda"), torch.zeros(3, HIDDEN, device="cuda")]
+    square = torch.randn(256, 256, device="cuda")
+
+    def step():
+        handoff.submit(number, *first, slot=0)
+        handoff.submit(number, *second, slot=1)
+        busy = square @ square
+        results[0].copy_(handoff.wait(number, 4, slot=0))
+        results[1].copy_(handoff.wait(number, 3, slot=1))
+        return busy
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        for one in results:
+            one.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for one, given in zip(results, (first, second), strict=True):
+            assert torch.equal(one.cpu(), forward(layers[0], *given))
+    handoff.check()
+
+
+def test_errors_reach_check_and_nothing_hangs(handoff, layers):
+    number = handoff.add_layer(layers[0])
+    x, ids, weights = inputs(2, 3)
+    wrong = ids.clone()
+    wrong[1, 0] = EXPERTS
+    handoff.submit(number, x, wrong, weights)
+    assert handoff.wait(number, 2).isnan().all()
+    with pytest.raises(RuntimeError, match="experts of layer 0 on 2 tokens: expert id must be from 0 to 15 or -1"):
+        handoff.check()
+    handoff.submit(number, x, ids, weights)
+    assert torch.equal(handoff.wait(number, 2).cpu(), forward(layers[0], x, ids, weights))
+    handoff.check()
+
+
+def test_a_submit_without_a_wait(handoff, layers):
+    number = handoff.add_layer(layers[0])
+    handoff.submit(number, *inputs(MOST, 1))
+    given = inputs(2, 2)
+    handoff.submit(number, *given)
+    assert torch.equal(handoff.wait(number, 2).cpu(), forward(layers[0], *given))
+    handoff.check()
+
+
+def test_memory_of_this_process_is_pinned_and_released():
+    driver = Driver.load()
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    driver.host_register(memory.data_ptr(), memory.nbytes)
+    assert memory.is_pinned()
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister: .*already"):
+        driver.host_register(memory.data_ptr(), memory.nbytes)
+    assert torch.ones(3, device="cuda").sum().item() == 3, "the error must not stay for torch to find"
+    driver.host_unregister(memory.data_ptr())
+    assert not memory.is_pinned()
+
+
+STUCK = """
+import sys
+import torch
+from ktqueue.operators import native
+from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+import numpy as np
+
+native.set_threads(1)
+tokens = 20000  # far more than are done before this process has ended
+quiet = [np.zeros(512 * 1024 * 4, np.uint8)] * 8
+packed = [PackedExperts("F32", *shape, quiet) for shape in ((1024, 512), (1024, 512), (512, 1024))]
+handoff = Handoff(512, 8, tokens, "cuda", method="flags", slots=1, stuck_seconds=0.05)
+number = handoff.add_layer(native.ExpertLayer(ExpertWeights(*packed)))
+ids = (torch.arange(8 * tokens, device="cuda") % 8).view(tokens, 8)
+for _ in range(3):
+    handoff.submit(number, torch.ones(tokens, 512, device="cuda"), ids, torch.ones(tokens, 8, device="cuda"))
+    handoff.wait(number, tokens)
+torch.cuda.synchronize()
+try:
+    handoff.check()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_task_that_hangs_lets_the_stream_and_the_process_go():
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
+    assert "has not ended after 0.05" in ended.stdout, ended.stderr
+    assert ended.returncode == 0, ended.stderr

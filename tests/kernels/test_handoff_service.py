@@ -1,0 +1,269 @@
+"""The hand-off's service with Python in the GPU's place: it writes request words and watches done words in the same
+memory."""
+
+import ctypes
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.native_handoff import LINE, HandoffService, SlotMemory, request_word
+
+HIDDEN, EXPERTS, K, MOST = 64, 6, 3, 12
+
+
+class Gpu:
+    """A service, its memory, and what a stream would do to it."""
+
+    def __init__(self, slots: int = 2, **options) -> None:
+        words = torch.zeros((2 * slots + 1) * LINE // 4, dtype=torch.int32)
+        skip = -words.data_ptr() % LINE // 4
+        self.memory = [
+            SlotMemory(
+                torch.zeros(8192, dtype=torch.uint8),
+                torch.zeros(MOST, HIDDEN),
+                words[skip + 64 * slot :][:1],
+                words[skip + 64 * slot + 32 :][:1],
+            )
+            for slot in range(slots)
+        ]
+        self.service = HandoffService(HIDDEN, K, MOST, self.memory, **{"serve": True, **options})
+
+    def write(self, x, ids, weights, slot: int = 0) -> None:
+        tokens = len(x)
+        place = self.service.x_offset(tokens)
+        memory = self.memory[slot].input.numpy()
+        memory[: 8 * tokens * K] = np.frombuffer(ids.numpy().tobytes(), np.uint8)
+        memory[8 * tokens * K : 12 * tokens * K] = np.frombuffer(weights.numpy().tobytes(), np.uint8)
+        memory[place : place + 4 * tokens * HIDDEN] = np.frombuffer(x.numpy().tobytes(), np.uint8)
+
+    def request(self, word: int, slot: int = 0) -> None:
+        self.memory[slot].done[0] = 0
+        self.memory[slot].request[0] = word
+
+    def wait(self, word: int, slot: int = 0, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while int(self.memory[slot].done[0]) != word:
+            assert time.monotonic() < end, "nobody answered"
+            time.sleep(0)
+
+    def run(self, layer: int, x, ids, weights, slot: int = 0) -> torch.Tensor:
+        word = request_word(layer, len(x))
+        self.write(x, ids, weights, slot)
+        self.request(word, slot)
+        self.wait(word, slot)
+        return self.memory[slot].out[: len(x)].clone()
+
+
+@pytest.fixture
+def gpu():
+    one = Gpu()
+    yield one
+    assert one.service.close()
+
+
+@pytest.fixture
+def layers(make_weights):
+    return [native.ExpertLayer(make_weights("Q4_0", EXPERTS, HIDDEN, 32, seed)) for seed in range(3)]
+
+
+def inputs(tokens: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(K).indices
+    return torch.randn(tokens, HIDDEN, generator=generator), ids, torch.rand(tokens, K, generator=generator)
+
+
+def test_equals_the_layer_replay_after_replay(gpu, layers, run_layer):
+    """The same words again and again, as a captured graph has them, with other rows each time."""
+    numbers = [gpu.service.add_layer(layer) for layer in layers]
+    for replay in range(30):
+        for number, layer in zip(numbers, layers, strict=True):
+            given = inputs(1 + replay % 2, 10 * replay + number)
+            assert torch.equal(gpu.run(number, *given), run_layer(layer, *given))
+    assert gpu.service.statistics.tasks == 90
+
+
+def test_one_layer_with_the_same_word_each_time(gpu, layers, run_layer):
+    number = gpu.service.add_layer(layers[0])
+    for replay in range(50):
+        given = inputs(2, replay)
+        assert torch.equal(gpu.run(number, *given), run_layer(layers[0], *given))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, MOST])
+def test_two_slots_at_once(gpu, layers, run_layer, tokens):
+    numbers = [gpu.service.add_layer(layer) for layer in layers]
+    for replay in range(10):
+        given = [inputs(tokens, 100 + replay), inputs(tokens, 200 + replay)]
+        words = [request_word(numbers[slot], tokens) for slot in (0, 1)]
+        for slot in (0, 1):
+            gpu.write(*given[slot], slot=slot)
+        for slot in (0, 1):
+            gpu.request(words[slot], slot)
+        for slot in (1, 0):
+            gpu.wait(words[slot], slot)
+            assert torch.equal(gpu.memory[slot].out[:tokens], run_layer(layers[slot], *given[slot]))
+
+
+def test_counts_what_it_ran(gpu, layers):
+    number = gpu.service.add_layer(layers[0])
+    x, _, weights = inputs(2)
+    gpu.run(number, x, torch.tensor([[0, 1, -1], [1, 5, 1]]), weights)
+    statistics = gpu.service.statistics
+    assert (statistics.tasks, statistics.failed, statistics.experts_used) == (1, 0, 3)
+    assert statistics.bytes == 3 * sum(size for _, size in layers[0].ranges(0))
+    assert statistics.busy_seconds > 0
+
+
+def test_an_error_becomes_nan_and_is_told_once(gpu, layers, run_layer):
+    number = gpu.service.add_layer(layers[0])
+    x, ids, weights = inputs(3)
+    wrong = ids.clone()
+    wrong[1, 2] = EXPERTS
+    assert gpu.run(number, x, wrong, weights).isnan().all()
+    assert gpu.run(number + 1, x, ids, weights).isnan().all()
+    assert gpu.service.take_error() == (
+        "experts of layer 0 on 3 tokens: expert id must be from 0 to 5 or -1 for none, got 6 for token 1"
+    )
+    assert gpu.service.take_error() is None
+    assert torch.equal(gpu.run(number, x, ids, weights), run_layer(layers[0], x, ids, weights))
+    assert (gpu.service.statistics.tasks, gpu.service.statistics.failed) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (request_word(0, MOST + 1), f"at most {MOST} tokens, got {MOST + 1}"),
+        (request_word(1, 2), "names a layer that is not there"),
+        (2 << 10, "names a layer that is not there"),
+        (0x7FFFFFFF, "names a layer that is not there"),
+    ],
+)
+def test_a_word_that_means_nothing_is_answered(gpu, layers, word, message):
+    gpu.service.add_layer(layers[0])
+    gpu.request(word)
+    gpu.wait(word)
+    assert message in gpu.service.take_error()
+    assert gpu.memory[0].out[0].isnan().all()
+
+
+def test_no_expert_on_the_cpu(gpu, layers):
+    number = gpu.service.add_layer(layers[0])
+    x, ids, weights = inputs(2)
+    assert gpu.run(number, x, torch.full_like(ids, -1), weights).eq(0).all()
+    assert gpu.service.statistics.experts_used == 0
+
+
+def test_wakes_from_its_naps(layers, run_layer):
+    gpu = Gpu(idle_seconds=0.0)
+    number = gpu.service.add_layer(layers[0])
+    for replay in range(5):
+        time.sleep(0.005)
+        given = inputs(1, replay)
+        assert torch.equal(gpu.run(number, *given), run_layer(layers[0], *given))
+    assert gpu.service.close()
+
+
+def test_runs_in_the_calling_thread_and_as_a_host_function(layers, run_layer):
+    gpu = Gpu(serve=False)
+    number = gpu.service.add_layer(layers[0])
+    for replay in range(3):
+        given = inputs(4, replay)
+        gpu.write(*given)
+        gpu.memory[0].out.fill_(torch.nan)
+        if replay == 0:
+            gpu.service.run(0, request_word(number, 4))
+        else:
+            function, task = gpu.service.host_task(0, request_word(number, 4))
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(task)
+        assert torch.equal(gpu.memory[0].out[:4], run_layer(layers[0], *given))
+    assert gpu.service.host_task(0, 7) == gpu.service.host_task(0, 7)
+    assert gpu.service.host_task(0, 7) != gpu.service.host_task(1, 7)
+    for call in (gpu.service.run, gpu.service.host_task):
+        with pytest.raises(ValueError, match="there is no slot 2"):
+            call(2, 7)
+
+
+def test_requests_at_the_close_are_answered(layers):
+    gpu = Gpu()
+    number = gpu.service.add_layer(layers[0])
+    assert gpu.service.close()
+    assert gpu.service.close()
+    word = request_word(number, 1)
+    gpu.request(word)
+    time.sleep(0.01)
+    assert int(gpu.memory[0].done[0]) == 0, "the thread has ended"
+
+
+def test_refuses_what_does_not_fit(layers, make_weights):
+    gpu = Gpu(slots=1, serve=False)
+    other = native.ExpertLayer(make_weights("Q4_0", 2, 32, 32))
+    with pytest.raises(ValueError, match="has a hidden size of 64, got 32"):
+        gpu.service.add_layer(other)
+    for sizes in ((0, K, MOST), (HIDDEN, 0, MOST), (HIDDEN, K, 0), (HIDDEN, K, 1 << 22)):
+        with pytest.raises(ValueError, match="must be positive, and tokens below"):
+            HandoffService(*sizes, gpu.memory, serve=False)
+    with pytest.raises(ValueError, match="times must be positive"):
+        HandoffService(HIDDEN, K, MOST, gpu.memory, serve=False, stuck_seconds=0)
+    crooked = gpu.memory[0]._replace(input=gpu.memory[0].input[4:])
+    with pytest.raises(ValueError, match="cache line of 64 bytes"):
+        HandoffService(HIDDEN, K, MOST, [crooked], serve=False)
+    for _ in range(1023):
+        gpu.service.add_layer(layers[0])
+    with pytest.raises(ValueError, match="at most 1023 layers"):
+        gpu.service.add_layer(layers[0])
+
+
+STUCK = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import numpy as np, torch
+from test_handoff_service import *
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+native.set_threads(1)
+size = 20000  # tokens: no machine is through with them in the fraction of a second that this process lives
+quiet = [np.zeros(512 * 1024 * 4, np.uint8)] * 8
+packed = [PackedExperts("F32", *shape, quiet) for shape in ((1024, 512), (1024, 512), (512, 1024))]
+layer = native.ExpertLayer(ExpertWeights(*packed))
+words = torch.zeros(256, dtype=torch.int32)
+words = words[-words.data_ptr() % 128 // 4:]
+input = torch.zeros(100 * size + 64 + 2048 * size, dtype=torch.uint8)
+input[:64 * size].view(torch.int64).copy_(torch.arange(8 * size) % 8)
+memory = SlotMemory(input, torch.zeros(size, 512), words[:1], words[32:33])
+service = HandoffService(512, 8, size, [memory], serve=True, stuck_seconds=0.05)
+word = request_word(service.add_layer(layer), size)
+for _ in range(3):  # the first hangs, the others come after it
+    memory.done[0] = 0
+    memory.request[0] = word
+    end = time.monotonic() + 20
+    while int(memory.done[0]) != word:
+        assert time.monotonic() < end, "nobody answered"
+        time.sleep(0.001)
+for _ in range(2):
+    assert "has not ended after 0.05" in service.take_error()
+assert service.statistics.tasks == 0
+print("leaving", service.close(0.1))
+"""
+
+
+def test_a_task_that_hangs_is_answered_and_does_not_keep_the_process():
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "leaving False\n"), ended.stderr
+
+
+def test_an_idle_service_does_not_keep_the_process():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_handoff_service as t; t.gpu = t.Gpu(); print('bye')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "bye\n"), ended.stderr
