@@ -1,0 +1,158 @@
+"""What the bytes of packed weights mean, for Triton kernels: the layout of csrc/panel_layout.h, a superblock at a time.
+
+A superblock of 256 columns is seen as a tile of 32 *words* by N rows. Word w = 4 * slab + j of a row stands for its
+columns 8w .. 8w + 7; *part* i of the tile, [32, N], holds column 8w + i of each. So whatever the format, the eight
+parts come out of the same words by constant shifts, and a product over 256 columns is the sum of the products of eight
+parts with the columns of x that they hold. A shorter superblock reads its last slab for those it lacks: the caller
+multiplies these with zeros. Twin: panel_layout.py.
+"""
+
+import triton
+import triton.language as tl
+
+PARTS = tl.constexpr(8)
+WORDS = tl.constexpr(32)
+
+
+@triton.jit
+def _words(base, at):
+    return tl.load(base.to(tl.pointer_type(tl.int32)) + at)
+
+
+@triton.jit
+def _halves(base, at):
+    return tl.load(base.to(tl.pointer_type(tl.float16)) + at).to(tl.float32)
+
+
+@triton.jit
+def _pair_words(base, panel, slab, word, row, start):
+    """Lines 2j and 2j + 1 of a plane of bit pairs: in the lowest four bits of each byte."""
+    group = word % 4
+    both = _words(base, (panel + start) // 4 + (slab * 2 + group // 2) * 16 + row)
+    return both >> (group % 2 * 4)
+
+
+@triton.jit
+def _bit_bytes(base, panel, slab, word, row, start):
+    """Bits of lines 2j (the lowest four) and 2j + 1 of a plane of bits: bit i is that of part i."""
+    at = panel + start + slab * 64 + word % 4 * 16 + row // 2
+    even, odd = tl.load(base + at).to(tl.int32), tl.load(base + at + 8).to(tl.int32)
+    shift = row % 2 * 4
+    return ((even >> shift) & 15) | (((odd >> shift) & 15) << 4)
+
+
+@triton.jit
+def planes(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
+    """The codes of a superblock, two int32 [32, N]: see `part`.
+
+    base: scalar uint8 pointer; panel: byte offsets [1, N] of the superblock in each row's panel; row: [1, N] 0..15;
+    word: [32, 1]; slab: [32, 1], that of the word, below `slabs`, which is how many this superblock has.
+    """
+    at = panel // 4 + (slab * 4 + word % 4) * 16 + row
+    if FORMAT == "Q8_0":
+        at = panel // 4 + (slab * 8 + word % 4 * 2) * 16 + row
+        first, second = _words(base, at), _words(base, at + 16)
+    elif FORMAT == "Q5_K":
+        first, second = _words(base, at), _bit_bytes(base, panel, slab, word, row, 256 * slabs)
+    elif FORMAT == "Q6_K":
+        first, second = _words(base, at), _pair_words(base, panel, slab, word, row, 256 * slabs)
+    elif FORMAT == "Q3_K":
+        first = _pair_words(base, panel, slab, word, row, 0)
+        second = _bit_bytes(base, panel, slab, word, row, 128 * slabs)
+    elif FORMAT == "Q2_K":
+        first = _pair_words(base, panel, slab, word, row, 0)
+        second = first
+    else:
+        first = _words(base, at)
+        second = first
+    return first, second
+
+
+@triton.jit
+def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
+    """Scale and minimum of each word, float32 [32, N], in the operations of GGUF's own dequantisation."""
+    half = word % 4 // 2
+    if (FORMAT == "Q4_K") or (FORMAT == "Q5_K"):
+        start = panel + (256 + 64 * (FORMAT == "Q5_K")) * slabs
+        scale = tl.load(base + start + slab * 16 + row).to(tl.float32)
+        minimum = tl.load(base + start + (slabs + slab) * 16 + row).to(tl.float32)
+        once = (start + 32 * slabs) // 2 + row
+        scale, minimum = scale * _halves(base, once), minimum * _halves(base, once + 16)
+    elif FORMAT == "Q2_K":
+        start = panel + 128 * slabs
+        both = tl.load(base + start + slab * 32 + half * 16 + row)
+        once = (start + 32 * slabs) // 2 + row
+        scale = (both & 15).to(tl.float32) * _halves(base, once)
+        minimum = (both >> 4).to(tl.float32) * _halves(base, once + 16)
+    elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
+        start = panel + (384 if FORMAT == "Q6_K" else 192) * slabs
+        scale = tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int8, bitcast=True).to(tl.float32)
+        scale *= _halves(base, (start + 32 * slabs) // 2 + row)
+        minimum = tl.zeros_like(scale)
+    elif FORMAT == "IQ4_XS":
+        start = panel + 256 * slabs
+        scale = tl.load(base + start + slab * 16 + row).to(tl.int8, bitcast=True).to(tl.float32)
+        scale *= _halves(base, (start + 16 * slabs) // 2 + row)
+        minimum = tl.zeros_like(scale)
+    elif FORMAT == "MXFP4":
+        exponent = tl.load(base + panel + 256 * slabs + slab * 16 + row).to(tl.int32)
+        # 2^(e - 128): the bits of a float, or of a denormal where e < 2.
+        bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+        minimum = tl.zeros_like(scale)
+    else:
+        start = panel + (512 if FORMAT == "Q8_0" else 256) * slabs
+        scale = _halves(base, start // 2 + slab * 16 + row)
+        minimum = tl.zeros_like(scale)
+    return scale, minimum
+
+
+@triton.jit
+def _iq4_value(code):
+    """The table of IQ4_NL and IQ4_XS: each value plus 127 is a byte of two constants of 64 bits."""
+    table = tl.where(code < 8, 0x75695C4E3E2C1700, -0x0F273B4B5A677380)
+    return ((table >> (8 * (code & 7)).to(tl.int64)) & 255).to(tl.float32) - 127.0
+
+
+@triton.jit
+def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """Part number PART of the weights, float32 [32, N]."""
+    low: tl.constexpr = 8 * (PART % 4)
+    upper: tl.constexpr = PART // 4
+    if FORMAT == "Q8_0":
+        code = ((first if upper == 0 else second) >> low) & 255
+        return scale * (code.to(tl.float32) - 128.0)
+    if (FORMAT == "Q2_K") or (FORMAT == "Q3_K"):
+        code = (first >> (low + 2 * upper)) & 3
+        if FORMAT == "Q2_K":
+            return scale * code.to(tl.float32) - minimum
+        code = code | (((second >> PART) & 1) << 2)
+        return scale * (code.to(tl.float32) - 4.0)
+    code = (first >> (low + 4 * upper)) & 15
+    if FORMAT == "Q4_K":
+        return scale * code.to(tl.float32) - minimum
+    if FORMAT == "Q5_K":
+        code = code | (((second >> PART) & 1) << 4)
+        return scale * code.to(tl.float32) - minimum
+    if FORMAT == "Q6_K":
+        code = code | (((second >> (low + 2 * upper)) & 3) << 4)
+        return scale * (code.to(tl.float32) - 32.0)
+    if FORMAT == "Q4_0":
+        return scale * (code.to(tl.float32) - 8.0)
+    if FORMAT == "MXFP4":
+        # E2M1: its exponent and mantissa as those of a float32, whose bias differs by 126, and doubled.
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return scale * (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38)
+    return scale * _iq4_value(code)
+
+
+@triton.jit
+def float_part(base, panel, slab, word, row, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """Part number PART of weights that are stored as they are, float32 [32, N]."""
+    column = slab * 32 + word % 4 * 8 + PART
+    if FORMAT == "F32":
+        return tl.load(base.to(tl.pointer_type(tl.float32)) + panel // 4 + column * 16 + row)
+    if FORMAT == "F16":
+        return _halves(base, panel // 2 + column * 16 + row)
+    at = panel // 2 + (column // 2 * 16 + row) * 2 + PART % 2
+    return tl.load(base.to(tl.pointer_type(tl.bfloat16)) + at).to(tl.float32)
