@@ -5,10 +5,13 @@ the caller and leaves the engine unusable (its worker is crash-only); what is wr
 sequence ends that one alone.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
+
+import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
@@ -16,24 +19,30 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
-from ktqueue.engine.batch import BatchBuilder
+from ktqueue.engine.batch import Batch, BatchBuilder
 from ktqueue.engine.device_model import device_model
+from ktqueue.engine.graphs import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
+from ktqueue.engine.parts import make_parts
 from ktqueue.engine.profile import Profile, StepRecord
-from ktqueue.engine.runner import HostRunner, Model, Runner
-from ktqueue.engine.scheduler import Scheduler
-from ktqueue.engine.selector import HostSelector, Selector
+from ktqueue.engine.runner import Model
+from ktqueue.engine.scheduler import Plan, Scheduler
+from ktqueue.engine.selector import Selection
 from ktqueue.engine.sequence import Request, Sequence, Status
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.gpu.attention import AttentionPlanner
+from ktqueue.operators.kv_cache import KVLayout
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
     """Continuous batching of requests through one model.
 
     `model` is called as `Runner` says. `num_pages` pages of `layout` are allocated at once. A prompt
-    and its completion hold at most `max_model_len` tokens. `clock` gives the time of `arrival`
-    (seconds); `profile_path` takes one JSON line a step.
+    and its completion hold at most `max_model_len` tokens. `planner` is of the attention on a device; without one all
+    is done on the CPU. `progress` is told while decode steps are captured; they then hold `graph_bytes` of the device's
+    memory. `clock` gives the time of `arrival` (seconds); `profile_path` takes one JSON line a step.
     """
 
     def __init__(
@@ -45,15 +54,17 @@ class Engine:
         num_pages: int,
         max_model_len: int,
         *,
+        planner: AttentionPlanner | None = None,
+        progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
         profile_path: Path | None = None,
     ) -> None:
-        kv = KVCache(layout, num_pages, config.device)
+        parts = make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
         self.profile = Profile(profile_path)
         self._clock = clock
         self._page_size = layout.page_size
         self._scheduler = Scheduler(
-            Pages(num_pages, kv.copy_page),
+            Pages(num_pages, parts.kv.copy_page),
             page_size=layout.page_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -63,14 +74,16 @@ class Engine:
         self._admission = Admission(
             vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
         )
-        self._builder = BatchBuilder(kv)
+        self._builder = BatchBuilder(parts.kv)
         self._model = device_model(model)
-        self._runner: Runner = HostRunner(model, vocabulary.size)
-        self._selector: Selector = HostSelector(vocabulary.token_bytes)
+        self._runner = parts.runner
+        self._selector = parts.selector
+        self.graph_bytes = parts.graph_bytes
         self._requests: dict[str, Request] = {}
         self._early: list[SequenceOutput] = []  # of resumed choices that had ended
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._out_of_memory = 0
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +108,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            out_of_memory=self._out_of_memory,
+            replayed_steps=self._runner.replayed,
             steps=profile.steps,
             schedule_seconds=profile.schedule_seconds,
             forward_seconds=profile.forward_seconds,
@@ -168,32 +183,31 @@ class Engine:
             return outputs
         batch = self._builder.build(plan.rows)
         planned = time.perf_counter()
-        logits = self._runner.execute(batch)
+        logits = self._execute(batch, plan)
+        if logits is None:
+            (sequence,) = plan.rows
+            outputs.append(self._fail(sequence, EngineFailure("the device has no memory for this sequence alone")))
+            return outputs
         ran = time.perf_counter()
+        # From here to the wait in `select` the device is at work, and the host does what needs no token.
         ready = self._commit_pages(plan.rows)
-        sequences = [sequence for _, sequence in ready]
-        selection = None
-        if sequences:
-            selection = self._selector.select(logits, [row for row, _ in ready], sequences)
-        else:
-            self._runner.wait()
+        selection = self._select(logits, ready)
         self._model.after_step()
         sampled = time.perf_counter()
-        if selection is not None:
-            for row, sequence in enumerate(sequences):
-                if selection.finite[row]:
-                    outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
-                else:
-                    fault = EngineFailure("the model gave logits that are not finite numbers for this sequence")
-                    outputs.append(self._fail(sequence, fault))
+        for row, (_, sequence) in enumerate(ready):
+            if selection.finite[row]:
+                outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
+            else:
+                fault = EngineFailure("the model gave logits that are not finite numbers for this sequence")
+                outputs.append(self._fail(sequence, fault))
         self.profile.record(
             StepRecord(
                 schedule=planned - began,
-                forward=ran - planned,
-                sample=sampled - ran,
+                forward=ran - planned + selection.waited,
+                sample=sampled - ran - selection.waited,
                 commit=time.perf_counter() - sampled,
                 rows=len(plan.rows),
-                sampled=len(sequences),
+                sampled=len(ready),
                 tokens=sum(plan.rows.values()),
             )
         )
@@ -203,6 +217,38 @@ class Engine:
         """Close the profile, and what the model holds on a device."""
         self._model.close()
         self.profile.close()
+
+    def _execute(self, batch: Batch, plan: Plan) -> torch.Tensor | None:
+        """Run the model. While the device has too little memory for it, with half of the rows; None: not even for one,
+        which is all that is left in the plan."""
+        while True:
+            try:
+                return self._runner.execute(batch)
+            except torch.OutOfMemoryError as error:
+                log.warning("a step of %d rows and %d tokens: %s", len(plan.rows), plan.tokens, error)
+            # Only here, where the exception no longer holds the tensors of the step, can their memory be had.
+            self._out_of_memory += 1
+            torch.cuda.empty_cache()
+            if not self._scheduler.shrink(plan):
+                return None
+            batch = self._builder.build(plan.rows)
+
+    def _select(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> Selection:
+        """Tokens for those that get one, in halves while the device has too little memory."""
+        if not ready:
+            began = time.perf_counter()
+            self._runner.wait()
+            return Selection([], [], {}, time.perf_counter() - began)
+        try:
+            return self._selector.select(logits, [row for row, _ in ready], [sequence for _, sequence in ready])
+        except torch.OutOfMemoryError as error:
+            if len(ready) == 1:
+                raise
+            log.warning("choosing %d tokens: %s", len(ready), error)
+        self._out_of_memory += 1
+        torch.cuda.empty_cache()
+        half = len(ready) // 2
+        return self._select(logits, ready[:half]).joined(self._select(logits, ready[half:]))
 
     def _commit_pages(self, rows: dict[Sequence, int]) -> list[tuple[int, Sequence]]:
         """Book what was computed; the sequences that get a token now, each with its row of the logits."""

@@ -17,13 +17,24 @@ def logprobs(
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= np.log(np.exp(wide).sum())
-
-    def one(token_id: int) -> TokenLogprob:
-        return TokenLogprob(token_id, token_bytes(token_id), max(float(wide[token_id]), _LEAST))
-
-    if alternatives == 0:
-        return PositionLogprobs(one(chosen))
     alternatives = min(alternatives, len(wide))
-    top = np.argpartition(-wide, alternatives - 1)[:alternatives]
-    top = top[np.lexsort((top, -wide[top]))]
-    return PositionLogprobs(one(chosen), tuple(one(int(token_id)) for token_id in top))
+    top = np.argpartition(-wide, alternatives - 1)[:alternatives] if alternatives else np.empty(0, dtype=np.int64)
+    return told_logprobs(chosen, float(wide[chosen]), top, wide[top], alternatives, token_bytes)
+
+
+def told_logprobs(
+    chosen: int,
+    own: float,
+    ids: NDArray[np.int64],
+    values: NDArray[np.float64],
+    alternatives: int,
+    token_bytes: Callable[[int], bytes],
+) -> PositionLogprobs:
+    """For one position: the chosen token with its log probability `own`, and the likeliest `alternatives` of `ids` with
+    their log probabilities `values`. Among equals the lowest id comes first."""
+
+    def one(token_id: int, value: float) -> TokenLogprob:
+        return TokenLogprob(token_id, token_bytes(token_id), max(value, _LEAST))
+
+    order = np.lexsort((ids, -values))[:alternatives].tolist()
+    return PositionLogprobs(one(chosen, own), tuple(one(int(ids[at]), float(values[at])) for at in order))

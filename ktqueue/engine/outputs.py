@@ -45,7 +45,8 @@ class EngineStats:
 
     `prompt_tokens` are computed (not cached) prompt tokens, recomputed ones included;
     `prefix_queries` and `prefix_hits` are tokens looked up in, and served from, the prefix cache.
-    Seconds are wall time spent in each part of all steps so far.
+    `out_of_memory` counts the steps that were made smaller because the device had no memory for them, `replayed_steps`
+    those that replayed a captured graph. Seconds are wall time spent in each part of all steps so far.
     """
 
     running: int
@@ -57,6 +58,8 @@ class EngineStats:
     preemptions: int
     prefix_queries: int
     prefix_hits: int
+    out_of_memory: int
+    replayed_steps: int
     steps: int
     schedule_seconds: float
     forward_seconds: float

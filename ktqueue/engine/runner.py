@@ -15,6 +15,10 @@ Model = Callable[..., Any]
 class Runner(Protocol):
     """The engine's way to the model, on whatever device."""
 
+    @property
+    def replayed(self) -> int:
+        """Steps that replayed a captured one."""
+
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
 
@@ -28,6 +32,8 @@ class Runner(Protocol):
 
 class HostRunner:
     """Runner of a model on the CPU, with tokens of ids below `vocab`."""
+
+    replayed = 0
 
     def __init__(self, model: Model, vocab: int) -> None:
         self._model = model

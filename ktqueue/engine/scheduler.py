@@ -112,6 +112,13 @@ class Scheduler:
             self._plan(head, plan)
         return plan
 
+    def shrink(self, plan: Plan) -> bool:
+        """Preempt the lower half in rank of a planned step that could not be made. False: it had one row."""
+        ranked = sorted(plan.rows, key=self._rank)
+        for victim in ranked[(len(ranked) + 1) // 2 :]:
+            self._preempt(victim, plan)
+        return len(ranked) > 1
+
     def commit(self, sequence: Sequence, count: int) -> list[Sequence]:
         """`count` tokens were computed. Name full pages; the siblings that now share the prompt, running."""
         sequence.computed += count

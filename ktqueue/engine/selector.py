@@ -5,7 +5,7 @@ Knows nothing of pages or of what becomes of the token.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,11 +20,25 @@ from ktqueue.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The outcome for each row, in order. Where `finite` is False the token id means nothing."""
+    """The outcome for each row, in order. Where `finite` is False the token id means nothing.
+
+    `waited`: seconds in which the host only waited for the device.
+    """
 
     token_ids: list[int]
     finite: list[bool]
     logprobs: dict[int, PositionLogprobs]
+    waited: float = field(default=0.0, compare=False)
+
+    def joined(self, other: "Selection") -> "Selection":
+        """This one's rows, then the other's."""
+        behind = len(self.token_ids)
+        return Selection(
+            self.token_ids + other.token_ids,
+            self.finite + other.finite,
+            self.logprobs | {behind + row: told for row, told in other.logprobs.items()},
+            self.waited + other.waited,
+        )
 
 
 class Selector(Protocol):

@@ -14,6 +14,7 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.operators import native
+from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -58,7 +59,8 @@ def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
 class CacheModel:
     """Writes token ids through the slot mapping and reads each row's context back through its page table.
 
-    A page that is wrong, lost or overwritten changes the output. `poison` contexts get NaN logits.
+    A page that is wrong, lost or overwritten changes the output. `poison` contexts get NaN logits. Rows that pad a step
+    are not counted, and must keep to the scratch page.
     """
 
     def __init__(self) -> None:
@@ -80,11 +82,15 @@ class CacheModel:
         tokens = input_ids.shape[1]
         starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
         assert starts[0] == 0 and starts[-1] == tokens == position_ids.shape[1] == len(step.slot_mapping)
-        assert len(set(step.slot_mapping.tolist())) == tokens, "two tokens share a slot"
-        self.steps.append((len(lengths), tokens))
-        self.computed_tokens += tokens
-        step.kv.write(0, step.slot_mapping, input_ids[0].view(-1, 1, 1).float(), position_ids[0].view(-1, 1, 1).float())
+        live = tokens if step.live_tokens is None else int(step.live_tokens)
         page_size = step.kv.layout.page_size
+        slots = step.slot_mapping.tolist()
+        assert len(set(slots[:live])) == live, "two tokens share a slot"
+        assert all(slot // page_size != step.kv.scratch_page for slot in slots[:live])
+        assert all(slot // page_size == step.kv.scratch_page for slot in slots[live:])
+        self.steps.append((len(lengths) - (tokens - live), live))
+        self.computed_tokens += live
+        step.kv.write(0, step.slot_mapping, input_ids[0].view(-1, 1, 1).float(), position_ids[0].view(-1, 1, 1).float())
         rows = []
         scored = logits_to_keep.tolist()
         for row, length in enumerate(lengths):
@@ -172,7 +178,13 @@ def greedy() -> Callable[[Sequence[int], int], list[int]]:
 
 
 @pytest.fixture
-def make_engine() -> Callable[..., Engine]:
+def parts() -> str:
+    """Whether the engine has the parts of the host or those of a device, which is the CPU here."""
+    return "host"
+
+
+@pytest.fixture
+def make_engine(parts) -> Callable[..., Engine]:
     """Engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
 
     def make(
@@ -187,7 +199,8 @@ def make_engine() -> Callable[..., Engine]:
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
         config = EngineConfig(page_size=page_size, **settings)
-        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, clock=clock)
+        planner = TorchPlanner(page_size) if parts == "device" else None
+        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, planner=planner, clock=clock)
 
     return make
 

@@ -11,6 +11,12 @@ from ktqueue.engine.outputs import EmittedChoice
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 
+@pytest.fixture(params=["host", "device"])
+def parts(request):
+    """Every test here with the parts of the host and of a device."""
+    return request.param
+
+
 @pytest.mark.parametrize("budget", [2, 3, 16, 512])
 @pytest.mark.parametrize("caching", [True, False])
 def test_greedy_in_any_chunks(model, vocabulary, make_engine, run, greedy, budget, caching):

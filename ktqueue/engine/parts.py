@@ -1,0 +1,63 @@
+"""Which runner, selector and cache an engine has: those of the host, or those of a device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.vocabulary import Vocabulary
+from ktqueue.engine.capture import Again, GraphCapturer
+from ktqueue.engine.device_selector import DeviceSelector
+from ktqueue.engine.graphs import GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.runner import HostRunner, Model, Runner
+from ktqueue.engine.selector import HostSelector, Selector
+from ktqueue.operators.gpu.attention import AttentionPlanner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What of an engine depends on the device. `graph_bytes`: device memory that captured steps hold."""
+
+    kv: KVCache
+    runner: Runner
+    selector: Selector
+    graph_bytes: int = 0
+
+
+def make_parts(
+    model: Model,
+    vocabulary: Vocabulary,
+    layout: KVLayout,
+    config: EngineConfig,
+    num_pages: int,
+    max_model_len: int,
+    planner: AttentionPlanner | None,
+    progress: Progress | None,
+) -> Parts:
+    """Those of the host where there is no `planner` of attention, else those of `config.device`, which may be a CPU:
+    then captured steps are called again instead of replayed.
+
+    Raises ValueError for a GPU without a planner.
+    """
+    device = config.device
+    on_gpu = torch.device(device).type != "cpu"
+    if planner is None:
+        if on_gpu:
+            raise ValueError(f"an engine on {device} needs a planner of attention")
+        runner = HostRunner(model, vocabulary.size)
+        return Parts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
+    kv = KVCache(layout, num_pages, device, scratch=True)
+    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    graphs = GraphRunner(
+        model,
+        vocabulary.size,
+        kv,
+        planner,
+        GraphCapturer(device) if on_gpu else Again(),
+        device=device,
+        buckets=buckets_up_to(rows) if config.cuda_graphs else [],
+        max_pages=-(-max_model_len // layout.page_size),
+        progress=progress,
+    )
+    return Parts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)

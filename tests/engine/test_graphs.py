@@ -1,0 +1,251 @@
+"""Captured steps, on the CPU: fixed tensors, padding, and what goes beside them. Nothing here is of the scheduler."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.capture import Again
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.graphs import GraphRunner, buckets_up_to
+from ktqueue.engine.staging import Fetcher, FixedStaging, Staging
+from ktqueue.loading.load import load_model
+from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.torch_attention import TorchPlanner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+
+PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
+
+
+@pytest.fixture
+def parts():
+    return "device"
+
+
+def test_buckets():
+    assert buckets_up_to(1) == [1]
+    assert buckets_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert buckets_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert buckets_up_to(300) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
+
+
+def test_staged_arrays_arrive_as_they_were():
+    staging = Staging("cpu")
+    noise = np.random.default_rng(0)
+    for size in (3, 40_000, 5):  # the middle one does not fit the first buffer
+        arrays = [
+            noise.integers(0, 9, (2, size)),
+            noise.normal(size=size).astype(np.float32),
+            noise.integers(0, 9, 0),
+            noise.integers(0, 9, (size, 3)).astype(np.int32),
+            noise.normal(size=1),
+        ]
+        for array, staged in zip(arrays, staging.put(arrays), strict=True):
+            assert staged.shape == array.shape and staged.numpy().dtype == array.dtype
+            assert (staged.numpy() == array).all()
+
+
+def test_fixed_arrays_never_move():
+    staging = FixedStaging({"a": ((2, 3), np.int64), "b": ((5,), np.int32)}, "cpu")
+    places = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
+    for value in (1, 2):
+        staging.open()["a"][:] = value
+        staging.arrays["b"][:] = -value
+        assert not (staging.device["a"] == value).any(), "nothing is sent yet"
+        staging.send()
+        assert (staging.device["a"] == value).all() and (staging.host["b"] == -value).all()
+    assert places == {name: tensor.data_ptr() for name, tensor in staging.device.items()}
+
+
+def test_fetching():
+    assert Fetcher("cpu").fetch(torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+class Recorder(Again):
+    """Counts what is captured."""
+
+    def __init__(self):
+        self.captured = 0
+
+    def capture(self, function):
+        self.captured += 1
+        return function
+
+    def used(self):
+        return 1000 + 10 * self.captured
+
+
+def test_the_largest_bucket_is_captured_first_and_memory_is_told(model, make_vocabulary):
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
+    seen = []
+    runner = GraphRunner(
+        model,
+        97,
+        KVCache(layout, 8, scratch=True),
+        TorchPlanner(4),
+        Recorder(),
+        device="cpu",
+        buckets=[1, 2, 4],
+        max_pages=8,
+        progress=lambda *step: seen.append(step),
+    )
+    assert seen == [(1, 3, "decode graphs"), (2, 3, "decode graphs"), (3, 3, "decode graphs")]
+    assert [one.rows for one in runner._graphs] == [1, 2, 4]
+    assert runner.graph_bytes == 30
+
+
+def test_a_cache_without_scratch_page_is_refused(model):
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="scratch page"):
+        GraphRunner(model, 97, KVCache(layout, 8), TorchPlanner(4), Again(), device="cpu", buckets=[1], max_pages=8)
+
+
+def test_steps_that_only_decode_are_replayed(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=8, max_num_batched_tokens=16)
+    for i in range(5):
+        engine.add(f"r{i}", PROMPT[: i + 1], SamplingParams(temperature=0.0, max_tokens=9))
+    results = run(engine)
+    for i in range(5):
+        assert results[f"r{i}", 0].token_ids == greedy(PROMPT[: i + 1], 9)
+    decode = sum(rows == tokens == 5 for rows, tokens in model.steps)
+    assert decode == 8 and engine.stats().replayed_steps == decode == engine.stats().steps - 1
+
+
+def test_more_rows_than_the_largest_bucket_never_run(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=3)
+    for i in range(9):
+        engine.add(f"r{i}", PROMPT, SamplingParams(temperature=0.0, max_tokens=4))
+    results = run(engine)
+    assert all(results[f"r{i}", 0].token_ids == greedy(PROMPT, 4) for i in range(9))
+
+
+def test_without_graphs_everything_is_eager(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, cuda_graphs=False)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
+    assert run(engine)["x", 0].token_ids == greedy(PROMPT, 9)
+    assert engine.stats().replayed_steps == 0 and engine.graph_bytes == 0
+
+
+class Limited:
+    """A model on a device that has memory for so many rows."""
+
+    def __init__(self, model, rows):
+        self.model, self.rows, self.refused = model, rows, 0
+
+    def __call__(self, **arguments):
+        if len(arguments["step"].context_lengths) > self.rows:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.model(**arguments)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_that_does_not_fit_is_made_smaller(model, vocabulary, make_engine, run, greedy, rows):
+    limited = Limited(model, rows)
+    engine = make_engine(limited, vocabulary, max_num_seqs=8, cuda_graphs=False)
+    for i in range(8):
+        engine.add(f"r{i}", PROMPT[: 1 + i], SamplingParams(temperature=0.0, max_tokens=6))
+    results = run(engine)
+    for i in range(8):
+        assert results[f"r{i}", 0].token_ids == greedy(PROMPT[: 1 + i], 6)
+    assert engine.stats().out_of_memory == limited.refused > 0
+    assert max(step[0] for step in model.steps) <= rows
+
+
+def test_a_sequence_that_does_not_fit_alone_fails_alone(model, vocabulary, make_engine, run, greedy):
+    class Greedy:
+        def __call__(self, **arguments):
+            if (arguments["input_ids"] == 44).any():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return model(**arguments)
+
+    engine = make_engine(Greedy(), vocabulary, max_num_seqs=4, cuda_graphs=False)
+    engine.add("bad", [1, 44, 2], SamplingParams(temperature=0.0, max_tokens=3, n=2))
+    engine.add("good", [1, 2], SamplingParams(temperature=0.0, max_tokens=3))
+    results = run(engine)
+    for index in (0, 1):
+        assert results["bad", index].error.code == "engine_failure"
+        assert "no memory" in results["bad", index].error.message
+    assert results["good", 0].token_ids == greedy([1, 2], 3)
+
+
+def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocabulary, make_engine, run):
+    def answers(limit):
+        engine = make_engine(make_model(), vocabulary, max_num_seqs=8)
+        select = engine._selector.select
+
+        def limited(logits, rows, sequences):
+            if len(rows) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return select(logits, rows, sequences)
+
+        monkeypatch.setattr(engine._selector, "select", limited)
+        sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=1, repetition_penalty=1.4, n=2)
+        for i in range(4):
+            engine.add(f"r{i}", PROMPT[: 1 + i], dataclasses.replace(sampling, seed=i))
+        found = run(engine)
+        assert (engine.stats().out_of_memory > 0) == (limit < 8)
+        return {key: (one.token_ids, one.logprobs) for key, one in found.items()}
+
+    assert answers(8) == answers(3) == answers(1)
+
+
+class Wanting:
+    """A model that wants to know of steps."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, []
+
+    def __call__(self, **arguments):
+        self.calls.append("forward")
+        return self.model(**arguments)
+
+    def prepare_device(self, settings):
+        raise AssertionError("the composition root calls this")
+
+    def after_step(self):
+        self.calls.append("after")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_a_model_may_want_to_know_of_steps(model, vocabulary, make_engine, run):
+    wanting = Wanting(model)
+    engine = make_engine(wanting, vocabulary, max_num_batched_tokens=4, max_num_seqs=4)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
+    run(engine)
+    engine.close()
+    assert wanting.calls == ["forward", "after"] * 4 + ["close"]
+
+
+def test_a_gpu_needs_a_planner(model, vocabulary):
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="planner"):
+        Engine(model, vocabulary, layout, EngineConfig(device="cuda"), 4, 16)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_demo_model_says_the_same(graphs):
+    """As CpuDecoder, of which the device's runner knows nothing."""
+    loaded, tokenizer = load_model("demo"), load_tokenizer("demo")
+    layout = loaded.kv_layout(16)
+    answers = []
+    for planner in (None, TorchPlanner(16)):
+        config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=48, cuda_graphs=graphs)
+        engine = Engine(loaded.module, tokenizer, layout, config, 64, 256, planner=planner)
+        for i in range(6):
+            prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
+            temperature = (0.0, 0.8, 1.0)[i % 3]
+            engine.add(str(i), prompt, SamplingParams(temperature=temperature, top_p=0.9, seed=i, max_tokens=12))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for one in engine.step():
+                assert one.error is None
+                found.setdefault(one.request_id, []).extend(one.token_ids)
+        answers.append(found)
+        assert (engine.stats().replayed_steps > 0) == (graphs and planner is not None)
+    assert answers[0] == answers[1]
