@@ -1,0 +1,106 @@
+"""On a GPU, the kernels of packed experts equal their twins: every format, few and many tokens, also in a graph."""
+
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu import panels
+
+from ..operators.gpu.panel_pools import make_pool, route, small
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of the error's norm: weights and what lies between the two products are rounded to the dtype."""
+EXPERTS, SLOTS = 6, 3
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (got.cpu().double() - expected.double()).norm()
+    assert error <= BOUNDS[dtype] * expected.double().norm()
+
+
+def assert_experts(pool, offsets, ids, x, weights, record) -> None:
+    """Both products on the GPU, against the twins of the same inputs."""
+    on_gpu = [one.cuda() for one in (pool, offsets, ids)]
+    mid = panels.gate_up(*on_gpu, x.cuda(), record, "silu")
+    partials = panels.down(*on_gpu, mid, weights.cuda(), record)
+    computed = (ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)
+    expected = panels.gate_up(pool, offsets, ids, x, record, "silu")
+    assert_close(mid.cpu()[computed], expected[computed], x.dtype)
+    wanted = panels.down(pool, offsets, ids, mid.cpu().nan_to_num(), weights, record)
+    assert_close(partials, wanted, x.dtype)
+    assert partials.cpu()[~computed].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_equals_the_twins(quant, dtype, random_weights):
+    cases = [small(quant)]
+    if quant not in ("F32", "F16", "BF16"):
+        cases.append(((quant,) * 3, 512, 256))
+    for quants, hidden, intermediate in cases:
+        pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
+        offsets = pool.offsets.clone()
+        offsets[1] = -1
+        for tokens in (1, 5, 90, 200, 700):
+            x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), route(tokens, EXPERTS, SLOTS, tokens)
+            ids[-1, 0] = -1
+            assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
+
+
+@pytest.mark.parametrize("quant", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("tokens", [1, 7, 40, 300, 3000])
+def test_linear(quant, tokens, random_weights):
+    rows, columns = 272, 512
+    pool = make_pool(random_weights, quant, 1, 512, 512)
+    size = panels.panel_layout.panel_count(rows) * panels.panel_layout.panel_bytes(quant, columns)
+    packed = pool.bytes[pool.record.down_start :][:size]
+    for dtype in BOUNDS:
+        x = torch.randn(tokens, columns).to(dtype)
+        got = panels.linear(packed.cuda(), x.cuda(), rows, quant)
+        assert_close(got, panels.linear(packed, x, rows, quant), dtype)
+
+
+def test_all_pairs_on_one_expert(random_weights):
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    for tokens in (3, 100, 600):
+        x, ids = torch.randn(tokens, 512).bfloat16(), torch.full((tokens, 2), 4)
+        assert_experts(pool.bytes, pool.offsets, ids, x, torch.rand(tokens, 2), pool.record)
+
+
+def test_records_far_away(random_weights):
+    """Beyond what 32 bits can say."""
+    pool = make_pool(random_weights, "Q6_K", 2, 256, 256)
+    far = torch.empty((5 << 30) + pool.bytes.numel(), dtype=torch.uint8, device="cuda")
+    far[5 << 30 :] = pool.bytes.cuda()
+    x, (ids, weights) = torch.randn(9, 256).bfloat16(), route(9, 2, 1)
+    near = [one.cuda() for one in (pool.bytes, pool.offsets, ids)]
+    distant = [far, pool.offsets.cuda() + (5 << 30), ids.cuda()]
+    mids = [panels.gate_up(*given, x.cuda(), pool.record, "silu") for given in (near, distant)]
+    assert torch.equal(*mids)
+    assert torch.equal(*(panels.down(*given, mids[0], weights.cuda(), pool.record) for given in (near, distant)))
+
+
+@pytest.mark.parametrize("tokens", [2, 300])
+def test_in_a_graph(tokens, random_weights):
+    """Replays see new activations, ids and offsets."""
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    record, packed, offsets = pool.record, pool.bytes.cuda(), pool.offsets.cuda()
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    ids, weights = (one.cuda() for one in route(tokens, EXPERTS, SLOTS))
+
+    def forward() -> torch.Tensor:
+        mid = panels.gate_up(packed, offsets, ids, x, record, "silu")
+        return panels.down(packed, offsets, ids, mid, weights, record)
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    for seed in (1, 2):
+        x.copy_(torch.randn(tokens, 512))
+        ids.copy_(route(tokens, EXPERTS, SLOTS, seed)[0])
+        offsets[seed] = -1
+        graph.replay()
+        assert torch.equal(captured, forward())
