@@ -19,6 +19,7 @@ from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter th
 from ktqueue.operators import experts as _experts  # noqa: F401
 from ktqueue.operators import linear as _linear  # noqa: F401
 from ktqueue.operators.base import registry
+from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
 from ktqueue.operators.kv_cache import KVLayout
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -12,6 +12,7 @@ from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.operators.decoder_facts import CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
+WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder")
 TREE = [
     ("", "Model"),
     ("layers", "ModuleList"),
@@ -175,26 +176,28 @@ def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None
 
 
 def test_default_rules(tiny: Path) -> None:
-    decoder, experts, linear = load_rules(DEFAULT_RULES, (*OPERATORS, "CpuDecoder", "CpuLinear"))
-    assert (decoder.op, experts.op, linear.op) == ("CpuDecoder", "CpuExperts", "CpuLinear")
+    rules = load_rules(DEFAULT_RULES, WHOLE)
+    assert [rule.op for rule in rules] == ["CpuDecoder", "GpuDecoder", "CpuExperts", "CpuLinear"]
     assert type(load_model(str(tiny)).module).__name__ == "CpuDecoder"
 
     def planned(class_name: str, device: str, dtype: str) -> list[tuple[str, str]]:
         tree = [("", class_name), ("lm_head", "Linear"), ("model.layers.0.mlp.experts", "Experts")]
-        return [(one.name, one.op) for one in make_plan(tree, [decoder, experts, linear], device, dtype).replacements]
+        return [(one.name, one.op) for one in make_plan(tree, rules, device, dtype).replacements]
 
     on_cpu = ("model.layers.0.mlp.experts", "CpuExperts")
     assert planned("Qwen3MoeForCausalLM", "cpu", "float32") == [("", "CpuDecoder")]
     assert planned("GptOssForCausalLM", "cpu", "float32") == [("lm_head", "CpuLinear"), on_cpu]
     assert planned("Qwen3MoeForCausalLM", "cpu", "bfloat16") == [on_cpu]
-    assert planned("Qwen3MoeForCausalLM", "cuda", "float32") == [on_cpu]
+    assert planned("Qwen3MoeForCausalLM", "cuda", "float32") == [("", "GpuDecoder")]
+    assert planned("Qwen3MoeForCausalLM", "cuda:1", "bfloat16") == [("", "GpuDecoder")]
+    assert planned("GptOssForCausalLM", "cuda", "bfloat16") == [on_cpu]
 
 
 def test_default_rules_name_the_models_that_the_decoder_knows() -> None:
-    decoder = load_rules(DEFAULT_RULES, (*OPERATORS, "CpuDecoder", "CpuLinear"))[0]
-    assert decoder.class_name is not None
-    assert all(decoder.class_name.search(name) for name in CLASSES)
-    assert decoder.class_name.pattern.count("|") + 1 == len(CLASSES)
+    for decoder in load_rules(DEFAULT_RULES, WHOLE)[:2]:
+        assert decoder.class_name is not None
+        assert all(decoder.class_name.search(name) for name in CLASSES)
+        assert decoder.class_name.pattern.count("|") + 1 == len(CLASSES)
 
 
 @pytest.mark.parametrize(

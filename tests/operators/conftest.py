@@ -81,7 +81,7 @@ class GivenWeights:
 
     def _take(self, name: str) -> torch.Tensor:
         self.left.discard(name)
-        return self._state[name].detach()
+        return self._state[name].detach().float()
 
 
 def quantise(weight: torch.Tensor, quant: str) -> np.ndarray:

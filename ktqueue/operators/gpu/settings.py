@@ -14,9 +14,11 @@ class GpuSettings:
 
     max_tokens: of a step. expert_memory_bytes: GPU memory for experts; what all of them need, or more: all go there.
     expert_streaming: whether long steps copy experts to the GPU that do not live there; "auto": where it is faster.
+    streaming_tokens: a long step has at least so many.
     """
 
     max_tokens: int
     expert_memory_bytes: int = 0
     handoff: HandoffMethod = "auto"
     expert_streaming: Streaming = "auto"
+    streaming_tokens: int = 64

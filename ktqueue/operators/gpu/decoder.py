@@ -1,0 +1,181 @@
+"""GpuDecoder: a whole causal language model on a GPU, its routed experts on the CPU, on the GPU or on both.
+
+Takes the place of the model that transformers built: token ids go in, logits come out. Launches kernels only and never
+waits for the device, so that a step can be captured. Runs on CPU tensors too, by the kernels' twins. Knows no file.
+"""
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ktqueue.operators import native
+from ktqueue.operators.base import Operator, register
+from ktqueue.operators.decoder import DecoderOutput
+from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
+from ktqueue.operators.gpu.decoder_layer import DecoderLayer, Rotary
+from ktqueue.operators.gpu.dense import DenseWeights, matmul_float32
+from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
+from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
+from ktqueue.operators.gpu.panels import ExpertRecord
+from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.options import KernelOptions, kernel_options
+from ktqueue.operators.packed import ModuleWeights
+from ktqueue.operators.step import StepContext
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@register("GpuDecoder")
+class GpuDecoder(Operator):
+    """Called as the causal language model that it replaces, always with a step whose `attention` is given.
+
+    `load`, then `prepare_device`, then steps; `after_step` when the device has finished one, `close` at the end.
+    """
+
+    def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions) -> None:
+        super().__init__()
+        self.facts = facts
+        self.rotary = rotary
+        self._options = options
+        self._layers: list[DecoderLayer] = []
+        self._routed: list[RoutedLayer] = []
+        self._dense_bytes = 0
+        self._experts: ExpertMemory | None = None
+        self._kv: KVCache | None = None
+
+    @classmethod
+    def from_module(cls, module: nn.Module, **options: Any) -> Self:
+        """From a model of one of decoder_facts.CLASSES. Options, of the CPU's experts: `activations`, `isa`.
+
+        Raises ValueError.
+        """
+        chosen = kernel_options("GpuDecoder", options)
+        try:
+            facts = facts_of(module, DTYPES)
+        except ValueError as error:
+            name = type(module).__name__
+            raise ValueError(
+                f"{name} cannot be replaced by GpuDecoder: {error} (rules/modules.yaml does without it)"
+            ) from error
+        return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
+
+    def load(self, weights: ModuleWeights) -> None:
+        """Dequantise dense weights onto the device, pack experts for the CPU. Raises ValueError if they do not fit."""
+        facts = self.facts
+        dense = DenseWeights(weights, facts.dtype, self.device)
+        self._embedding = dense.matrix("model.embed_tokens.weight")
+        for index, layer in enumerate(facts.layers):
+            routed = None
+            if layer.experts > 0:
+                routed = len(self._routed)
+                given = weights.experts(f"{layer.name}.mlp.experts")
+                three = given.gate.quant, given.up.quant, given.down.quant
+                self._routed.append(
+                    RoutedLayer(
+                        packed=native.ExpertLayer(given, activation=layer.activation, **self._options),
+                        record=ExpertRecord(*three, hidden=facts.hidden, intermediate=given.gate.rows),
+                        experts=layer.experts,
+                        experts_per_token=layer.experts_per_token,
+                        renormalise=layer.renormalise,
+                        activation=layer.activation,
+                    )
+                )
+            self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
+        self._norm = dense.vector("model.norm.weight")
+        self._head = self._embedding if facts.tied else dense.matrix("lm_head.weight")
+        self._dense_bytes = dense.bytes
+
+    def prepare_device(self, settings: GpuSettings) -> None:
+        """Put experts into GPU memory and connect the CPU's; once, after `load` and before the first step.
+
+        Raises ValueError for a setting that this machine has not got; torch.OutOfMemoryError.
+        """
+        if not self._layers:
+            raise RuntimeError("GpuDecoder has no weights yet")
+        self._experts = ExpertMemory(self._routed, self.facts.hidden, self.device, settings)
+
+    @property
+    def expert_layers_run(self) -> int:
+        """Layers with routed experts that the CPU has run, all steps together."""
+        handoff = self._experts.handoff if self._experts else None
+        return handoff.statistics.tasks if handoff else 0
+
+    @property
+    def experts_used(self) -> int:
+        """Different experts that those runs used, added up."""
+        handoff = self._experts.handoff if self._experts else None
+        return handoff.statistics.experts_used if handoff else 0
+
+    @property
+    def expert_statistics(self) -> ExpertStatistics | None:
+        """Of experts in GPU memory; None before `prepare_device`."""
+        return self._experts.statistics if self._experts else None
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes of experts as the CPU has them; of dense weights and what `prepare_device` took on the device."""
+        pool = self._experts.bytes if self._experts else 0
+        held = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
+        held[self.device] = held.get(self.device, 0) + self._dense_bytes + pool
+        return held
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_to_keep: torch.Tensor,
+        step: StepContext,
+        use_cache: bool = False,
+    ) -> DecoderOutput:
+        """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising; all on the
+        device. Raises RuntimeError before `prepare_device`."""
+        if self._experts is None:
+            raise RuntimeError("GpuDecoder's device is not prepared yet")
+        positions, tokens = position_ids[0], input_ids.shape[1]
+        rotary = self._rotary(step.kv)
+        scored = len(logits_to_keep)
+        experts = self._experts.step(tokens, scored, decode=step.live_tokens is not None)
+        residual = functional.embedding(input_ids[0], self._embedding)
+        deferred = Deferred()
+        for layer in self._layers[:-1]:
+            query = layer.attention.query(residual, deferred, positions, rotary, step)
+            deferred = layer.mlp(residual, layer.attention.attend(query, step), experts, step.live_tokens)
+        # Behind the keys and values of the last layer only the rows that are scored matter.
+        last = self._layers[-1]
+        query = last.attention.query(residual, deferred, positions, rotary, step)
+        if scored == 0:
+            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=residual.device))
+        attended = last.attention.attend(query, step)
+        if scored < tokens:
+            residual, attended = residual[logits_to_keep], attended[logits_to_keep]
+        deferred = last.mlp(residual, attended, experts, step.live_tokens if scored == tokens else None)
+        x = deferred.add_to(residual, self._norm, self.facts.epsilon)
+        return DecoderOutput(matmul_float32(x, self._head)[None])
+
+    def after_step(self) -> None:
+        """To be called once the device has finished a step: raises RuntimeError if the CPU's experts failed in it,
+        and lets hot experts move."""
+        if self._experts is not None:
+            self._experts.after_step()
+
+    def close(self) -> None:
+        """Stop the CPU's experts and free what `prepare_device` took."""
+        if self._experts is not None:
+            self._experts.close()
+            self._experts = None
+
+    def _rotary(self, kv: KVCache) -> Rotary:
+        """The rotary tables for all positions that the cache holds, made when a cache is first seen."""
+        if kv is not self._kv:
+            positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
+            on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as CpuDecoder has
+            with torch.no_grad():
+                cosine, sine = on_host(torch.empty(0), torch.arange(positions)[None])
+            half = cosine.shape[-1] // 2  # each half of the columns holds the same
+            self._table = Rotary(*(one[0, :, :half].contiguous().to(self.device) for one in (cosine, sine)))
+            self._kv = kv
+        return self._table

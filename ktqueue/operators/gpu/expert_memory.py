@@ -1,0 +1,133 @@
+"""ExpertMemory: everything that the routed experts of a model need on a device, from the first step to the last."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ktqueue.operators.gpu.expert_pool import ExpertPool, slots_that_fit
+from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.placement import Placement
+from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.side_copies import CopyStream
+from ktqueue.operators.gpu.streamer import AREAS, Streamer, area_bytes
+from ktqueue.operators.gpu.streaming_probe import measure_costs
+from ktqueue.operators.gpu.streaming_steps import StreamingSteps
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStatistics:
+    """Since the start. on_gpu: experts that have a place in GPU memory, of `experts`; hit_rate: share of late uses that
+    found theirs there, None: not known; moves: experts that came in for others; streamed_steps, streamed_bytes: what
+    long steps copied beside."""
+
+    experts: int
+    on_gpu: int
+    hit_rate: float | None
+    moves: int
+    streamed_steps: int
+    streamed_bytes: int
+
+
+class ResidentExperts:
+    """ExpertPlaces of all steps that stream nothing: experts are where the pool has them."""
+
+    def __init__(self, pool: ExpertPool, layers: list[RoutedLayer], placement: Placement | None) -> None:
+        self.memory = pool.memory
+        self._placement = placement
+        on_gpu = any(pool.slots)
+        on_cpu = any(count < layer.experts for count, layer in zip(pool.slots, layers, strict=True))
+        self._experts = [layer.experts for layer in layers]
+        self._places = [pool.places(index, on_gpu=on_gpu, on_cpu=on_cpu) for index in range(len(layers))]
+
+    def places(self, layer: int) -> Places:
+        """See ExpertPlaces."""
+        return self._places[layer]
+
+    def counts(self, layer: int) -> torch.Tensor | None:
+        """See ExpertPlaces."""
+        return None if self._placement is None else self._placement.counts[layer, : self._experts[layer]]
+
+    def arrive(self, layer: int) -> None:
+        """They are there."""
+
+    def leave(self, layer: int) -> None:
+        """They stay."""
+
+
+class ExpertMemory:
+    """For `layers`, those with routed experts; of none, all methods do nothing."""
+
+    def __init__(self, layers: list[RoutedLayer], hidden: int, device: str, settings: GpuSettings) -> None:
+        self._layers = layers
+        slots = slots_that_fit(layers, settings.expert_memory_bytes)
+        on_gpu, on_cpu = any(slots), slots != [layer.experts for layer in layers]
+        streams = on_cpu and settings.expert_streaming != "off"
+        self._copies = copies = CopyStream(device)
+        if streams or (on_gpu and on_cpu):
+            for layer in layers:
+                copies.pin(one for expert in range(layer.experts) for one in layer.packed.ranges(expert))
+        self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
+        self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
+        self._resident = ResidentExperts(self._pool, layers, self._placement)
+        self._handoff: Handoff | None = None
+        self._streaming: StreamingSteps | None = None
+        if on_cpu:
+            most = max(layer.experts_per_token for layer in layers)
+            self._handoff = Handoff(hidden, most, settings.max_tokens, device, method=settings.handoff)
+            for layer in layers:
+                self._handoff.add_layer(layer.packed)
+        if streams and self._handoff is not None:
+            costs = measure_costs(layers, self._pool, copies, settings.max_tokens)
+            streamer = Streamer(layers, self._pool, copies)
+            always = settings.expert_streaming == "on"
+            self._streaming = StreamingSteps(
+                streamer, costs, self._handoff, always=always, least_tokens=settings.streaming_tokens
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory."""
+        return self._pool.bytes
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """To the CPU's experts; None: all are on the GPU."""
+        return self._handoff
+
+    @property
+    def statistics(self) -> ExpertStatistics:
+        """What has happened so far."""
+        placement, streaming = self._placement, self._streaming
+        return ExpertStatistics(
+            experts=sum(layer.experts for layer in self._layers),
+            on_gpu=sum(self._pool.slots),
+            hit_rate=placement.hit_rate if placement else None,
+            moves=placement.moves if placement else 0,
+            streamed_steps=streaming.steps if streaming else 0,
+            streamed_bytes=streaming.bytes if streaming else 0,
+        )
+
+    def step(self, tokens: int, scored: int, *, decode: bool) -> StepExperts:
+        """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decode`: the
+        step may be captured, so it has to be like all others."""
+        where: ExpertPlaces = self._resident
+        if self._streaming is not None and not decode:
+            where = self._streaming.begin(self._resident, tokens, scored)
+        return StepExperts(self._layers, where, self._handoff)
+
+    @torch.inference_mode()
+    def after_step(self) -> None:
+        """See GpuDecoder.after_step."""
+        if self._handoff is not None:
+            self._handoff.check()
+        if self._streaming is not None:
+            self._streaming.after_step()
+        if self._placement is not None:
+            self._placement.after_step()
+
+    def close(self) -> None:
+        """Stop the service thread of the CPU's experts, unpin their memory."""
+        if self._handoff is not None:
+            self._handoff.close()
+        self._copies.close()

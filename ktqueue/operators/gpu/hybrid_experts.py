@@ -1,0 +1,129 @@
+"""The routed experts of a model in one step: those that are in GPU memory on the GPU, all others on the CPU meanwhile.
+
+Knows where experts are, not who decides that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.fused import add_rms_norm, route
+from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.panels import ExpertRecord, down, gate_up
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """What the residual still lacks, as add_rms_norm takes it: `added`, `shared` [tokens, hidden] and `shared_gate`
+    [tokens, 1] of any float type, `partials` [tokens, slots, hidden] float32."""
+
+    added: torch.Tensor | None = None
+    partials: torch.Tensor | None = None
+    shared: torch.Tensor | None = None
+    shared_gate: torch.Tensor | None = None
+
+    def add_to(self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Add it to the residual [tokens, hidden] in place; the RMSNorm of that."""
+        return add_rms_norm(
+            residual,
+            norm,
+            epsilon,
+            added=self.added,
+            partials=self.partials,
+            shared=self.shared,
+            shared_gate=self.shared_gate,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedLayer:
+    """The routed experts of one layer. `packed`: as the CPU has them; `record`: one of them as the GPU has it."""
+
+    packed: native.ExpertLayer
+    record: ExpertRecord
+    experts: int
+    experts_per_token: int
+    renormalise: bool
+    activation: native.ActivationName
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the experts of one layer are. gate_up, down: [experts] int64, offset into the pool of the expert's record
+    for either kernel; -1: the CPU computes it. `on_gpu`, `on_cpu`: whether any may be there."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    on_gpu: bool = True
+    on_cpu: bool = True
+
+
+SharedExpert = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""x [tokens, hidden] -> what an expert that sees every token makes of it, [tokens, hidden], and its gate's logit
+[tokens, 1]."""
+
+
+class ExpertPlaces(Protocol):
+    """Where the experts are for the steps of one kind. Layers are numbered among those with routed experts."""
+
+    memory: torch.Tensor
+    """uint8, that the offsets count in."""
+
+    def places(self, layer: int) -> Places:
+        """Where the experts of a layer are."""
+
+    def counts(self, layer: int) -> torch.Tensor | None:
+        """[experts] int32, to which uses are to be added; None: nobody wants to know."""
+
+    def arrive(self, layer: int) -> None:
+        """Let the current stream wait until the layer's experts are in `memory`."""
+
+    def leave(self, layer: int) -> None:
+        """All that reads the layer's experts has been launched on the current stream."""
+
+
+class StepExperts:
+    """All routed experts for one step. `handoff`: to the CPU's; needed if any may be there."""
+
+    def __init__(self, layers: list[RoutedLayer], where: ExpertPlaces, handoff: Handoff | None) -> None:
+        self._layers = layers
+        self._where = where
+        self._handoff = handoff
+
+    def run(
+        self,
+        index: int,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        live_tokens: torch.Tensor | None,
+        shared: SharedExpert | None,
+    ) -> Deferred:
+        """x [tokens, hidden], the router's logits [tokens, experts] -> what layer `index` adds to the residual.
+
+        `shared` is computed on the GPU while the CPU works. `live_tokens`: as in StepContext.
+        """
+        layer, where = self._layers[index], self._where
+        places = where.places(index)
+        routing = route(
+            logits,
+            layer.experts_per_token,
+            renormalise=layer.renormalise,
+            on_gpu=places.gate_up if places.on_gpu else None,
+            live_tokens=live_tokens,
+            counts=where.counts(index),
+        )
+        handoff = self._handoff if places.on_cpu else None
+        if handoff is not None:
+            handoff.submit(index, x, routing.cpu_ids, routing.weights)
+        partials = None
+        if places.on_gpu:
+            where.arrive(index)
+            mid = gate_up(where.memory, places.gate_up, routing.ids, x, layer.record, layer.activation)
+            partials = down(where.memory, places.down, routing.ids, mid, routing.weights, layer.record)
+            where.leave(index)
+        beside = shared(x) if shared else (None, None)
+        added = handoff.wait(index, len(x)) if handoff is not None else None
+        return Deferred(added, partials, *beside)

@@ -1,0 +1,172 @@
+"""Tiny random models of every class that the decoders compute, and sequences fed to them in chunks of all kinds."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
+from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+VOCAB = 96
+PAGE = 4
+LENGTHS = (5, 23, 40)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe with dense layers": ("qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [1]}),
+    "qwen3_moe with a window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7}),
+    "qwen3_moe with yarn": ("qwen3_moe", {**MOE, "head_dim": 16, "rope_parameters": YARN}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),
+    "qwen2_moe with dense layers": (
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "qwen2_moe with windows": (
+        "qwen2_moe",
+        {
+            **MOE,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
+}
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """A random float32 model of transformers with its own attention, and its layout."""
+    kind, values = FAMILIES[family]
+    config = transformers.CONFIG_MAPPING[kind](**{**COMMON, **values, **changes})
+    torch.manual_seed(3)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
+    """The planner that a worker would make."""
+    windows = frozenset(layer.sliding_window for layer in facts.layers)
+    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, windows=windows, device=device)
+
+
+class Cache:
+    """Sequences that are fed in any chunks; `layout` as a worker would make it. `planner`: of attention on a GPU."""
+
+    def __init__(self, decoder: Any, pages: int = 64, *, device: str = "cpu", planner: Any = None) -> None:
+        facts = facts_of(decoder) if isinstance(decoder, PreTrainedModel) else decoder.facts
+        layout = KVLayout(
+            layers=len(facts.layers),
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            page_size=PAGE,
+            dtype=facts.dtype,
+        )
+        self.kv = KVCache(layout, pages, device)
+        self.pages: dict[str, list[int]] = {}
+        self.fed: dict[str, int] = {}
+        self._decoder = decoder
+        self._device = device
+        self._planner = planner(layout, facts, device) if planner else None
+        self._free = list(range(pages))[::-1]
+
+    def step(self, chunks: dict[str, list[int]], scored: list[int] | None = None) -> torch.Tensor:
+        """Feed each sequence its next tokens; logits [scored, vocab] of those places of the batch, by default all."""
+        starts, contexts, slots, ids, positions = [0], [], [], [], []
+        for name, chunk in chunks.items():
+            pages, before = self.pages.setdefault(name, []), self.fed.get(name, 0)
+            after = self.fed[name] = before + len(chunk)
+            while len(pages) * PAGE < after:
+                pages.append(self._free.pop())
+            ids += chunk
+            positions += range(before, after)
+            slots += [pages[at // PAGE] * PAGE + at % PAGE for at in range(before, after)]
+            starts.append(len(ids))
+            contexts.append(after)
+        table = torch.zeros(len(chunks), max(len(self.pages[name]) for name in chunks), dtype=torch.int32)
+        for row, name in enumerate(chunks):
+            table[row, : len(self.pages[name])] = torch.tensor(self.pages[name])
+        step = StepContext(
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(contexts, dtype=torch.int32),
+            table,
+            torch.tensor(slots),
+            self.kv,
+        )
+        given = {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": torch.tensor([positions]),
+            "logits_to_keep": torch.tensor(range(len(ids)) if scored is None else scored, dtype=torch.int64),
+        }
+        if self._planner is not None:
+            step = self._planned(step)
+            given = {name: tensor.to(self._device) for name, tensor in given.items()}
+        return self._decoder(**given, use_cache=False, step=step).logits[0].float().cpu()
+
+    def end(self, name: str) -> None:
+        """Forget a sequence; others may have its pages."""
+        del self.fed[name]
+        self._free += self.pages.pop(name)
+
+    def _planned(self, host: StepContext) -> StepContext:
+        arrays = (host.query_starts, host.context_lengths, host.page_table, host.slot_mapping)
+        plan = self._planner.plan(host)
+        return StepContext(*(one.to(self._device) for one in arrays), self.kv, plan)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SEQUENCES = {f"s{i}": tokens(length, i) for i, length in enumerate(LENGTHS)}
+STEPS = [  # chunks of a prompt beside decode rows
+    {"s0": (0, 4), "s2": (0, 11)},
+    {"s2": (11, 12), "s1": (0, 22), "s0": (4, 5)},
+    {"s1": (22, 23), "s2": (12, 39)},
+    {"s2": (39, 40)},
+]
+
+
+def feed(
+    decoder: Any, steps: list[dict[str, tuple[int, int]]] = STEPS, *, device: str = "cpu", planner: Any = None
+) -> dict[str, torch.Tensor]:
+    """[tokens, vocab] logits of every sequence, fed step by step."""
+    cache = Cache(decoder, device=device, planner=planner)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in SEQUENCES}
+    for one in steps:
+        logits = cache.step({name: SEQUENCES[name][first:last] for name, (first, last) in one.items()})
+        for name, part in zip(one, logits.split([last - first for first, last in one.values()]), strict=True):
+            found[name].append(part)
+    return {name: torch.cat(parts) for name, parts in found.items() if parts}
+
+
+def answers(model: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {name: model(torch.tensor([ids])).logits[0] for name, ids in SEQUENCES.items()}

@@ -1,0 +1,174 @@
+"""GpuDecoder beside the transformers model that it replaces. On CPU tensors by the kernels' twins; on a GPU too."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, answers, feed, make_model, make_planner_for
+
+from ktqueue.operators import native
+from ktqueue.operators.base import registry
+from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.placement import READ_EVERY
+from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.streaming_costs import StreamingCosts
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ALL = 1 << 40  # bytes
+ALONE = [{name: (0, len(ids))} for name, ids in SEQUENCES.items()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_cpus():
+    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
+    native.set_threads()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return request.param
+
+
+@pytest.fixture
+def make_decoder(given_weights, device):
+    """make_decoder(model, quant="F32", activations=..., **GpuSettings fields) -> the prepared operator."""
+    made = []
+
+    def make(model: Any, quant: str = "F32", activations: str = "float32", **settings: Any) -> GpuDecoder:
+        decoder = GpuDecoder.from_module(model, activations=activations)
+        decoder.device = device
+        weights = given_weights(model, quant)
+        decoder.load(weights)
+        assert weights.left <= {"lm_head.weight"}  # tied
+        decoder.prepare_device(GpuSettings(**{"max_tokens": 128, **settings}))
+        made.append(decoder)
+        return decoder
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def fed(decoder: GpuDecoder, steps: Any = None) -> dict[str, torch.Tensor]:
+    with torch.inference_mode():
+        found = feed(decoder, *([steps] if steps else []), device=decoder.device, planner=make_planner_for)
+    decoder.after_step()
+    return found
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, logits in expected.items():
+        assert logits.std() > 0.1  # else equality would say little
+        assert (found[name] - logits).abs().max() < tolerance * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family, make_decoder):
+    model = make_model(family)
+    assert_close(fed(make_decoder(model)), answers(model), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(family, dtype, make_decoder):
+    model = make_model(family)
+    expected = torch.cat([*answers(model).values()])
+    found = torch.cat([*fed(make_decoder(model.to(dtype))).values()])
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < (0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize("quant", ["BF16", "Q8_0"])
+def test_equals_the_decoder_of_the_cpu_on_quantised_weights(quant, make_decoder, given_weights):
+    model = make_model("qwen2_moe")
+    other = CpuDecoder.from_module(model, activations="float32")
+    other.load(given_weights(model, quant))
+    assert_close(fed(make_decoder(model, quant)), feed(other), 1e-5)
+
+
+def record_bytes(decoder: GpuDecoder) -> int:
+    return sum(layer.record.bytes * layer.experts for layer in decoder._routed)
+
+
+@pytest.mark.parametrize("streamed", [None, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
+def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, make_decoder, monkeypatch):
+    """`share` of them have a place there; long steps stream so many of the others."""
+    model = make_model(family)
+    monkeypatch.setattr(StreamingCosts, "share", lambda self, tokens: streamed)
+    streaming = {"expert_streaming": "off" if streamed is None else "on", "streaming_tokens": 8}
+    plain = make_decoder(model, quant, expert_streaming="off")
+    expected = fed(plain)
+    decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **streaming)
+    for _ in range(2):
+        assert_close(fed(decoder), expected, 1e-5)
+    found = decoder.expert_statistics
+    assert found.on_gpu == round(share * found.experts)
+    assert (decoder.expert_layers_run == 0) == (share == 1)
+    assert (found.streamed_steps > 0) == (found.streamed_bytes > 0) == (streamed is not None and share < 1)
+
+
+def test_hot_experts_move_to_the_gpu(make_decoder):
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    plain = make_decoder(model)
+    decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3, expert_streaming="off")
+    cache, expected = (Cache(one, device=decoder.device, planner=make_planner_for) for one in (decoder, plain))
+    with torch.inference_mode():
+        for i in range(8 * READ_EVERY):
+            chunk = {str(i): [3, 4, 5, 3, 4]}  # the same few experts again and again
+            torch.testing.assert_close(cache.step(chunk), expected.step(chunk), atol=1e-4, rtol=1e-4)
+            for one in (cache, expected):
+                one.end(str(i))
+            if decoder.device == "cuda":
+                torch.cuda.synchronize()
+            decoder.after_step()
+    found = decoder.expert_statistics
+    assert found.on_gpu == 4 and 1 <= found.moves <= 4
+    assert found.hit_rate > 0.5
+
+
+def test_only_what_is_scored_is_computed(make_decoder, device):
+    decoder = make_decoder(make_model("qwen2_moe"))
+    chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
+    whole, some, none = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(3))
+    scored = [3, 25, 26, 60]
+    torch.testing.assert_close(some.step(chunks, scored), whole.step(chunks)[scored])
+    assert none.step(chunks, []).shape == (0, VOCAB)
+    ends = {name: ids[-1:] for name, ids in SEQUENCES.items()}
+    expected = whole.step(ends)
+    torch.testing.assert_close(some.step(ends), expected)
+    torch.testing.assert_close(none.step(ends), expected)  # by the cache
+
+
+def test_bytes_are_told_by_device(make_decoder, device):
+    model = make_model("qwen3_moe")
+    held = make_decoder(model, expert_streaming="off").device_bytes()
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    dense = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    assert experts + dense <= sum(held.values()) < experts + dense + 4096
+    assert device == "cpu" or held["cpu"] == experts
+
+
+def test_what_it_refuses(make_decoder, device):
+    with pytest.raises(ValueError, match="Linear cannot be replaced by GpuDecoder: it knows LlamaForCausalLM, "):
+        GpuDecoder.from_module(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="it computes in float32 or bfloat16 or float16, the model"):
+        GpuDecoder.from_module(make_model("qwen3").double())
+    with pytest.raises(ValueError, match="GpuDecoder knows no option 'speed'"):
+        GpuDecoder.from_module(make_model("qwen3"), speed=1)
+    fresh = GpuDecoder.from_module(make_model("qwen3"))
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        fresh.prepare_device(GpuSettings(max_tokens=1))
+    with pytest.raises(RuntimeError, match="not prepared yet"):
+        feed(fresh, planner=make_planner_for)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"step\.attention, which is not given"):
+            feed(make_decoder(make_model("qwen3")))
+
+
+def test_registry():
+    assert registry["GpuDecoder"] is GpuDecoder

@@ -1,0 +1,57 @@
+"""The demo model as GpuDecoder, loaded by rule from its file: the greedy tokens that CpuDecoder finds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import Cache, make_planner_for
+
+from ktqueue.loading.load import load_model
+from ktqueue.operators import native
+from ktqueue.operators.gpu.settings import GpuSettings
+
+EXACT = Path(__file__).parents[3] / "rules" / "exact.yaml"  # activations stay float32
+PROMPTS = [[5, 77, 301, 14], list(range(20, 60)), [9], list(range(100, 117))]
+NEW_TOKENS = 24
+
+
+def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
+    """Each prompt's continuation, all of them in one batch."""
+    cache = Cache(model, device=device, planner=planner)
+    names = [str(i) for i in range(len(PROMPTS))]
+    chunks = dict(zip(names, PROMPTS, strict=True))
+    ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0).sub(1).tolist()
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            tokens = cache.step(chunks, ends).argmax(-1).tolist()
+            for one, token in zip(found, tokens, strict=True):
+                one.append(token)
+            chunks, ends = {name: [token] for name, token in zip(names, tokens, strict=True)}, list(range(len(names)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    native.set_threads()
+    return greedy(load_model("demo", rules=str(EXACT)).module, "cpu")
+
+
+@pytest.mark.parametrize("streaming", ["off", "on"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens(device, share, streaming, expected, tmp_path):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    model = load_model("demo", rules=str(rules), device=device).module
+    everything = 2 * model.device_bytes()["cpu"]
+    memory = {0.0: 0, 0.5: everything // 4, 1.0: everything}[share]
+    settings = GpuSettings(max_tokens=128, expert_memory_bytes=memory, expert_streaming=streaming, streaming_tokens=16)
+    model.prepare_device(settings)
+    found = greedy(model, device, make_planner_for)
+    model.after_step()
+    model.close()
+    assert found == expected
