@@ -25,7 +25,8 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr uint32_t kPausesPerYield = 200;
-constexpr auto kNap = std::chrono::milliseconds(1);
+constexpr Seconds kShortestNap(1e-4), kLongestNap(5e-3);
+constexpr auto kRound = std::chrono::milliseconds(1);  // of the second thread, when the service is broken
 constexpr uint32_t kLayerMask = (1u << Handoff::kLayerBits) - 1;
 
 using Word = std::atomic<uint32_t>;
@@ -170,8 +171,9 @@ void Handoff::State::serve() {
         if (++pauses < kPausesPerYield) continue;
         pauses = 0;
         sched_yield();
-        if (Clock::now() - idle_since < Seconds(times.idle_seconds)) continue;
-        std::this_thread::sleep_for(kNap);
+        const Seconds idle = Clock::now() - idle_since;
+        if (idle.count() < times.idle_seconds) continue;
+        std::this_thread::sleep_for(std::clamp(idle / 20, kShortestNap, kLongestNap));
         pauses = kPausesPerYield - 1;  // one look, then the next nap
     }
     ended();
@@ -202,7 +204,7 @@ void Handoff::State::watch() {
     }
     while (!stop.load()) {  // only when broken
         answer_all();
-        std::this_thread::sleep_for(kNap);
+        std::this_thread::sleep_for(kRound);
     }
     ended();
 }

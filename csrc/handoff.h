@@ -60,7 +60,9 @@ struct HandoffSlot {
 };
 
 struct HandoffTimes {
-    double idle_seconds = 0.02;   // without a request until the thread naps; then it looks once a millisecond
+    // Without a request until the thread naps, between two looks, for a twentieth of the time that it has been idle, but
+    // at most 5 ms. (On a cloud machine that took 0.8 % of a CPU; spinning takes all of one.)
+    double idle_seconds = 0.02;
     double stuck_seconds = 60.0;  // of one task until the service is broken
 };
 

@@ -57,7 +57,14 @@ def nodes() -> int:
     return int(_kernels.nodes())
 
 
-def set_threads(count: int | None = None, *, torch_threads: int = 1, pin: str = "auto", pretend_nodes: int = 0) -> int:
+def set_threads(
+    count: int | None = None,
+    *,
+    torch_threads: int = 1,
+    pin: str = "auto",
+    spin_microseconds: int = SPIN_MICROSECONDS,
+    pretend_nodes: int = 0,
+) -> int:
     """Divide `count` CPUs (None: `default_threads()`) between the kernels and torch; returns `count`.
 
     Both keep their threads spinning for a while after each call, and a call of one comes microseconds after a call
@@ -70,8 +77,10 @@ def set_threads(count: int | None = None, *, torch_threads: int = 1, pin: str = 
 
     `pin`: whether each of the kernels' threads, the calling one aside, stays on a core of its own, on machines of
     several NUMA nodes divided evenly among them. "auto" pins if there are at least 4, on more than half of the cores
-    that the affinity mask allows, and no cgroup quota lowers these; "on" always, "off" never. `pretend_nodes`: divide
-    the threads among so many nodes whatever the machine (for tests; 0: as it is).
+    that the affinity mask allows, and no cgroup quota lowers these; "on" always, "off" never. `spin_microseconds`: of
+    an idle kernel thread before it sleeps; where a GPU works between two layers of experts, give it more than that
+    takes, for to wake a thread takes longer. `pretend_nodes`: divide the threads among so many nodes whatever the
+    machine (for tests; 0: as it is).
 
     Call once at start, after any fork and before the first forward; call nothing else that sets torch's threads.
     Raises ValueError unless 1 <= torch_threads <= count <= 1024 and `pin` is one of the three.
@@ -80,7 +89,7 @@ def set_threads(count: int | None = None, *, torch_threads: int = 1, pin: str = 
     if not 1 <= torch_threads <= count <= 1024:
         raise ValueError(f"threads must be from 1 to 1024 and not below torch's, got {count} and {torch_threads}")
     torch.set_num_threads(torch_threads)
-    _kernels.set_threads(count - torch_threads + 1, SPIN_MICROSECONDS, pin, pretend_nodes)
+    _kernels.set_threads(count - torch_threads + 1, spin_microseconds, pin, pretend_nodes)
     return count
 
 

@@ -49,7 +49,7 @@ class HandoffService:
     """Runs tasks on `slots`: by a thread of its own that watches the request words (`serve`), by `run`, or by a host
     function.
 
-    An idle thread spins for `idle_seconds`, then looks once a millisecond. A task that has not ended after
+    An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two looks. A task that has not ended after
     `stuck_seconds` breaks the service: all requests are then answered without being run, and `take_error` says so from
     then on. Memory of slots and layers are kept alive. Raises ValueError.
     """

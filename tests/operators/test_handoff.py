@@ -166,6 +166,16 @@ def test_flags_serve_step_after_step(flags, layers):
     handoff.check()
 
 
+def test_flags_with_the_same_word_each_time(flags, layers):
+    """The done word of the task before must not pass for this one's."""
+    handoff, _ = flags
+    number = handoff.add_layer(layers[0])
+    for step in range(30):
+        given = inputs(MOST, step)
+        handoff.submit(number, *given)
+        assert torch.equal(handoff.wait(number, MOST), forward(layers[0], *given))
+
+
 def test_a_submit_that_nobody_waited_for_is_waited_for_by_the_next(flags, layers):
     """An exception between the two must not let the next rows overwrite what the CPU still reads."""
     handoff, stream = flags

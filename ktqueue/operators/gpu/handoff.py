@@ -23,8 +23,8 @@ class Handoff:
     the order of their requests as far as there is one. method: "flags" lets the GPU write and watch words in pinned
     memory, "host_functions" has CUDA's own thread run the task; "auto" takes flags where the device can, "direct"
     where the tensors live on the CPU: there a task runs within `submit`. `idle_milliseconds`: without a request until
-    the serving thread stops spinning and looks once a millisecond. `stuck_seconds`: of one task until the hand-off is
-    broken: the GPU then goes on with whatever the buffers hold, and every `check` raises.
+    the serving thread stops spinning and naps for up to 5 ms between two looks. `stuck_seconds`: of one task until the
+    hand-off is broken: the GPU then goes on with whatever the buffers hold, and every `check` raises.
 
     Not for several threads at once. Raises ValueError for sizes, methods and devices that do not fit, RuntimeError if
     CUDA's libraries do not do as they are asked.

@@ -1,11 +1,14 @@
 // An expert layer: any formats, shapes, activations and routes; weights and activations that are not finite.
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <thread>
 
 #include "cases.h"
 #include "expert_layer.h"
+#include "handoff.h"
 #include "matrices.h"
 #include "prepared_rows.h"
 #include "thread_pool.h"
@@ -231,6 +234,34 @@ bool equal(const Guarded<float>& a, const Guarded<float>& b) {
     return a.size() == 0 || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
+// Through a hand-off, this thread in the GPU's place, the same request again and again.
+void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const Guarded<float>& out) {
+    struct alignas(64) Line {
+        uint8_t bytes[64];
+    };
+    const HandoffShape shape{layer.hidden(), call.slots, call.tokens};
+    const size_t pairs = call.tokens * call.slots;
+    std::vector<Line> input(shape.input_bytes(call.tokens) / 64 + 1), words(4), result(4 * out.size() / 64 + 1);
+    auto* answer = reinterpret_cast<float*>(result.data());
+    Handoff handoff(shape, {{input[0].bytes, answer, &words[0], &words[2]}}, true,
+                    {random.chance(2) ? 0.0 : 1.0, 600.0});
+    auto* request = reinterpret_cast<std::atomic<uint32_t>*>(&words[0]);
+    auto* done = reinterpret_cast<std::atomic<uint32_t>*>(&words[2]);
+    const auto word = static_cast<uint32_t>(call.tokens << Handoff::kLayerBits | (handoff.add_layer(layer) + 1));
+    for (size_t replay = 0; replay < 3; ++replay) {
+        std::memcpy(input[0].bytes, call.ids.data(), 8 * pairs);
+        std::memcpy(input[0].bytes + 8 * pairs, call.weights.data(), 4 * pairs);
+        std::memcpy(input[0].bytes + shape.x_offset(call.tokens), call.x.data(), 4 * call.x.size());
+        std::memset(answer, 0x55, 4 * out.size());
+        done->store(0, std::memory_order_relaxed);
+        request->store(word, std::memory_order_release);
+        while (done->load(std::memory_order_acquire) != word) std::this_thread::yield();
+        require(std::memcmp(answer, out.data(), 4 * out.size()) == 0, "differs through a hand-off");
+    }
+    require(!handoff.take_error() && handoff.statistics().tasks == 3, "a hand-off miscounts");
+    require(handoff.close(600), "a hand-off does not close");
+}
+
 }  // namespace
 
 void run_experts(Random& random, const KernelTable& kernels) {
@@ -265,6 +296,7 @@ void run_experts(Random& random, const KernelTable& kernels) {
     }
 
     if (call.tokens * slots == 0) return;
+    if (random.chance(4)) hand_over(random, *made, call, out);
     const int64_t wrong[] = {-2, static_cast<int64_t>(layer.experts), INT64_MAX, INT64_MIN, 1ll << 32};
     random.element(call.ids) = random.element(wrong);
     const Guarded<float> nothing = untouched_floats(random, size);
