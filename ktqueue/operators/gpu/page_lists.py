@@ -12,6 +12,8 @@ import torch
 from ktqueue.operators.step import StepContext
 
 Indices = npt.NDArray[np.int32]
+ALIGNMENT = 4
+"""Elements: arrays that go to the device together begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,17 @@ def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: i
 
 
 def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The arrays in one host tensor [sum of sizes] int32, pinned if it is for a GPU, and where each begins.
+    """The arrays one after another in one host tensor [elements] int32, pinned if it is for a GPU; where each begins.
 
-    Made anew each time, since an earlier copy may still be under way: torch gives pinned memory back when the copies
-    out of it are done.
+    Each begins at a multiple of 16 bytes, so that kernels always find the same alignment. Made anew each time, since an
+    earlier copy may still be under way: torch takes pinned memory back when the copies out of it are done.
     """
-    offsets = np.cumsum([0, *(array.size for array in arrays)]).tolist()
-    host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate([array.reshape(-1) for array in arrays], out=host.numpy())
-    return host, offsets[:-1]
+    offsets, size = [], 0
+    for array in arrays:
+        offsets.append(size)
+        size += -(-array.size // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    view = host.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        view[offset : offset + array.size] = array.reshape(-1)
+    return host, offsets

@@ -103,6 +103,31 @@ def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _interpreter_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies the bits of bf16 as integers, and bounds of ranges are arrays of one element, of
+    which numpy 2.4 makes no index any more."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    language = pytest.importorskip("triton.language")
+    dot, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def exact_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        operands = (
+            interpreter.TensorHandle((one.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+            if one.dtype.scalar == language.bfloat16
+            else one
+            for one in (a, b)
+        )
+        return dot(self, *operands, *rest)
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+
+
 def qkv_case(
     *,
     heads: int = 4,

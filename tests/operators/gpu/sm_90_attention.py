@@ -1,0 +1,37 @@
+"""Compiles the attention kernels for an H200, for the shapes and types that models have: see sm_90."""
+
+import sys
+
+import torch
+from sm_90 import compiling
+
+from ktqueue.operators.gpu import triton_decode, triton_prefill
+from ktqueue.operators.gpu.triton_attention import Tables
+
+CASES = (
+    (32, 4, 128, 16, torch.bfloat16, torch.bfloat16, 4096),
+    (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, 0),
+    (8, 8, 64, 64, torch.float32, torch.float32, 0),
+)
+"""heads, key/value heads, head_dim, page size, types of queries and cache, window"""
+
+
+def attention() -> None:
+    """Decode rows, all of a step or some, and tiles of chunks."""
+    indices = torch.zeros(16, dtype=torch.int32)
+    chunks, decode = Tables(indices, indices, indices, indices), Tables(indices, indices, indices)
+    for heads, kv_heads, head_dim, page_size, dtype, cache, window in CASES:
+        query = torch.zeros(3, heads, head_dim, dtype=dtype)
+        keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
+        workspace = torch.zeros(triton_decode.workspace_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
+        common = {"scaling": 0.1, "window": window}
+        for tables, rows in ((decode, None), (chunks, indices)):
+            some = {"items": 3, "rows": rows, "splits": 8}
+            triton_decode.decode(query, keys, keys, tables, query, workspace, **some, **common)
+        triton_prefill.prefill(query, keys, keys, chunks, query, tiles=indices.view(-1, 2), **common)
+
+
+if __name__ == "__main__":
+    with compiling() as names:
+        attention()
+    sys.stdout.write(" ".join(names))
