@@ -105,7 +105,7 @@ class DecoderLayer:
         if routed is None:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return
-        self._router = weights.router(f"{mlp}.gate.weight")
+        self._router = weights.matrix(f"{mlp}.gate.weight")
         if layer.shared_expert:
             shared = DenseMlp(f"{mlp}.shared_expert", layer.activation, weights)
             self._shared = shared, weights.linear(f"{mlp}.shared_expert_gate")

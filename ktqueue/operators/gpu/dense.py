@@ -4,6 +4,7 @@ Knows ModuleWeights, no file and no layer.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from ktqueue.operators import native
 from ktqueue.operators.packed import ModuleWeights, PackedMatrix
 
-AT_ONCE = 1 << 24  # weights that are float32 on the host at one time: 64 MB
+AT_ONCE = 1 << 22  # weights that a thread has as float32 at one time: 16 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ class DenseWeights:
 
     def matrix(self, name: str) -> torch.Tensor:
         """A two-dimensional tensor, [rows, columns]."""
-        return self._stacked([self._weights.matrix(name)], self._dtype)
+        return self._stacked([self._weights.matrix(name)])
 
     def linear(self, *modules: str) -> Dense:
         """The linear modules of these names as one, their rows one below the other; where one has a bias, all do."""
-        weight = self._stacked([self._weights.matrix(f"{name}.weight") for name in modules], self._dtype)
+        weight = self._stacked([self._weights.matrix(f"{name}.weight") for name in modules])
         biases = [f"{name}.bias" for name in modules if self._weights.has(f"{name}.bias")]
         if not biases:
             return Dense(weight, None)
@@ -54,35 +55,32 @@ class DenseWeights:
             raise ValueError(f"of {', '.join(modules)} only some have a bias")
         return Dense(weight, torch.cat([self.vector(name) for name in biases]))
 
-    def router(self, name: str) -> torch.Tensor:
-        """A router's matrix, [experts, hidden]: float32 unless the compute type holds each of its weights unrounded."""
-        exact = self._stacked([self._weights.matrix(name)], torch.float32)
-        narrow = exact.to(self._dtype)
-        if not torch.equal(narrow.float(), exact):
-            return exact
-        self.bytes -= exact.nbytes - narrow.nbytes
-        return narrow
-
-    def _stacked(self, parts: Sequence[PackedMatrix], dtype: torch.dtype) -> torch.Tensor:
+    def _stacked(self, parts: Sequence[PackedMatrix]) -> torch.Tensor:
         if len({part.columns for part in parts}) != 1:
             raise ValueError(f"matrices with {[part.columns for part in parts]} columns do not share their input")
         columns = parts[0].columns
-        out = torch.empty(sum(part.rows for part in parts), columns, dtype=dtype, device=self._device)
-        step = max(1, AT_ONCE // columns)
-        row = 0
+        out = torch.empty(sum(part.rows for part in parts), columns, dtype=self._dtype, device=self._device)
+        pieces, row, step = [], 0, max(1, AT_ONCE // columns)  # (matrix, its first row, where the rows go)
         for part in parts:
-            row_bytes = native.row_bytes(part.quant, columns)
-            for first in range(0, part.rows, step):
-                rows = min(step, part.rows - first)
-                data = part.data[first * row_bytes : (first + rows) * row_bytes]
-                decoded = torch.from_numpy(native.dequantize(part.quant, data, rows * columns))
-                out[row : row + rows].copy_(decoded.view(rows, columns))
-                row += rows
+            target = out[row : row + part.rows]
+            pieces += [(part, first, target[first : first + step]) for first in range(0, part.rows, step)]
+            row += part.rows
+        with ThreadPoolExecutor(native.threads()) as threads:
+            for _ in threads.map(_decode, *zip(*pieces, strict=True)):
+                pass
         return self._count(out)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         self.bytes += tensor.nbytes
         return tensor
+
+
+def _decode(matrix: PackedMatrix, first: int, target: torch.Tensor) -> None:
+    """Dequantise the matrix's rows from `first` on into `target`."""
+    row_bytes = native.row_bytes(matrix.quant, matrix.columns)
+    data = matrix.data[first * row_bytes : (first + len(target)) * row_bytes]
+    decoded = native.dequantize(matrix.quant, data, target.numel())
+    target.copy_(torch.from_numpy(decoded).view(target.shape).to(target.device))
 
 
 def matmul_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

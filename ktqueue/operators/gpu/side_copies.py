@@ -26,11 +26,6 @@ class Mark:
         """Whether all before it is done."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def hold(self) -> None:
-        """Let the current stream wait for it."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-
     def seconds_since(self, earlier: "Mark") -> float:
         """Time on the device from `earlier`; both are passed. 0 on a CPU, where nobody waits for a copy."""
         if self.event is None or earlier.event is None:
@@ -76,6 +71,11 @@ class CopyStream:
         """What is copied from now on waits for `mark`."""
         if self._stream is not None and mark.event is not None:
             self._stream.wait_event(mark.event)
+
+    def hold(self, mark: Mark) -> None:
+        """Let the current stream wait for `mark`."""
+        if mark.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def mark(self) -> Mark:
         """Behind all copies so far."""

@@ -78,6 +78,10 @@ class Streamer:
         self.bytes_streamed += sum(target.nbytes for _, target in copies)
         return begun, self._copies.mark()
 
+    def hold(self, mark: Mark) -> None:
+        """Let the current stream wait for `mark`."""
+        self._copies.hold(mark)
+
     def here(self) -> Mark:
         """Behind all that has been launched."""
         return self._copies.here()
@@ -159,7 +163,7 @@ class StreamedExperts:
     def arrive(self, layer: int) -> None:
         """See ExpertPlaces."""
         if layer in self._arriving:
-            self._arriving.pop(layer).hold()
+            self._streamer.hold(self._arriving.pop(layer))
 
     def leave(self, layer: int) -> None:
         """See ExpertPlaces."""
