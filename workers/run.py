@@ -22,13 +22,13 @@ SWITCH_SECONDS = 0.001  # how long the engine's thread may keep the event loop f
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, progress: Progress | None = None) -> int:
+def run(config: Config, progress: Progress | None = None, captured: Progress | None = None) -> int:
     """Load the model, serve it until SIGTERM or SIGINT, drain, and give the exit code. A second signal ends at once.
 
     Must be called from the main thread. Raises ConfigError, CheckpointError or RuleError if the model cannot be
     served, Unavailable if there is no Redis.
     """
-    built = build(config.engine, progress)
+    built = build(config.engine, progress, captured)
     sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(_serve(config, built))
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -19,10 +20,19 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
+from ktqueue.operators.gpu.attention import BackendName
+from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
+from workers.gpu import CudaMemory, log_memory, prepare_gpu
 
 Progress = Callable[[int, int, str], None]
-PINNING = ("auto", "on", "off")
+CHOICES = {
+    "pin_threads": ("auto", "on", "off"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "attention_backend": get_args(BackendName),
+    "handoff": get_args(HandoffMethod),
+    "expert_streaming": get_args(Streaming),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
 
@@ -38,19 +48,24 @@ class Built:
     config: EngineConfig
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+def build(config: EngineConfig, progress: Progress | None = None, captured: Progress | None = None) -> Built:
     """Load the model and build its engine.
 
-    `progress(done, total, what)` is called while weights load, in bytes. Raises ConfigError, CheckpointError or
-    RuleError, each naming the setting, file or tensor at fault.
+    `progress(done, total, what)` is called while weights load, in bytes; `captured` alike while decode steps are
+    captured on a GPU, in steps. Raises ConfigError, CheckpointError or RuleError, each naming the setting, file or
+    tensor at fault.
     """
     _check(config)
     threads = native.set_threads(config.threads, pin=config.pin_threads)
     dtype = compute_dtype(config)
     model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
-    layout = model.kv_layout(config.page_size)
-    num_pages = resolve_num_pages(config, layout)
+    layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
+    gpu = None
+    if on_gpu(config):
+        memory = CudaMemory(config.device)
+        gpu = prepare_gpu(model, layout, config, memory)
+    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout)
     max_model_len = resolve_max_model_len(config, model.card_facts.max_position_embeddings, num_pages)
     resolved = replace(
         config,
@@ -59,8 +74,20 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         dtype=str(dtype).removeprefix("torch."),
         num_pages=num_pages,
         max_model_len=max_model_len,
+        cuda_graphs=gpu.cuda_graphs if gpu else config.cuda_graphs,
     )
-    engine = Engine(model.module, tokenizer, layout, resolved, num_pages, max_model_len)
+    engine = Engine(
+        model.module,
+        tokenizer,
+        layout,
+        resolved,
+        num_pages,
+        max_model_len,
+        planner=gpu.planner if gpu else None,
+        progress=captured,
+    )
+    if gpu:
+        log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
     card = ModelCard(
         name=resolved.served_model_name or "",
         created=int(time.time()),
@@ -129,6 +156,25 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of the cache of a model that computes in `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
+def check_choices(config: EngineConfig) -> None:
+    """What can be said of the settings without looking at this machine. Raises ConfigError."""
+    for name, known in CHOICES.items():
+        if (chosen := getattr(config, name)) not in known:
+            raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise _wrong("gpu_memory_utilization", config.gpu_memory_utilization, "above 0 and at most 1", 1)
+
+
+def on_gpu(config: EngineConfig) -> bool:
+    """Whether the engine is one of a GPU."""
+    return config.device.partition(":")[0] == "cuda"
+
+
 def _check(config: EngineConfig) -> None:
     at_least_one = ("threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
     for name in at_least_one:
@@ -141,8 +187,7 @@ def _check(config: EngineConfig) -> None:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.max_num_batched_tokens, limit, config.max_num_seqs)
-    if config.pin_threads not in PINNING:
-        raise _wrong("pin_threads", config.pin_threads, "auto, on or off", ", ".join(PINNING))
+    check_choices(config)
     if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
         raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
     try:
@@ -155,6 +200,8 @@ def _check(config: EngineConfig) -> None:
         raise _wrong("device", config.device, "a torch device such as cpu or cuda:0", "cpu, cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise _wrong("device", config.device, "cpu: this machine has no CUDA device", "cpu")
+    if device.type != "cuda" and config.kv_cache_dtype == "fp8":
+        raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
 
 
 def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:

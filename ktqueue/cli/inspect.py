@@ -6,9 +6,11 @@ import typer
 
 from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
-from ktqueue.core.units import format_bytes
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from ktqueue.engine.memory_plan import MemoryPlan
     from ktqueue.loading.inspect import Report
 
 WIDE = 120  # columns: room for everything
@@ -22,24 +24,71 @@ def inspect(
         str | None,
         typer.Argument(metavar="[MODEL]", help="A .gguf file, a Hugging Face folder, or demo.", show_default=False),
     ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-memory", metavar="SIZE", help="Size of the GPU to plan for.", show_default="this machine's"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan of a model without loading its weights: module, operator, device, bytes."""
+    """Show the plan of a model without loading its weights: module, operator, device, bytes; a GPU's memory."""
     from ktqueue.loading.inspect import inspect as examine
-    from workers.startup import compute_dtype
+    from workers.gpu import plan_before_loading
+    from workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
 
     config = settings(common, engine=engine).engine
-    report = examine(name or config.model, rules=config.rules, device=config.device, dtype=compute_dtype(config))
+    check_choices(config)
+    dtype = compute_dtype(config)
+    report = examine(
+        name or config.model,
+        rules=config.rules,
+        device=config.device,
+        dtype=dtype,
+        cache_dtype=cache_dtype(config, dtype),
+    )
+    plan = plan_before_loading(report, config, _size(gpu_memory)) if on_gpu(config) else None
     if as_json:
-        write_json(_plain(report))
+        write_json(_plain(report, plan))
     else:
         _show(report)
+        if plan is not None:
+            _show_memory(plan, config.page_size)
 
 
-def _plain(report: "Report") -> dict[str, Any]:
+def _size(asked: str | None) -> int:
+    """Bytes of the GPU. Raises ConfigError where there is none and no size is given."""
+    import torch
+
+    if asked is None and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    try:
+        return parse_bytes(asked or "")
+    except ValueError as error:
+        raise ConfigError(
+            f"--gpu-memory must be a size such as 80GiB, since this machine has no GPU to plan for, got {asked!r}",
+            param="--gpu-memory",
+            value=asked,
+        ) from error
+
+
+def _plain(report: "Report", plan: "MemoryPlan | None") -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(report)
+    return asdict(report) | ({"memory": {**plan.parts(), "pages": plan.pages}} if plan is not None else {})
+
+
+def _show_memory(plan: "MemoryPlan", page_size: int) -> None:
+    made = table(["memory of the GPU", "bytes"], right=("bytes",))
+    for what, count in plan.parts().items():
+        made.add_row(what, format_bytes(count))
+    console = results()
+    console.print()
+    console.print(made, markup=False)
+    console.print(
+        f"{plan.pages:,} pages hold {plan.pages * page_size:,} tokens; workspaces and graphs are estimates",
+        markup=False,
+    )
 
 
 def _show(report: "Report") -> None:

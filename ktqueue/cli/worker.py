@@ -1,6 +1,8 @@
 """`ktqueue worker`: one worker, which serves one model, in this process."""
 
 import logging
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
@@ -19,14 +21,17 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    with Bar("loading", in_bytes=True) as bar:
+    with ExitStack() as bars:
+        shown: dict[str, Bar] = {}  # one after the other
 
-        def progress(done: int, total: int, what: str) -> None:
-            bar.update(done, total, what)
+        def show(title: str, done: int, total: int, what: str) -> None:
+            if title not in shown:
+                shown[title] = bars.enter_context(Bar(title, in_bytes=title == "loading"))
+            shown[title].update(done, total, what)
             if done >= total:
-                bar.finish()
+                shown[title].finish()
 
-        code = run(config, progress)
+        code = run(config, partial(show, "loading"), partial(show, "capturing"))
     leave(code)
 
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.load import CardFacts, Prepared, card_facts, prepare
+from ktqueue.loading.load import CardFacts, Prepared, card_facts, kv_layout, prepare
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.operators.native import packed_bytes
+
+ON_BOTH_SIDES = "GpuDecoder"
+"""The operator whose dense weights are decoded onto its device, and whose experts are packed for the CPU."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -33,7 +36,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device."""
+    """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device.
+
+    `cache_token_bytes`: of the cache, for a token. `movable_bytes`: of experts on the CPU that a GPU may hold too.
+    """
 
     source: str
     facts: CardFacts
@@ -41,10 +47,24 @@ class Report:
     parameters: int
     rows: list[Row]
     device_bytes: dict[str, int]
+    hidden: int
+    experts_per_token: int
+    cache_token_bytes: int
+    movable_bytes: int
 
 
-def inspect(path: str, *, rules: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Report:
-    """The report of a model file under a rule file. Raises CheckpointError, RuleError as loading would."""
+def inspect(
+    path: str,
+    *,
+    rules: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+) -> Report:
+    """The report of a model file under a rule file; `cache_dtype` if not `dtype`.
+
+    Raises CheckpointError, RuleError as loading would.
+    """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     rows = list(_rows(prepared))
     totals: dict[str, int] = {}
@@ -58,6 +78,10 @@ def inspect(path: str, *, rules: str | None = None, device: str = "cpu", dtype: 
         parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
         rows=rows,
         device_bytes=totals,
+        hidden=int(prepared.config.hidden_size),
+        experts_per_token=int(getattr(prepared.config, "num_experts_per_tok", None) or 0),
+        cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,
+        movable_bytes=sum(row.device_bytes for row in rows if (row.operator, row.device) == (ON_BOTH_SIDES, "cpu")),
     )
 
 
@@ -73,11 +97,15 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
         own = [tensor for tensor in own if operator != KEEP or tensor not in tied]
         if not own:
             continue
-        key = (_INDEX.sub(".*", name), type(module).__name__, operator, plan.device_of(name))
+        device, packed = plan.device_of(name), operator != KEEP
+        if operator == ON_BOTH_SIDES:
+            packed = name.endswith(".experts")
+            device = "cpu" if packed else device
+        key = (_INDEX.sub(".*", name), type(module).__name__, operator, device)
         counts[key] = counts.get(key, 0) + 1
         for tensor in own:
             source = tied.get(tensor, tensor)
-            held = _held(module, tensor, source, checkpoint, packed=operator != KEEP)
+            held = _held(module, tensor, source, checkpoint, packed=packed)
             stored = checkpoint.nbytes(source) if source == tensor else 0
             grouped.setdefault(key, []).append((checkpoint.quant(source), stored, held))
     for key, tensors in grouped.items():

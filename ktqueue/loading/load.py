@@ -37,6 +37,15 @@ class CardFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What plans of a GPU's attention must know. `heads`: of the query. `windows`: of the layers, in keys; 0 is none."""
+
+    heads: int
+    scaling: float
+    windows: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A causal language model in eval mode, its attention and experts ours, and its config.
 
@@ -48,17 +57,11 @@ class LoadedModel:
     config: Config
     card_facts: CardFacts
     dtype: torch.dtype
+    attention: AttentionFacts
 
-    def kv_layout(self, page_size: int) -> KVLayout:
-        """The cache that the model's attention needs, for pages of `page_size` tokens."""
-        heads = self.config.num_attention_heads
-        return KVLayout(
-            layers=self.config.num_hidden_layers,
-            kv_heads=getattr(self.config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
-            page_size=page_size,
-            dtype=self.dtype,
-        )
+    def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KVLayout:
+        """The cache that the model's attention needs, for pages of `page_size` tokens; in `dtype`, else the model's."""
+        return kv_layout(self.config, page_size, dtype or self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,32 @@ class Prepared:
     config: Config
     skeleton: nn.Module
     plan: Plan
+
+
+def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
+    """The cache of a model of that config."""
+    heads = config.num_attention_heads
+    return KVLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        page_size=page_size,
+        dtype=dtype,
+    )
+
+
+def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
+    """The facts of all attention modules, which are those with a layer and a scaling."""
+    scalings, windows = set(), set()
+    kinds = getattr(config, "layer_types", None)
+    for module in skeleton.modules():
+        layer, scaling = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
+        if layer is None or scaling is None:
+            continue
+        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+        windows.add(0 if kinds and kinds[layer] == "full_attention" else window or 0)
+        scalings.add(float(scaling))
+    return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}))
 
 
 def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> Prepared:
@@ -110,11 +139,12 @@ def load_model(
     Raises CheckpointError naming file and tensor, RuleError naming file:line.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
+    attention = attention_facts(prepared.skeleton, prepared.config)
     module, operators = inject(prepared.skeleton, prepared.plan)
     materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
     facts = card_facts(prepared.config, prepared.checkpoint)
     prepared.checkpoint.close()
-    return LoadedModel(module.eval(), prepared.config, facts, dtype)
+    return LoadedModel(module.eval(), prepared.config, facts, dtype, attention)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

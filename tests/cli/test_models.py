@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 import shutil
 import socket
 
@@ -35,6 +36,17 @@ def test_inspect_shows_the_plan(here):
     assert report["device_bytes"]["cpu"] == sum(row["device_bytes"] for row in report["rows"])
 
 
+def test_inspect_plans_the_memory_of_a_gpu(here):
+    flags = ("inspect", "demo", "--device", "cuda", "--gpu-memory", "80GiB", "--gpu-memory-utilization", "0.5")
+    code, out, err = here(*flags)
+    assert code == 0, err
+    assert re.search(r"cache +3[6-9]\.\d GiB", out) and re.search(r"free +4\d\.\d GiB", out)
+    memory = json.loads(here(*flags, "--json")[1])["memory"]
+    assert sum(memory[part] for part in memory if part != "pages") == 80 << 30
+    half = json.loads(here(*flags, "--kv-cache-dtype", "fp8", "--json")[1])["memory"]
+    assert half["pages"] == pytest.approx(2 * memory["pages"], abs=2)
+
+
 def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
     monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
     code, out, _ = here("inspect", "demo")
@@ -50,6 +62,9 @@ def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
     [
         (["inspect", "nowhere.gguf"], "nowhere.gguf"),
         (["inspect", "--dtype", "int3"], "engine.dtype"),
+        (["inspect", "--device", "cuda", "--gpu-memory", "much"], "--gpu-memory"),
+        (["inspect", "--device", "cuda", "--gpu-memory", "1GiB"], "engine.gpu_memory_utilization"),
+        (["inspect", "--kv-cache-dtype", "int3"], "engine.kv_cache_dtype"),
         (["inspect", "--rules", "nowhere.yaml"], "nowhere.yaml"),
         (["convert", "nowhere", "out.gguf"], "nowhere"),
     ],

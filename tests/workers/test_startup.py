@@ -29,6 +29,11 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"ageing_seconds": -1.0}, "engine.ageing_seconds"),
         ({"max_model_len": 100_000}, "engine.max_model_len"),
         ({"kv_cache_bytes": 100}, "engine.kv_cache_bytes"),
+        ({"kv_cache_dtype": "fp8"}, "engine.kv_cache_dtype"),
+        ({"attention_backend": "magic"}, "engine.attention_backend"),
+        ({"handoff": "mail"}, "engine.handoff"),
+        ({"expert_streaming": "yes"}, "engine.expert_streaming"),
+        ({"gpu_memory_utilization": 1.5}, "engine.gpu_memory_utilization"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: str) -> None:

@@ -1,0 +1,57 @@
+"""Memory plans: nothing is lost, nothing is promised twice, and what does not fit is named."""
+
+import pytest
+
+from ktqueue.core.errors import ConfigError
+from ktqueue.engine.memory_plan import (
+    DeviceUse,
+    estimate_graphs,
+    estimate_selection,
+    estimate_step,
+    plan_memory,
+)
+
+GIB = 1 << 30
+USE = DeviceUse(weights=3 * GIB, experts=8 * GIB, workspaces=2 * GIB, graphs=GIB)
+PAGE = 3 << 20
+
+
+def test_pages_are_what_is_left():
+    plan = plan_memory(80 * GIB, USE, utilization=0.9, page_bytes=PAGE)
+    assert plan.pages == (72 - 14) * GIB // PAGE
+    assert plan.limit_bytes == 72 * GIB
+    assert sum(plan.parts().values()) == plan.device_bytes
+    assert 8 * GIB <= plan.parts()["free"] < 8 * GIB + PAGE
+    assert plan.parts()["cache"] == plan.pages * PAGE
+
+
+def test_the_cache_may_be_smaller():
+    assert plan_memory(80 * GIB, USE, utilization=0.9, page_bytes=PAGE, cache_bytes=GIB).pages == GIB // PAGE
+    plan = plan_memory(80 * GIB, USE, utilization=0.9, page_bytes=PAGE, cache_bytes=GIB, num_pages=7)
+    assert plan.pages == 7 and sum(plan.parts().values()) == 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "param", "limit", "value"),
+    [
+        (15 * GIB, {}, "engine.gpu_memory_utilization", int(15 * GIB * 0.9), 0.9),
+        (80 * GIB, {"cache_bytes": 100 * GIB}, "engine.kv_cache_bytes", 58 * GIB, 100 * GIB),
+        (80 * GIB, {"cache_bytes": 5}, "engine.kv_cache_bytes", 58 * GIB, 5),
+        (80 * GIB, {"num_pages": 10**6}, "engine.num_pages", 58 * GIB, 10**6),
+    ],
+)
+def test_what_does_not_fit_is_named(device, asked, param, limit, value):
+    with pytest.raises(ConfigError) as caught:
+        plan_memory(device, USE, utilization=0.9, page_bytes=PAGE, **asked)
+    assert (caught.value.param, caught.value.limit, caught.value.value) == (param, limit, value)
+    assert param in caught.value.message
+
+
+def test_estimates_grow_with_what_they_are_for():
+    sizes = {"hidden": 2048, "vocabulary": 151_936, "experts_per_token": 8}
+    small, large = estimate_step(512, 32, **sizes), estimate_step(8192, 32, **sizes)
+    assert GIB // 2 < small < large < 4 * GIB
+    assert estimate_step(512, 64, **sizes) > small
+    assert 0 < estimate_selection(64, 151_936) < GIB
+    assert estimate_graphs(0, large, 8192, 64) == 0
+    assert 100 << 20 < estimate_graphs(9, large, 8192, 64) < GIB
