@@ -38,7 +38,7 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What plans of a GPU's attention must know. `heads`: of the query. `windows`: of the layers, in keys; 0 is none."""
+    """What plans of a GPU's attention must know. `heads`: of the query. `windows`: sliding ones, in keys; 0 is none."""
 
     heads: int
     scaling: float
