@@ -74,6 +74,8 @@ class Handoff:
         if self._device.type != "cuda":
             raise ValueError(f"device must be cpu or cuda, got {self._device}")
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        if self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         return Driver.load()
 
     def _choose(self, method: HandoffMethod, driver: Driver | None) -> HandoffMethod:
@@ -83,7 +85,7 @@ class Handoff:
             raise ValueError(f"method {method!r} does not go with tensors on {self._device}")
         if driver is None:
             return "direct"
-        able = driver.has_memory_operations(self._device.index or 0)
+        able = driver.has_memory_operations(self._device.index)
         if method == "flags" and not able:
             raise ValueError(f"method 'flags' is not possible: streams of {self._device} cannot wait for memory")
         return ("flags" if able else "host_functions") if method == "auto" else method
