@@ -1,0 +1,219 @@
+"""On a GPU, FlashInfer and our Triton kernels attend as the reference does, eager and in CUDA graphs, with no wait."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ktqueue.operators import reference
+from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import AttentionPlan, StepContext
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),  # FlashInfer compiles
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BACKENDS = ("flashinfer", "triton")
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.004}
+STEPS = {
+    "prefill": ([300, 17, 1024], [300, 17, 1024]),
+    "continued": ([64, 5, 200], [700, 2000, 201]),
+    "decode": ([1] * 6, [1, 16, 17, 513, 4000, 64]),
+    "mixed": ([1, 130, 1, 2, 1], [3000, 150, 1, 900, 77]),
+}
+"""Tokens of each row, and the keys that its last token sees."""
+
+
+def random_cache(layout: KVLayout, pages: int) -> KVCache:
+    kv = KVCache(layout, pages, "cuda")
+    for tensor in (*kv.keys, *kv.values):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda").to(layout.dtype))
+    return kv
+
+
+def make_step(kv: KVCache, chunks: list[int], contexts: list[int]) -> StepContext:
+    """On the host; pages drawn at random from those of `kv`."""
+    size = kv.layout.page_size
+    counts = [-(-context // size) for context in contexts]
+    drawn = torch.randperm(kv.pages)
+    table = torch.zeros(len(chunks), max(counts) + 1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table[row, :count], drawn = drawn[:count], drawn[count:]
+    starts = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
+    slots = torch.zeros(sum(chunks), dtype=torch.int64)
+    return StepContext(starts, torch.tensor(contexts, dtype=torch.int32), table, slots, kv)
+
+
+def same(got: torch.Tensor, step: StepContext, query: torch.Tensor, scaling: float, window: int) -> None:
+    """`got` is what the reference attends over layer 0, in float32 on the CPU."""
+    twin = reference.paged_attention(
+        query.cpu().float().transpose(0, 1),
+        step.kv.keys[0].cpu().float(),
+        step.kv.values[0].cpu().float(),
+        step.query_starts,
+        step.context_lengths,
+        step.page_table,
+        scaling=scaling,
+        sliding_window=window or None,
+    )
+    assert got.dtype == query.dtype and got.shape == query.shape
+    bound = BOUNDS[query.dtype]
+    torch.testing.assert_close(got.cpu().float(), twin, rtol=bound, atol=bound)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+PLANNERS: dict[tuple[object, ...], AttentionPlanner] = {}
+
+
+def planner(layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int]) -> AttentionPlanner:
+    """One for each case: FlashInfer's buffers are big."""
+    key = (layout, backend, heads, dtype, *sorted(windows))
+    if key not in PLANNERS:
+        PLANNERS[key] = make_planner(
+            layout,
+            heads=heads,
+            scaling=layout.head_dim**-0.5,
+            windows=windows,
+            device="cuda",
+            backend=backend,
+            dtype=dtype,
+        )
+    return PLANNERS[key]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "dtype", "cache"),
+    [
+        (32, 4, 128, 16, torch.bfloat16, torch.bfloat16),
+        (32, 4, 128, 16, torch.bfloat16, torch.float8_e4m3fn),
+        (16, 16, 64, 64, torch.float16, torch.float16),
+        (28, 4, 128, 1, torch.bfloat16, torch.bfloat16),
+        (8, 1, 256, 16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eager_steps(
+    backend: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    kind: str,
+    window: int,
+) -> None:
+    layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=cache)
+    kv = random_cache(layout, 6000 // page_size + 8)
+    step = make_step(kv, *STEPS[kind])
+    plans = planner(layout, backend, heads, dtype, {0, 128})
+    query = torch.randn(len(step.slot_mapping), heads, head_dim, device="cuda").to(dtype)
+    with no_waiting():
+        got = plans.plan(step).attend(0, query, kv, scaling=head_dim**-0.5, sliding_window=window)
+    same(got, step, query, head_dim**-0.5, window)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, window: int) -> None:
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=head_dim, page_size=16, dtype=torch.float32)
+    kv = random_cache(layout, 400)
+    step = make_step(kv, *STEPS[kind])
+    plans = planner(layout, "auto", 8, torch.float32, {0, 128})
+    assert plans.backend == "triton"
+    query = torch.randn(len(step.slot_mapping), 8, head_dim, device="cuda")
+    got = plans.plan(step).attend(0, query, kv, scaling=head_dim**-0.5, sliding_window=window)
+    same(got, step, query, head_dim**-0.5, window)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_follows_updates(backend: str, rows: int, cache: torch.dtype) -> None:
+    """One capture, replays for steps of other lengths and pages; two windows in it; eager steps in between."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=cache)
+    plans = planner(layout, backend, 32, torch.bfloat16, {0, 128})
+    kv = random_cache(layout, 64 * 40 + 600)
+    query = torch.randn(rows, 32, 128, device="cuda").to(torch.bfloat16)
+    decode = plans.decode_plan(rows, 600)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        whole, local = (decode.attend(0, query, kv, scaling=128**-0.5, sliding_window=window) for window in (0, 128))
+    for longest in (1, 300, 9000, 40):
+        contexts = [1 + (37 * row) % min(longest, 600) for row in range(rows - 1)] + [longest]
+        step = make_step(kv, [1] * rows, contexts)
+        with no_waiting():
+            decode.update(step)
+            graph.replay()
+        same(whole, step, query, 128**-0.5, 0)
+        same(local, step, query, 128**-0.5, 128)
+        eager_step = make_step(kv, *STEPS["mixed"])
+        between = torch.randn(len(eager_step.slot_mapping), 32, 128, device="cuda").to(torch.bfloat16)
+        same(plans.plan(eager_step).attend(0, between, kv, scaling=128**-0.5), eager_step, between, 128**-0.5, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_may_be_planned_while_the_device_is_behind(backend: str) -> None:
+    """What a plan is written to is not written again before it was copied."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=torch.bfloat16)
+    plans = planner(layout, backend, 32, torch.bfloat16, {0})
+    kv = random_cache(layout, 600)
+    decode = plans.decode_plan(2, 200)
+    query = torch.randn(2, 32, 128, device="cuda").to(torch.bfloat16)
+    steps = [make_step(kv, [1, 1], [1 + 150 * number, 3000 - 150 * number]) for number in range(20)]
+
+    def attend(plan: AttentionPlan) -> torch.Tensor:
+        return plan.attend(0, query, kv, scaling=128**-0.5)
+
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles
+    results = []
+    for step in steps:
+        decode.update(step)
+        results.append((attend(decode), attend(plans.plan(step))))
+    for step, (captured, eager) in zip(steps, results, strict=True):
+        same(captured, step, query, 128**-0.5, 0)
+        same(eager, step, query, 128**-0.5, 0)
+
+
+def test_auto_falls_back_to_our_kernels_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=96, page_size=16, dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        assert planner(layout, "auto", 4, torch.bfloat16, {0}).backend == "triton"
+    assert "FlashInfer cannot be had" in caplog.text and "not of 96" in caplog.text
+    with pytest.raises(ValueError, match="flashinfer cannot be had: its kernels do not compute torch\\.float32"):
+        small = KVLayout(layers=1, kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
+        planner(small, "flashinfer", 4, torch.float32, {0})
+
+
+def test_memory_is_told() -> None:
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=torch.bfloat16)
+    for backend in BACKENDS:
+        plans = planner(layout, backend, 32, torch.bfloat16, {0})
+        held = plans.workspace_bytes
+        plans.decode_plan(16, 1000)
+        assert held < plans.workspace_bytes < held + (64 << 20)
