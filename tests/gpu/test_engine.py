@@ -1,0 +1,272 @@
+"""The engine on a GPU says what the CPU's engine says: greedy and drawn tokens, with graphs and without, by every path.
+
+Each test runs on CPU tensors too, where the kernels' twins compute and captured steps are called again.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.staging import Fetcher
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.operators import native
+from workers.gpu import CudaMemory, DeviceMemory, prepare_gpu
+from workers.startup import build, cache_dtype
+
+RULES = Path(__file__).parents[2] / "rules"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NEW_TOKENS = 20
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+class NoEnd:
+    """A vocabulary without an end token."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"."
+
+
+class Plenty:
+    """The memory of a CPU in a GPU's place."""
+
+    total = 4 << 30
+
+    def taken(self) -> int:
+        return 1 << 20
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def there(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip what needs a GPU where there is none; never leave torch's debugging on."""
+    native.set_threads()
+    if "cuda" in request.node.name and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths by name: the built-in model, a random dense one, a random one with experts."""
+    made = {"demo": "demo"}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for name, config, kind in (
+        ("dense", Qwen3Config(**SIZES, intermediate_size=128), Qwen3ForCausalLM),
+        ("experts", Qwen3MoeConfig(**SIZES, **experts), Qwen3MoeForCausalLM),
+    ):
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(name)
+        kind(config).float().save_pretrained(folder)
+        made[name] = str(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rules that put GpuDecoder in on whatever device."""
+    rules = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    return str(rules)
+
+
+def settings_for(device: str, **given: Any) -> EngineConfig:
+    known = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "float32", "num_pages": 200}
+    return EngineConfig(device=device, **known | given)
+
+
+def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
+    """An engine with the parts of a device, also where that is a CPU."""
+    memory: DeviceMemory = CudaMemory(config.device) if config.device == "cuda" else Plenty()
+    layout = model.kv_layout(config.page_size, cache_dtype(config, model.dtype))
+    gpu = prepare_gpu(model, layout, config, memory)
+    graphs = gpu.cuda_graphs if config.device == "cuda" else config.cuda_graphs
+    vocabulary = NoEnd(model.card_facts.vocab_size)
+    settled = replace(config, cuda_graphs=graphs)
+    return Engine(model.module, vocabulary, layout, settled, gpu.plan.pages, 512, planner=gpu.planner)
+
+
+def requests(vocabulary: int, count: int, seed: int = 1) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of random lengths; every third is drawn by temperature and top_p, every third by other filters."""
+    noise = random.Random(seed)
+    made = []
+    for i in range(count):
+        prompt = [noise.randrange(vocabulary) for _ in range(int(150 ** noise.random()))]
+        drawn: dict[str, Any] = ({}, {"top_p": 0.95}, {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2})[i % 3]
+        temperature = 0.8 if drawn else 0.0
+        made.append((prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=NEW_TOKENS, **drawn)))
+    return made
+
+
+def serve(engine: Engine, asked: list[tuple[list[int], SamplingParams]], together: int = 7) -> list[list[int]]:
+    """Tokens of all requests, a few of which come with every step; pages must be back at the end."""
+    found: list[list[int]] = [[] for _ in asked]
+    waiting = list(enumerate(asked))
+    while waiting or engine.has_work:
+        for i, (prompt, sampling) in waiting[:together]:
+            engine.add(str(i), prompt, sampling)
+        del waiting[:together]
+        for one in engine.step():
+            assert one.error is None, one.error
+            found[int(one.request_id)] += one.token_ids
+    engine.check()
+    stats = engine.stats()
+    assert stats.free_pages == stats.total_pages
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
+    """What the CPU's own engine says, by name of the model."""
+    known: dict[str, list[list[int]]] = {}
+
+    def of(name: str) -> list[list[int]]:
+        if name not in known:
+            model = load_model(models[name], rules=str(RULES / "exact.yaml"))
+            config = settings_for("cpu")
+            vocabulary = NoEnd(model.card_facts.vocab_size)
+            engine = Engine(model.module, vocabulary, model.kv_layout(16), config, 200, 512)
+            known[name] = serve(engine, requests(vocabulary.size, 16))
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("path", ["decoder", "modules"])
+@pytest.mark.parametrize("name", ["demo", "dense", "experts"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_the_cpu_s(device, name, path, graphs, models, answers, by_decoder, tmp_path):
+    rules = by_decoder
+    if path == "modules":
+        text = (RULES / "modules.yaml").read_text()
+        for op in ("CpuExperts", "CpuLinear"):
+            text = text.replace(f"    op: {op}\n", f"    op: {op}\n    activations: float32\n")
+        (tmp_path / "rules.yaml").write_text(text)
+        rules = str(tmp_path / "rules.yaml")
+    model = load_model(models[name], rules=rules, device=device)
+    engine = on_device(model, settings_for(device, cuda_graphs=graphs))
+    found = serve(engine, requests(model.card_facts.vocab_size, 16))
+    engine.close()
+    assert found == answers(name)
+    waits = device == "cuda" and path == "modules" and name != "dense"  # CpuExperts: no graphs
+    assert (engine.stats().replayed_steps > 0) == (graphs and not waits)
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+@pytest.mark.parametrize("handoff", ["auto", "host_functions"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_on_either_side(device, handoff, memory, models, answers, by_decoder):
+    if device == "cpu" and handoff != "auto":
+        pytest.skip("tensors of a CPU are handed off directly")
+    model = load_model(models["experts"], rules=by_decoder, device=device)
+    config = settings_for(device, handoff=handoff, gpu_expert_memory_bytes=memory)
+    engine = on_device(model, config)
+    assert serve(engine, requests(512, 16)) == answers("experts")
+    engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_few_pages_and_aborts_change_nothing(device, models, answers, by_decoder):
+    model = load_model(models["experts"], rules=by_decoder, device=device)
+    engine = on_device(model, settings_for(device, num_pages=16))
+    asked = requests(512, 16)
+    engine.add("aborted", asked[0][0] * 2, asked[0][1])
+    engine.step()
+    engine.add("aborted too", asked[1][0] * 2, asked[1][1])
+    engine.step()
+    engine.abort("aborted")
+    engine.abort("aborted too")
+    assert serve(engine, asked) == answers("experts")
+    assert engine.stats().preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch):
+    """torch raises for every wait that it knows of but the one for the tokens."""
+    model = load_model(models["experts"], rules=by_decoder, device=device)
+    engine = on_device(model, settings_for(device, enable_prefix_caching=False))
+    fetches = []
+    fetch = Fetcher.fetch
+
+    def counted(self: Fetcher, values: torch.Tensor) -> Any:
+        fetches.append(1)
+        return fetch(self, values)
+
+    monkeypatch.setattr(Fetcher, "fetch", counted)
+    for drawn in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 1, "logprobs": 2}):
+        for i in range(rows):
+            engine.add(f"{drawn}{i}", [i, 2, 3], SamplingParams(max_tokens=9, **drawn))
+        engine.step()
+        before = engine.stats()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            fetches.clear()
+            engine.step()
+            assert len(fetches) == 1
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.stats().replayed_steps - before.replayed_steps == 5
+        while engine.has_work:
+            engine.step()
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_nothing_is_lost_on_cuda(kv_cache_dtype):
+    """The whole composition, in bfloat16: 64 requests of random shapes, then all memory is where it was."""
+    config = settings_for("cuda", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    built = build(config)
+    asked = requests(built.tokenizer.size, 64, seed=3)
+    first = serve(built.engine, asked)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(3):
+        assert serve(built.engine, asked) == first
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert built.engine.graph_bytes >= 0 and built.engine.stats().replayed_steps > 0
+    built.engine.close()
+
+
+@pytest.mark.gpu
+def test_pages_fill_what_is_left_on_cuda():
+    built = build(EngineConfig(device="cuda", gpu_memory_utilization=0.5, max_num_seqs=4))
+    free, total = torch.cuda.mem_get_info()
+    assert 0.35 * total < total - free < 0.52 * total
+    built.engine.close()
