@@ -15,6 +15,7 @@ from ktqueue.operators.step import AttentionPlan, StepContext
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),  # FlashInfer compiles
+    pytest.mark.filterwarnings("default"),  # FlashInfer's own, and that sync_debug_mode is new
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 

@@ -182,7 +182,7 @@ class FlashInferPlanner:
     def decode_plan(self, rows: int, max_pages: int) -> FlashInferDecodePlan:
         """See AttentionPlanner."""
         group = self._heads // self._layout.kv_heads
-        tile = 16 if group <= 16 else 64
+        tile = 16 if group <= 16 else 64 if group <= 64 else 128
         parts = max(self._most_parts(), -(-rows * group // tile) + rows - 1)
         with torch.inference_mode(False):
             partial = self._partial_results.take(self._partial_bytes(parts, tile))

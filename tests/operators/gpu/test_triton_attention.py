@@ -17,7 +17,7 @@ from ktqueue.operators.gpu.attention import AttentionShape
 from ktqueue.operators.gpu.triton_plans import TritonPlanner
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-MIXED = ([40, 1, 3, 1, 2], [61, 90, 3, 1, 77])  # tokens of each row and the keys that its last one sees
+MIXED = ([20, 1, 3, 1, 2], [41, 70, 3, 1, 37])  # tokens of each row and the keys that its last one sees
 
 
 def planner(kv, heads, dtype=torch.float32):
@@ -32,9 +32,10 @@ def check(plan, step, query, steps, window=0):
     torch.testing.assert_close(got.float(), steps.expected(step, query, 1, 0.2, window), rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("window", [0, 7, 64])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", [2, 8, 14])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "window"),
+    [(2, 1, 0), (2, 16, 7), (2, 64, 33), (8, 1, 7), (8, 16, 33), (8, 64, 0), (14, 1, 33), (14, 16, 0), (14, 64, 7)],
+)
 def test_mixed_steps(heads, page_size, window, steps):
     """Two key/value heads shared by 1, 4 and 7 query heads each."""
     kv = steps.cache(kv_heads=2, head_dim=16, page_size=page_size, dtype=torch.float32, pages=240 // page_size + 5)
@@ -54,7 +55,7 @@ def test_types_and_head_sizes(head_dim, cache, window, steps):
 
 def test_chunks_longer_than_a_tile(steps):
     kv = steps.cache(kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32, pages=40)
-    step = steps.make(kv, [100, 70], [300, 71])
+    step = steps.make(kv, [40, 33], [130, 34])
     for window in (0, 33):
         check(planner(kv, 2).plan(step), step, steps.query(step, 2, torch.float32), steps, window)
 
@@ -62,13 +63,13 @@ def test_chunks_longer_than_a_tile(steps):
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_decode_plan_follows_its_updates(window, steps):
     """Long rows beside padded ones of length 1, all splits used or one; the buffers stay where they are."""
-    kv = steps.cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=64)
-    plan = planner(kv, 8).decode_plan(4, 32)
+    kv = steps.cache(kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32, pages=64)
+    plan = planner(kv, 4).decode_plan(4, 32)
     places = [plan._tables.pages.data_ptr(), plan._decode.workspace.data_ptr()]
-    query = steps.query(steps.make(kv, [1] * 4, [1] * 4), 8, torch.float32)
+    query = steps.query(steps.make(kv, [1] * 4, [1] * 4), 4, torch.float32)
     before = plan.attend(1, query, kv, scaling=0.2)
     torch.testing.assert_close(before, kv.values[1][0, 0].repeat_interleave(4, 0)[None].expand(4, -1, -1))
-    for contexts in ([512, 1, 1, 1], [33, 301, 1, 1], [300, 17, 200, 65]):
+    for contexts in ([300, 1, 1, 1], [33, 17, 130, 65]):
         step = steps.make(kv, [1] * 4, contexts)
         plan.update(step)
         check(plan, step, query, steps, window)
@@ -79,8 +80,7 @@ def test_decode_rows_that_fill_the_table(steps):
     """The list of pages is padded on the host; the buffer has no place for that."""
     kv = steps.cache(kv_heads=1, head_dim=16, page_size=4, dtype=torch.float32, pages=12)
     plan = planner(kv, 1).decode_plan(3, 3)
-    step = steps.make(kv, [1] * 3, [12, 9, 5])
-    step.page_table[2, 1] = 11
+    step = steps.make(kv, [1] * 3, [12, 9, 10])
     plan.update(step)
     check(plan, step, steps.query(step, 1, torch.float32), steps)
     with pytest.raises(ValueError, match="3 pages of 4 keys, not 13"):
