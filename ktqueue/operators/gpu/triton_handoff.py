@@ -1,7 +1,5 @@
 """Triton kernels of the hand-off: pack a task's input, fetch its output; pinned CPU memory is fine on either side."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,17 +9,17 @@ _BLOCK = 1024
 
 @triton.jit
 def _pack_rows(
-    to_x: Any,
-    to_ids: Any,
-    to_weights: Any,
-    x: Any,
-    ids: Any,
-    weights: Any,
-    x_stride: Any,
-    ids_stride: Any,
-    weights_stride: Any,
-    hidden: Any,
-    experts: Any,
+    to_x,
+    to_ids,
+    to_weights,
+    x,
+    ids,
+    weights,
+    x_stride,
+    ids_stride,
+    weights_stride,
+    hidden,
+    experts,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -40,7 +38,7 @@ def _pack_rows(
 
 
 @triton.jit
-def _fetch_values(source: Any, target: Any, count: Any, BLOCK: tl.constexpr) -> None:
+def _fetch_values(source, target, count, BLOCK: tl.constexpr) -> None:
     """`source` is read past the caches: the CPU has just written it."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
