@@ -97,8 +97,13 @@ class Cache:
         self._planner = planner(layout, facts, device) if planner else None
         self._free = list(range(pages))[::-1]
 
-    def step(self, chunks: dict[str, list[int]], scored: list[int] | None = None) -> torch.Tensor:
-        """Feed each sequence its next tokens; logits [scored, vocab] of those places of the batch, by default all."""
+    def step(
+        self, chunks: dict[str, list[int]], scored: list[int] | None = None, live_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Feed each sequence its next tokens; logits [scored, vocab] of those places of the batch, by default all.
+
+        `live_tokens`: tokens from the first that are real; None: all.
+        """
         starts, contexts, slots, ids, positions = [0], [], [], [], []
         for name, chunk in chunks.items():
             pages, before = self.pages.setdefault(name, []), self.fed.get(name, 0)
@@ -126,7 +131,7 @@ class Cache:
             "logits_to_keep": torch.tensor(range(len(ids)) if scored is None else scored, dtype=torch.int64),
         }
         if self._planner is not None:
-            step = self._planned(step)
+            step = self._planned(step, live_tokens)
             given = {name: tensor.to(self._device) for name, tensor in given.items()}
         return self._decoder(**given, use_cache=False, step=step).logits[0].float().cpu()
 
@@ -135,10 +140,11 @@ class Cache:
         del self.fed[name]
         self._free += self.pages.pop(name)
 
-    def _planned(self, host: StepContext) -> StepContext:
+    def _planned(self, host: StepContext, live_tokens: int | None) -> StepContext:
         arrays = (host.query_starts, host.context_lengths, host.page_table, host.slot_mapping)
+        live = None if live_tokens is None else torch.tensor([live_tokens], dtype=torch.int32, device=self._device)
         plan = self._planner.plan(host)
-        return StepContext(*(one.to(self._device) for one in arrays), self.kv, plan)
+        return StepContext(*(one.to(self._device) for one in arrays), self.kv, plan, live)
 
 
 def tokens(count: int, seed: int) -> list[int]:

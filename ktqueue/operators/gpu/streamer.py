@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktqueue.operators.gpu.expert_pool import ABSENT, ExpertPool
@@ -16,6 +17,8 @@ from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLay
 from ktqueue.operators.gpu.side_copies import Copy, CopyStream, Mark, host_bytes
 
 AREAS = 2
+KEPT = 32  # lists of copies remembered for each layer: finding one takes half a millisecond
+Numbers = npt.NDArray[np.int64]
 
 
 def area_bytes(layers: Sequence[RoutedLayer], slots: Sequence[int]) -> int:
@@ -47,6 +50,7 @@ class Streamer:
         experts = pool.host.shape[1]
         # [layers, gate_up and down, experts]: the two are apart, so that runs of experts come in one copy.
         self._tables = torch.full((len(layers), 2, experts), ABSENT, dtype=torch.int64, device=copies.device)
+        self._known: list[dict[bytes, list[Copy]]] = [{} for _ in layers]  # of each layer, by the experts chosen
         self._plan = _Plan(-1, (), [], [])
         self._freed: list[Mark | None] = [None] * AREAS
         self.bytes_streamed = 0
@@ -110,12 +114,20 @@ class Streamer:
             tables[index, 0, chosen] = start + order * record.gate_up_bytes
             # `down` adds down_start to where a record begins, so that is what is taken off here.
             tables[index, 1, chosen] = down_start + order * (record.bytes - record.down_start) - record.down_start
-            copies.append(self._runs(layer, chosen.tolist(), start, down_start))
+            copies.append(self._runs(index, chosen, start, down_start))
         self._tables.copy_(self._copies.staged(torch.from_numpy(tables)), non_blocking=True)
         return _Plan(self._pool.version, counts, on_cpu, copies)
 
-    def _runs(self, layer: RoutedLayer, experts: list[int], gate_up: int, down: int) -> list[Copy]:
+    def _runs(self, index: int, experts: Numbers, gate_up: int, down: int) -> list[Copy]:
         """Copies of the experts' gate_up parts to `gate_up` and of their down parts to `down`, one after the other."""
+        known, key = self._known[index], experts.tobytes()
+        if key not in known:
+            if len(known) >= KEPT:
+                known.pop(next(iter(known)))
+            known[key] = self._find_runs(self._layers[index], experts.tolist(), gate_up, down)
+        return known[key]
+
+    def _find_runs(self, layer: RoutedLayer, experts: list[int], gate_up: int, down: int) -> list[Copy]:
         pieces: tuple[list[tuple[int, int, int]], ...] = ([], [])  # (address, offset, bytes)
         for expert in experts:
             done = 0
@@ -127,13 +139,13 @@ class Streamer:
                     pieces[1].append((address, down, size))
                     down += size
                 done += size
-        joined: list[tuple[int, int, int]] = []
+        runs: list[tuple[int, int, int]] = []
         for address, offset, size in (*pieces[0], *pieces[1]):
-            if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (address, offset):
-                address, offset, size = joined[-1][0], joined[-1][1], joined.pop()[2] + size
-            joined.append((address, offset, size))
+            if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (address, offset):
+                address, offset, size = runs[-1][0], runs[-1][1], runs.pop()[2] + size
+            runs.append((address, offset, size))
         memory = self._pool.memory
-        return [(host_bytes(address, size), memory[offset : offset + size]) for address, offset, size in joined]
+        return [(host_bytes(address, size), memory[offset : offset + size]) for address, offset, size in runs]
 
 
 class StreamedExperts:

@@ -5,6 +5,8 @@ from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces
 from ktqueue.operators.gpu.streamer import StreamedExperts, Streamer
 from ktqueue.operators.gpu.streaming_costs import StreamingCosts
 
+LEVELS = 32  # of the share: a new one has its copies found first
+
 
 class StreamingSteps:
     """`always`: every step of `least_tokens` or more; else those of them where `costs` say that it pays.
@@ -33,7 +35,9 @@ class StreamingSteps:
         self._running = None
         if tokens < self._least or not (self._always or self._costs.pays(tokens)):
             return resident
-        share = self._costs.share(tokens)
+        share = round(self._costs.share(tokens) * LEVELS) / LEVELS
+        if share == 0:
+            return resident
         step = self._streamer.begin(resident, share, last_too=scored >= self._least)
         self.steps += 1
         self._running = step, tokens, share, self._handoff.statistics.busy_seconds

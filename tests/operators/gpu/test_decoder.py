@@ -144,6 +144,18 @@ def test_only_what_is_scored_is_computed(make_decoder, device):
     torch.testing.assert_close(none.step(ends), expected)  # by the cache
 
 
+def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device):
+    decoder = make_decoder(make_model("qwen3_moe"), expert_memory_bytes=50_000, expert_streaming="off")
+    alone, padded = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(2))
+    with torch.inference_mode():
+        expected = alone.step({"a": [3, 4, 5]})
+        counted = decoder._experts._placement.counts.clone()
+        found = padded.step({"a": [3, 4, 5], "padding": [0]}, live_tokens=3)[:3]
+    torch.testing.assert_close(found, expected)
+    assert counted.sum() == 3 * 3 * 2  # layers, tokens, experts a token
+    assert torch.equal(decoder._experts._placement.counts, 2 * counted)
+
+
 def test_bytes_are_told_by_device(make_decoder, device):
     model = make_model("qwen3_moe")
     held = make_decoder(model, expert_streaming="off").device_bytes()
