@@ -31,7 +31,7 @@ class Batch:
     @property
     def decodes(self) -> bool:
         """Whether each row computes one token and wants its logits."""
-        return len(self.step.context_lengths) == self.input_ids.shape[1] == len(self.scored)
+        return self.step.context_lengths.shape[0] == self.input_ids.shape[1] == self.scored.shape[0]
 
 
 class BatchBuilder:

@@ -4,6 +4,7 @@ The host's part of the parameters (edits, noise, limits) goes to the device in o
 the model still computes; a greedy batch needs none. Whole rows of logits never leave the device.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -112,11 +113,11 @@ class DeviceSelector:
                 ids = raw.topk(work.alternatives, dim=1).indices
                 parts += [ids.flatten(), wide.gather(1, ids).flatten().view(torch.int64)]
         packed = torch.cat(parts)
+        ends = list(itertools.accumulate(part.shape[0] for part in parts))
         began = time.perf_counter()
         fetched = self._fetcher.fetch(packed)
         waited = time.perf_counter() - began
-        sizes = [len(part) for part in parts]
-        tokens, fine, *others = np.split(fetched, np.cumsum(sizes)[:-1])
+        tokens, fine, *others = (fetched[start:end] for start, end in itertools.pairwise([0, *ends]))
         enough_rows = others.pop(0) if work.drawn_from_few else fine[:0]
         return _Answer(tokens.tolist(), fine.astype(bool).tolist(), bool(enough_rows.all()), others, waited)
 

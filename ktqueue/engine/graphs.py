@@ -82,7 +82,7 @@ class GraphRunner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _bucket(self, batch: Batch) -> "_Bucket | None":
-        rows = len(batch.scored)
+        rows = batch.scored.shape[0]
         return next((one for one in self._graphs if one.rows >= rows), None)
 
     def _eager(self, batch: Batch) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _Bucket:
         self._fill(batch)
         self._attention.update(self._host)
         self._staging.send()
-        return self._replay()[: len(batch.scored)]
+        return self._replay()[: batch.scored.shape[0]]
 
     def _fill(self, batch: Batch | None) -> None:
         """Write the batch and the padding; None: padding alone."""
@@ -175,7 +175,7 @@ class _Bucket:
         live = 0
         width = 1
         if batch is not None:
-            live = len(batch.scored)
+            live = batch.scored.shape[0]
             table = batch.step.page_table.numpy()
             width = table.shape[1]
         ids, positions, slots, contexts = (arrays[key] for key in ("input_ids", "position_ids", "slots", "contexts"))

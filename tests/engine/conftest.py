@@ -88,7 +88,9 @@ class CacheModel:
         assert len(set(slots[:live])) == live, "two tokens share a slot"
         assert all(slot // page_size != step.kv.scratch_page for slot in slots[:live])
         assert all(slot // page_size == step.kv.scratch_page for slot in slots[live:])
-        self.steps.append((len(lengths) - (tokens - live), live))
+        rows_live = len(lengths) - (tokens - live)
+        assert not step.page_table[rows_live:, 1:].any(), "a padding row has pages of a row before"
+        self.steps.append((rows_live, live))
         self.computed_tokens += live
         step.kv.write(0, step.slot_mapping, input_ids[0].view(-1, 1, 1).float(), position_ids[0].view(-1, 1, 1).float())
         rows = []

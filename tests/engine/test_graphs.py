@@ -114,6 +114,15 @@ def test_steps_that_only_decode_are_replayed(model, vocabulary, make_engine, run
     assert decode == 8 and engine.stats().replayed_steps == decode == engine.stats().steps - 1
 
 
+def test_rows_that_end_leave_nothing_behind(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=8)
+    for i in range(8):
+        engine.add(f"r{i}", PROMPT, SamplingParams(temperature=0.0, max_tokens=2 + 3 * (8 - i)))
+    results = run(engine)
+    for i in range(8):
+        assert results[f"r{i}", 0].token_ids == greedy(PROMPT, 2 + 3 * (8 - i))
+
+
 def test_more_rows_than_the_largest_bucket_never_run(model, vocabulary, make_engine, run, greedy):
     engine = make_engine(model, vocabulary, max_num_seqs=3)
     for i in range(9):
