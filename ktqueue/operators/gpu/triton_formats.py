@@ -10,8 +10,43 @@ multiplies these with zeros. Twin: panel_layout.py.
 import triton
 import triton.language as tl
 
-PARTS = tl.constexpr(8)
-WORDS = tl.constexpr(32)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _number(word, AT: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """Bits AT .. AT + BITS - 1 of a word (at most 8) as a float32, less OFFSET, exactly.
+
+    They stay where they are, in the mantissa of a number from 2^23 on: a logical operation and a multiply-add, where a
+    shift, a mask and a conversion from integer are three, at half the speed or less.
+    """
+    low: tl.constexpr = AT if AT + BITS <= 23 else AT - 16
+    if low != AT:
+        word = word >> 16
+    mask: tl.constexpr = ((1 << BITS) - 1) << low
+    if INTERPRETED:
+        bits = (word & mask) | 0x4B000000
+    else:  # said apart, "and" and "or" with constants become two instructions
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, 0x4B000000], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return tl.fma(bits.to(tl.float32, bitcast=True), 2.0**-low, -(2.0 ** (23 - low)) - OFFSET)
+
+
+@triton.jit
+def _unsigned(byte):
+    return _number(byte.to(tl.int32), 0, 8, 0)
+
+
+@triton.jit
+def _signed(byte):
+    return _number(byte.to(tl.int32) ^ 128, 0, 8, 128)
+
+
+@triton.jit
+def _spread(bits):
+    """The lowest four bits: bit i as the lowest of byte i."""
+    return ((bits & 15) * 0x00204081) & 0x01010101
 
 
 @triton.jit
@@ -26,10 +61,16 @@ def _halves(base, at):
 
 @triton.jit
 def _pair_words(base, panel, slab, word, row, start):
-    """Lines 2j and 2j + 1 of a plane of bit pairs: in the lowest four bits of each byte."""
+    """Lines 2j and 2j + 1 of a plane of bit pairs: in the lowest four bits of each byte.
+
+    Words of odd j need a shift that those of even j do not. Loads that are masked say so without a tensor of shifts:
+    the compiler loads right into the registers of a product where all else is loads, constants and arithmetic.
+    """
     group = word % 4
-    both = _words(base, (panel + start) // 4 + (slab * 2 + group // 2) * 16 + row)
-    return both >> (group % 2 * 4)
+    at = base.to(tl.pointer_type(tl.int32)) + ((panel + start) // 4 + (slab * 2 + group // 2) * 16 + row)
+    even = tl.load(at, mask=group % 2 == 0, other=0)
+    odd = tl.load(at, mask=group % 2 == 1, other=0)
+    return (even & 0x0F0F0F0F) | ((odd >> 4) & 0x0F0F0F0F)
 
 
 @triton.jit
@@ -74,24 +115,24 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
     half = word % 4 // 2
     if (FORMAT == "Q4_K") or (FORMAT == "Q5_K"):
         start = panel + (256 + 64 * (FORMAT == "Q5_K")) * slabs
-        scale = tl.load(base + start + slab * 16 + row).to(tl.float32)
-        minimum = tl.load(base + start + (slabs + slab) * 16 + row).to(tl.float32)
+        scale = _unsigned(tl.load(base + start + slab * 16 + row))
+        minimum = _unsigned(tl.load(base + start + (slabs + slab) * 16 + row))
         once = (start + 32 * slabs) // 2 + row
         scale, minimum = scale * _halves(base, once), minimum * _halves(base, once + 16)
     elif FORMAT == "Q2_K":
         start = panel + 128 * slabs
-        both = tl.load(base + start + slab * 32 + half * 16 + row)
+        both = tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int32)
         once = (start + 32 * slabs) // 2 + row
-        scale = (both & 15).to(tl.float32) * _halves(base, once)
-        minimum = (both >> 4).to(tl.float32) * _halves(base, once + 16)
+        scale = _number(both, 0, 4, 0) * _halves(base, once)
+        minimum = _number(both, 4, 4, 0) * _halves(base, once + 16)
     elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
         start = panel + (384 if FORMAT == "Q6_K" else 192) * slabs
-        scale = tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _signed(tl.load(base + start + slab * 32 + half * 16 + row))
         scale *= _halves(base, (start + 32 * slabs) // 2 + row)
         minimum = tl.zeros_like(scale)
     elif FORMAT == "IQ4_XS":
         start = panel + 256 * slabs
-        scale = tl.load(base + start + slab * 16 + row).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _signed(tl.load(base + start + slab * 16 + row))
         scale *= _halves(base, (start + 16 * slabs) // 2 + row)
         minimum = tl.zeros_like(scale)
     elif FORMAT == "MXFP4":
@@ -117,28 +158,27 @@ def _iq4_value(code):
 @triton.jit
 def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr):
     """Part number PART of the weights, float32 [32, N]."""
-    low: tl.constexpr = 8 * (PART % 4)
-    upper: tl.constexpr = PART // 4
+    byte: tl.constexpr = 8 * (PART % 4)
+    odd: tl.constexpr = PART // 4  # of the two lines
+    nibble: tl.constexpr = byte + 4 * odd
     if FORMAT == "Q8_0":
-        code = ((first if upper == 0 else second) >> low) & 255
-        return scale * (code.to(tl.float32) - 128.0)
-    if (FORMAT == "Q2_K") or (FORMAT == "Q3_K"):
-        code = (first >> (low + 2 * upper)) & 3
-        if FORMAT == "Q2_K":
-            return scale * code.to(tl.float32) - minimum
-        code = code | (((second >> PART) & 1) << 2)
-        return scale * (code.to(tl.float32) - 4.0)
-    code = (first >> (low + 4 * upper)) & 15
-    if FORMAT == "Q4_K":
-        return scale * code.to(tl.float32) - minimum
-    if FORMAT == "Q5_K":
-        code = code | (((second >> PART) & 1) << 4)
-        return scale * code.to(tl.float32) - minimum
-    if FORMAT == "Q6_K":
-        code = code | (((second >> (low + 2 * upper)) & 3) << 4)
-        return scale * (code.to(tl.float32) - 32.0)
+        return scale * _number(first if odd == 0 else second, byte, 8, 128)
     if FORMAT == "Q4_0":
-        return scale * (code.to(tl.float32) - 8.0)
+        return scale * _number(first, nibble, 4, 8)
+    if FORMAT == "Q4_K":
+        return scale * _number(first, nibble, 4, 0) - minimum
+    if FORMAT == "Q2_K":
+        return scale * _number(first, byte + 2 * odd, 2, 0) - minimum
+    if FORMAT == "Q5_K":
+        codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (_spread(second >> (4 * odd)) << 4)
+        return scale * _number(codes, byte, 5, 0) - minimum
+    if FORMAT == "Q6_K":
+        codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (((second >> (2 * odd)) & 0x03030303) << 4)
+        return scale * _number(codes, byte, 6, 32)
+    if FORMAT == "Q3_K":
+        codes = ((first >> (2 * odd)) & 0x03030303) | (_spread(second >> (4 * odd)) << 2)
+        return scale * _number(codes, byte, 3, 4)
+    code = (first >> nibble) & 15
     if FORMAT == "MXFP4":
         # E2M1: its exponent and mantissa as those of a float32, whose bias differs by 126, and doubled.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
