@@ -278,7 +278,8 @@ def launch(
         programs = min(pairs, experts)
     else:
         find, scan = SORTED, triton.next_power_of_2(experts)
-        block_m = _power(pairs // experts, 16, 32 if exact else 128)
+        # Half as many again as an expert has on average: few experts take a second block, which decodes anew.
+        block_m = _power(pairs * 3 // experts // 2, 16, 32 if exact else 128)
         programs = pairs // block_m + min(pairs, experts)
         lists = triton_pairs.sort_pairs(ids, offsets)
     permuted = block_m > 16
