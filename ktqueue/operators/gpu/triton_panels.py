@@ -268,10 +268,11 @@ def launch(
     columns = x.shape[1]
     experts = 1 if offsets is None else offsets.numel()
     exact = x.dtype == torch.float32
+    largest_block = 32 if exact else 64 if "F32" in quants else 128  # what fits into shared memory
     lists = (out, out, out)  # not read
     if ids is None or offsets is None:
         find, scan = EVERY, 1
-        block_m = _power(pairs, 16, 32 if exact else 128)
+        block_m = _power(pairs, 16, largest_block)
         programs = triton.cdiv(pairs, block_m)
     elif pairs <= 512:
         find, block_m, scan = (LEADER if pairs <= experts else EXPERT), 16, (64 if pairs <= 64 else 512)
@@ -279,7 +280,7 @@ def launch(
     else:
         find, scan = SORTED, triton.next_power_of_2(experts)
         # Half as many again as an expert has on average: few experts take a second block, which decodes anew.
-        block_m = _power(pairs * 3 // experts // 2, 16, 32 if exact else 128)
+        block_m = _power(pairs * 3 // experts // 2, 16, largest_block)
         programs = pairs // block_m + min(pairs, experts)
         lists = triton_pairs.sort_pairs(ids, offsets)
     permuted = block_m > 16
