@@ -1,20 +1,24 @@
 """Microseconds of one call of each fused operator on a GPU, in a CUDA graph of 48 calls, as a decode step makes them.
 
-python -m benchmarks.gpu_fused: Qwen3-30B-A3B's sizes in bf16, at 1, 4, 16 and 64 rows. Each call of a graph has its own
+python -m benchmarks.gpu_fused: Qwen3-30B-A3B's sizes in bf16, at 1, 4, 16 and 64 rows; matrices at 1, 2 and 4, beside
+torch's. Each call of a graph has its own
 weights, as each layer has.
 """
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from ktqueue.operators.gpu.fused import add_rms_norm, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 
 CALLS = 48  # layers
 ROWS = (1, 4, 16, 64)
+FEW = (1, 2, 4)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, CHOSEN = 2048, 32, 4, 128, 128, 8
 
 
@@ -88,14 +92,35 @@ def operators(rows: int) -> dict[str, Callable[[int], Any]]:
     }
 
 
+def linears(rows: int) -> dict[str, Callable[[int], Any]]:
+    """Name to call(layer) of the dense matrices: ours and torch's."""
+    shapes = {"qkv": (5120, HIDDEN), "output": (HIDDEN, 4096), "router": (EXPERTS, HIDDEN), "gate_up": (12288, HIDDEN)}
+    calls: dict[str, Callable[[int], Any]] = {}
+    for name, (outputs, columns) in shapes.items():
+        weights = torch.randn(CALLS, outputs, columns, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        calls[f"{name} {outputs} x {columns}"] = partial(_one, few_rows_linear, x, weights)
+        calls[f"{name}, torch"] = partial(_one, functional.linear, x, weights)
+    head = torch.randn(151936, HIDDEN, device="cuda", dtype=torch.bfloat16)  # larger than any cache: one is enough
+    last = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    calls[f"logits 151936 x {HIDDEN}"] = lambda layer: few_rows_linear(last, head)
+    calls["logits, torch"] = lambda layer: functional.linear(last, head)
+    return calls
+
+
+def _one(multiply: Callable[..., torch.Tensor], x: torch.Tensor, weights: torch.Tensor, layer: int) -> torch.Tensor:
+    return multiply(x, weights[layer])
+
+
 def main() -> None:
     """Print the table."""
-    tables = [operators(rows) for rows in ROWS]
     write = sys.stdout.write
     write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us a call in a graph of {CALLS}\n")
-    write(f"{'':28}" + "".join(f"{f'{rows} rows':>10}" for rows in ROWS) + "\n")
-    for name in tables[0]:
-        write(f"{name:28}" + "".join(f"{microseconds(table[name]):10.2f}" for table in tables) + "\n")
+    for make, counts in ((operators, ROWS), (linears, FEW)):
+        write(f"{'':28}" + "".join(f"{f'{rows} rows':>10}" for rows in counts) + "\n")
+        columns = [{name: microseconds(call) for name, call in make(rows).items()} for rows in counts]
+        for name in columns[0]:
+            write(f"{name:28}" + "".join(f"{column[name]:10.2f}" for column in columns) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.fused import add_rms_norm, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -183,3 +183,13 @@ def test_copies_may_lie_in_pinned_memory() -> None:
 def test_gated(tokens: int, activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     check(gated, {"activation": activation, "gate_up": torch.randn(tokens, 2 * 1408).to(dtype)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "columns"), [(5120, 2048), (2048, 4096), (128, 2048), (1000, 2880), (7, 14336)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5])
+def test_few_rows_linear(tokens: int, outputs: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    weight = (torch.randn(outputs, columns) / columns**0.5).to(dtype)
+    for bias in (None, torch.randn(outputs).to(dtype)):
+        check(few_rows_linear, {"x": torch.randn(tokens, columns).to(dtype), "weight": weight, "bias": bias})

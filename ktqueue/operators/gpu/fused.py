@@ -15,6 +15,8 @@ from ktqueue.operators.native import ActivationName
 
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn: what is written to a cache of that type saturates there."""
+FEW_ROWS = 4
+"""Up to here a matrix is read faster by our kernel; beyond, tensor cores (torch's kernels) are needed to keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,20 @@ def gated(
     return reference.activate(activation, gate, up, alpha, limit)
 
 
+def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [tokens, columns] times weight [outputs, columns] transposed, plus bias [outputs] -> [tokens, outputs].
+
+    What torch.nn.functional.linear computes, and so it is called for all but 1 to FEW_ROWS tokens of 16 bits on CUDA,
+    where one row leaves it at a part of what memory can give. Sums are float32. Rows of x may be strided.
+    """
+    few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
+    if few and x.is_cuda and x.stride(1) == 1 and weight.is_contiguous():
+        from ktqueue.operators.gpu import triton_linear
+
+        return triton_linear.few_rows_linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def _check(fits: bool, name: str, **tensors: torch.Tensor | None) -> None:
     if not fits:
         shapes = ", ".join(f"{key} {list(x.shape)} {x.dtype}" for key, x in tensors.items() if x is not None)
@@ -249,7 +265,7 @@ def _clipped(x: torch.Tensor, clip: float) -> torch.Tensor:
 
 def _append(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
     """states [tokens, kv_heads, head_dim] into cache [pages, page_size, kv_heads, head_dim]."""
-    if cache.dtype == torch.float8_e4m3fn:  # torch makes NaN of what is too large, and has no index_copy_ of this type
+    if cache.dtype == torch.float8_e4m3fn:  # older torch makes NaN of what is too large; none has its index_copy_
         states = states.float().clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
         cache = cache.view(torch.uint8)
     cache.view(-1, *states.shape[1:]).index_copy_(0, slot_mapping, states.to(cache.dtype))

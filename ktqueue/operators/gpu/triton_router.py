@@ -44,9 +44,9 @@ def _route(
     unsound = tl.max(((x != x) | (x == infinity)).to(tl.int32), axis=0) > 0
     x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0, its bits do not
 
-    # The highest logit is the greatest int64 of (logit, from the last expert backwards): among equals the lowest id.
+    # The highest logit is the greatest int64 of (logit, from the last expert backwards): among equals the lowest id, so
+    # that what pads the block comes after every expert.
     rank = (_sortable(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
-    rank = tl.where(expert < EXPERTS, rank, _TAKEN)
     ids = tl.zeros([CHOSEN_BLOCK], tl.int64)
     keys = tl.zeros([CHOSEN_BLOCK], tl.int32)
     for i in tl.static_range(CHOSEN):
@@ -56,7 +56,6 @@ def _route(
         rank = tl.where(rank == best, _TAKEN, rank)
 
     largest = tl.max(x, axis=0)
-    unsound = unsound | (largest == -infinity)
     weights = tl.where(slot < CHOSEN, tl.exp(_sortable(keys).to(tl.float32, bitcast=True) - largest), 0.0)
     weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
     ids = tl.where(unsound, slot.to(tl.int64), ids)  # whatever the bits of a NaN made of them

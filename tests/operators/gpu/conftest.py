@@ -86,9 +86,13 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def _rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """Bits of `data` (numpy, of the triton type `source`) as the type `target`: to the nearest, ties to even."""
+    """Bits of `data` (numpy, of the triton type `source`) as the type `target`: to the nearest, ties to even. What does
+    not fit float8_e4m3fn is NaN, whether or not torch saturates: kernels must do so themselves."""
     bits = torch.from_numpy(np.ascontiguousarray(data).view(UNSIGNED[data.dtype.itemsize]))
-    result = bits.view(TORCH_TYPES[source.name]).to(TORCH_TYPES[target.name])
+    numbers = bits.view(TORCH_TYPES[source.name])
+    result = numbers.to(TORCH_TYPES[target.name])
+    if result.dtype == torch.float8_e4m3fn:
+        result = numbers.float().where(numbers.float().abs() <= 448, float("nan")).to(result.dtype)
     unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[result.element_size()]
     return result.view(unsigned).numpy().reshape(data.shape)
 

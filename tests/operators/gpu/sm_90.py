@@ -48,7 +48,7 @@ def compiling() -> Iterator[list[str]]:
 
 def fused() -> None:
     """Every kernel of fused.py, for shapes and types that models have."""
-    from ktqueue.operators.gpu import triton_norm, triton_rope, triton_router
+    from ktqueue.operators.gpu import triton_linear, triton_norm, triton_rope, triton_router
 
     for dtype, hidden, slots in ((torch.bfloat16, 2048, 8), (torch.float32, 2880, 4)):
         rows = torch.zeros(2, hidden, dtype=dtype)
@@ -90,6 +90,10 @@ def fused() -> None:
             values=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
             clip=clip,
         )
+
+    for tokens, outputs, columns in ((1, 5120, 2048), (4, 2880, 2880)):
+        weight = torch.zeros(outputs, columns, dtype=bf16)
+        triton_linear.few_rows_linear(weight[:tokens], weight, weight[:, 0].contiguous())
 
     for experts, chosen, dtype in ((128, 8, bf16), (60, 4, torch.float32)):
         options = {

@@ -19,7 +19,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeAttention, OlmoeRotary
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
-from ktqueue.operators.gpu.fused import add_rms_norm, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -200,6 +200,11 @@ def test_no_tokens(qkv: Any) -> None:
     assert qk_norm_rope_append(**qkv(tokens=0)).shape == (0, 4, 16)
     assert route(torch.zeros(0, 4), 2, renormalise=True).ids.shape == (0, 2)
     assert add_rms_norm(torch.zeros(0, 8), torch.zeros(8), 1e-6).shape == (0, 8)
+
+
+def test_a_linear_of_a_few_rows_is_a_linear() -> None:
+    x, weight, bias = torch.randn(3, 48), torch.randn(7, 48), torch.randn(7)
+    assert torch.equal(few_rows_linear(x, weight, bias), nn.functional.linear(x, weight, bias))
 
 
 def test_what_does_not_fit_is_refused(qkv: Any) -> None:
