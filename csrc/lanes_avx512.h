@@ -25,6 +25,10 @@ inline Bytes load_bytes(const uint8_t* source) {
     return _mm512_loadu_si512(source);
 }
 
+inline void store_bytes(uint8_t* target, Bytes a) {
+    _mm512_storeu_si512(target, a);
+}
+
 inline Bytes low_nibbles(Bytes codes) {
     return _mm512_and_si512(codes, _mm512_set1_epi8(15));
 }

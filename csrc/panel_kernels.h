@@ -6,13 +6,15 @@
 // sums, scaled, are added to its float sums:
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
 // in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
-// bit whichever kernel computed it and whatever else shared the pass.
+// bit whichever kernel computed it and whatever else shared the pass. Some formats have superblock_kernels.h besides, for
+// many rows.
 #pragma once
 
 #include <algorithm>
 
 #include "kernel_table.h"
 #include "panel_format.h"
+#include "superblock_kernels.h"
 
 namespace ktqueue {
 namespace {
@@ -21,7 +23,8 @@ namespace {
 // tokens, nothing lost at one.
 constexpr size_t kPrefetchBytes = 4096;
 // Two panels are two streams, and what one fetches near its end is the other's beginning: they fetch the same place of
-// the next two panels instead, to the second-level cache, if that is not too far.
+// the next two panels instead, to the second-level cache, if that is not too far. All passes share in that: memory is
+// too slow for the first one alone.
 constexpr size_t kFarthestBytes = 128 * 1024;
 
 template <size_t Count, int Locality>
@@ -29,20 +32,33 @@ inline void prefetch(const uint8_t* source) {
     for (size_t i = 0; i < Count; i += 64) __builtin_prefetch(source + i, 0, Locality);
 }
 
+// What the passes over one or two panels fetch meanwhile for those that come later: `lines` cache lines of each a slab.
+template <size_t Panels>
+struct Fetch {
+    const uint8_t* next[Panels];
+    size_t lines;
+    bool once;  // by the first pass alone
+
+    void step() {
+        for (size_t i = 0; i < lines; ++i)
+            for (const uint8_t*& one : next) {
+                __builtin_prefetch(one, 0, Panels == 1 ? 3 : 2);
+                one += 64;
+            }
+    }
+};
+
 // sums[p][m] += one superblock of `slabs` slabs of panel p times the same slabs of x[m].
 template <class Format, size_t Panels, size_t Tokens>
 inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
-                           const ActivationSlab* const (&x)[Tokens], size_t first, size_t ahead,
+                           const ActivationSlab* const (&x)[Tokens], size_t first, Fetch<Panels>& fetch,
                            Floats (&sums)[Panels][Tokens]) {
     constexpr ActivationKind kKind = activation_kind(Format::kQuant);
     constexpr bool kWide = kKind.offset == 128;
     constexpr bool kCorrects = kKind.offset != 0 && !(kWide && kSubtractsOffset);
     constexpr size_t kHalves = kKind.halves ? 2 : 1;
     for (size_t s = 0; s < slabs; ++s) {
-        if (ahead)
-            for (size_t p = 0; p < Panels; ++p)
-                prefetch<slab_bytes(Format::kQuant), Panels == 1 ? 3 : 2>(blocks[p] + s * slab_bytes(Format::kQuant) +
-                                                                          ahead);
+        fetch.step();
         Floats halves[Panels][Tokens];  // of formats with a scale for 16: what their first half came to
 #pragma GCC unroll 2
         for (size_t h = 0; h < kHalves; ++h) {
@@ -101,37 +117,37 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
 }
 
 template <class Format, size_t Panels, size_t Tokens>
-void dot_tokens(const PanelTask& task, size_t first_token) {
+void dot_tokens(const PanelTask& task, size_t first_token, Fetch<Panels>& shared) {
+    Fetch<Panels> fetch = shared;  // in registers
     const size_t slabs = (task.columns + kSlab - 1) / kSlab;
     const ActivationSlab* x[Tokens];
     for (size_t m = 0; m < Tokens; ++m) x[m] = static_cast<const ActivationSlab*>(task.x[first_token + m]);
     const uint8_t* blocks[Panels];
     for (size_t p = 0; p < Panels; ++p) blocks[p] = task.weights + p * task.panel_stride;
-    const size_t next = Panels * task.panel_stride;
-    const size_t distance = Panels > 1 && next <= kFarthestBytes ? next : kPrefetchBytes;
-    const size_t ahead = first_token == 0 ? distance : 0;
     Floats sums[Panels][Tokens];
     for (auto& panel : sums)
         for (Floats& sum : panel) sum = zero_floats();
     for (size_t s = 0; s < slabs; s += kSlabs) {
-        add_superblock<Format, Panels, Tokens>(blocks, std::min(kSlabs, slabs - s), x, s, ahead, sums);
+        add_superblock<Format, Panels, Tokens>(blocks, std::min(kSlabs, slabs - s), x, s, fetch, sums);
         for (const uint8_t*& block : blocks) block += superblock_bytes(Format::kQuant);
     }
     for (size_t p = 0; p < Panels; ++p)
         for (size_t m = 0; m < Tokens; ++m)
             store_floats(task.y + (first_token + m) * task.y_stride + p * kPanelRows, sums[p][m]);
+    shared = fetch;
+    if (fetch.once) shared.lines = 0;
 }
 
 // Calls Body<Tokens>::run(task, first token) for passes that together serve all tokens, none of more than Most. Kernels
 // are made for few sizes of pass, for each takes a while to compile: 5 and 7 tokens make two passes.
-template <template <size_t> class Body, size_t Most>
-inline void for_passes(const PanelTask& task) {
+template <template <size_t> class Body, size_t Most, class... Shared>
+inline void for_passes(const PanelTask& task, Shared&... shared) {
     for (size_t first = 0; first < task.tokens;) {
         size_t left = std::min(task.tokens - first, Most);
         const size_t beyond = task.tokens - first - left;
         if (left == 6 && (beyond == 1 || beyond == 2)) left = 4;  // 4 + 3 and 4 + 4 are better than 6 + 1 and 6 + 2
         const auto pass = [&]<size_t Tokens>() {
-            if constexpr (Tokens <= Most) Body<Tokens>::run(task, first);
+            if constexpr (Tokens <= Most) Body<Tokens>::run(task, first, shared...);
             first += Tokens;
         };
         if (left >= 8)
@@ -153,9 +169,25 @@ template <class Format, size_t Panels>
 struct Dot {
     template <size_t Tokens>
     struct Pass {
-        static void run(const PanelTask& task, size_t first) { dot_tokens<Format, Panels, Tokens>(task, first); }
+        static void run(const PanelTask& task, size_t first, Fetch<Panels>& fetch) {
+            dot_tokens<Format, Panels, Tokens>(task, first, fetch);
+        }
     };
 };
+
+// One or two panels, all tokens, in passes of at most `Most`.
+template <class Format, size_t Panels, size_t Most>
+void dot_passes(const PanelTask& task) {
+    constexpr size_t kLines = (slab_bytes(Format::kQuant) + 63) / 64;
+    const size_t next = Panels * task.panel_stride;
+    const size_t passes = (task.tokens + Most - 1) / Most;
+    const size_t distance = Panels > 1 && next <= kFarthestBytes ? next : kPrefetchBytes;
+    Fetch<Panels> fetch;
+    for (size_t p = 0; p < Panels; ++p) fetch.next[p] = task.weights + p * task.panel_stride + distance;
+    fetch.once = distance == kPrefetchBytes;
+    fetch.lines = fetch.once ? kLines : (kLines + passes - 1) / passes;
+    for_passes<Dot<Format, Panels>::template Pass, Most>(task, fetch);
+}
 
 // A pair of panels, or one, serves all tokens before the next is touched, so that it comes from memory once.
 template <class Format>
@@ -168,11 +200,17 @@ void dot_panels(const PanelTask& task) {
         part.y = task.y + p * kPanelRows;
         if constexpr (kMaxPairTokens > 0) {
             if (part.panels == 2) {
-                for_passes<Dot<Format, 2>::template Pass, kMaxPairTokens>(part);
+                if constexpr (by_superblocks(Format::kQuant)) {
+                    if (task.tokens >= kSuperblockTokens) {
+                        dot_superblocks<Format>(part);
+                        continue;
+                    }
+                }
+                dot_passes<Format, 2, kMaxPairTokens>(part);
                 continue;
             }
         }
-        for_passes<Dot<Format, 1>::template Pass, kMaxTokens>(part);
+        dot_passes<Format, 1, kMaxTokens>(part);
     }
 }
 

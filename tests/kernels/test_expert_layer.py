@@ -62,11 +62,12 @@ def test_many_tokens(quant, isa, make_weights, run_layer, exact, two_threads):
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
+@pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_instruction_sets_agree(quant, make_weights, run_layer):
+def test_instruction_sets_agree(quant, tokens, make_weights, run_layer):
     """Vector kernels bit for bit; the portable one to rounding, for its exp is the C library's."""
     packed = make_weights(quant, 4, 256, 512)
-    x, (ids, weights) = activations(9, 256), route(9, 4, 2)
+    x, (ids, weights) = activations(tokens, 256), route(tokens, 4, 2)
     isas = [isa for isa in native.isas() if (isa, quant) != ("amx", "BF16")]
     first, *others = (run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights) for isa in isas)
     for other in others:

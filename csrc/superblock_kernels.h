@@ -1,0 +1,174 @@
+// Two panels times many rows, superblock by superblock: one of both panels stays in the first-level cache while all rows
+// pass by and the next one is fetched from memory meanwhile; the sums wait in y.
+// Included only by translation units of one instruction set, after a lanes header; internal linkage.
+//
+// For formats whose codes are bytes as they lie, and for those with a scale for 16: their codes come from two planes,
+// and are unpacked here once a superblock and not once a pass. The others are faster by panel_kernels.h, and all are
+// with few rows. The operations on a row, and their order, are the same there: results are equal bit for bit.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "kernel_table.h"
+#include "panel_format.h"
+
+namespace ktqueue {
+namespace {
+
+constexpr size_t kSuperblockTokens = 12;  // from how many rows on it is faster
+
+constexpr bool by_superblocks(Quant quant) {
+    return quant == Quant::Q8_0 || activation_kind(quant).halves;
+}
+
+// body(0) .. body(Count - 1), each number a constant: arrays that these index live in registers.
+template <size_t Count, class Body>
+[[gnu::always_inline]] inline void unroll(Body&& body) {
+    [&]<size_t... I>(std::index_sequence<I...>) __attribute__((always_inline)) {
+        (body(std::integral_constant<size_t, I>{}), ...);
+    }(std::make_index_sequence<Count>{});
+}
+
+// A superblock of two panels: lines of codes, and for each slab, its halves and the panels the scales in floats.
+template <class Format>
+struct Unpacked {
+    static constexpr bool kMinimums = Format::kMinimums;
+    static constexpr bool kInPlace = Format::kQuant == Quant::Q8_0;  // its codes are lines already
+    static constexpr size_t kHalves = activation_kind(Format::kQuant).halves ? 2 : 1;
+    static constexpr size_t kSlabBytes = 8 * 64;
+
+    const uint8_t* codes[2];  // [slabs][8] lines
+    alignas(64) float scales[kSlabs][kHalves][2][kPanelRows];
+    alignas(64) float minimums[kMinimums ? kSlabs : 1][kHalves][2][kPanelRows];
+    alignas(64) uint8_t lines[2][kInPlace ? 1 : kSlabs * kSlabBytes];
+
+    void unpack(const uint8_t* block, size_t slabs, size_t panel) {
+        const Format format(block, slabs);
+        codes[panel] = kInPlace ? block : lines[panel];
+        for (size_t s = 0; s < slabs; ++s) {
+            if constexpr (!kInPlace)
+                unroll<4>([&](auto j) {
+                    Bytes even, odd;
+                    format.lines(s, j, even, odd);
+                    store_bytes(lines[panel] + s * kSlabBytes + j * 128, even);
+                    store_bytes(lines[panel] + s * kSlabBytes + j * 128 + 64, odd);
+                });
+            unroll<kHalves>([&](auto h) {
+                store_floats(scales[s][h][panel], format.scale(s, h));
+                if constexpr (kMinimums) store_floats(minimums[s][h][panel], format.minimum(s, h));
+            });
+        }
+    }
+};
+
+// What the passes over a superblock fetch meanwhile of the next one: `lines` cache lines of each panel a slab.
+struct NextSuperblock {
+    const uint8_t* panels[2];
+    size_t lines;
+};
+
+// y[m] (or 0, for the first superblock of the panels) += the superblock times x[m], whose slabs begin at `first`.
+template <class Format, size_t Tokens>
+void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const* rows, size_t first, float* y,
+                  size_t y_stride, NextSuperblock& next) {
+    constexpr bool kCorrects = activation_kind(Format::kQuant).offset != 0;
+    constexpr size_t kHalves = Unpacked<Format>::kHalves;
+    const ActivationSlab* x[Tokens];
+    Floats sums[2][Tokens];
+    unroll<Tokens>([&](auto m) {
+        x[m] = static_cast<const ActivationSlab*>(rows[m]) + first;
+        unroll<2>(
+            [&](auto p) { sums[p][m] = first == 0 ? zero_floats() : load_floats(y + m * y_stride + p * kPanelRows); });
+    });
+    const uint8_t *codes = block.codes[0], *other_codes = block.codes[1];
+    for (size_t s = 0; s < slabs; ++s) {
+        for (size_t i = 0; i < next.lines; ++i)
+            for (const uint8_t*& panel : next.panels) {
+                __builtin_prefetch(panel, 0, 3);
+                panel += 64;
+            }
+        Floats halves[2][Tokens];  // what the first half came to
+        unroll<kHalves>([&](auto h) {
+            Ints products[2][Tokens];
+            unroll<Tokens>([&](auto m) {
+                products[0][m] = products[1][m] = kCorrects ? splat_int(x[m]->correction[h]) : zero_ints();
+            });
+            unroll<8 / kHalves>([&](auto i) {
+                constexpr size_t kLine = h * 8 / kHalves + i;
+                const Bytes line = load_bytes(codes + 64 * kLine), other = load_bytes(other_codes + 64 * kLine);
+                unroll<Tokens>([&](auto m) {
+                    const Quad q = load_quad(x[m]->q + 4 * kLine);
+                    products[0][m] = dot(products[0][m], line, q);
+                    products[1][m] = dot(products[1][m], other, q);
+                });
+            });
+            unroll<2>([&](auto p) {
+                const Floats scale = load_floats(block.scales[s][h][p]);
+                unroll<Tokens>([&](auto m) {
+                    const Floats product = to_floats(products[p][m]);
+                    if constexpr (kHalves == 1) {
+                        sums[p][m] = fused(times(product, splat_float(x[m]->scale)), scale, sums[p][m]);
+                    } else if constexpr (h == 0) {
+                        halves[p][m] = times(product, scale);
+                    } else {
+                        sums[p][m] = fused(fused(product, scale, halves[p][m]), splat_float(x[m]->scale), sums[p][m]);
+                    }
+                });
+            });
+        });
+        if constexpr (Format::kMinimums)
+            unroll<2>([&](auto p) {
+                unroll<kHalves>([&](auto h) {
+                    const Floats minimum = load_floats(block.minimums[s][h][p]);
+                    unroll<Tokens>(
+                        [&](auto m) { sums[p][m] = fused_negative(minimum, splat_float(x[m]->total[h]), sums[p][m]); });
+                });
+            });
+        unroll<Tokens>([&](auto m) { ++x[m]; });
+        codes += Unpacked<Format>::kSlabBytes;
+        other_codes += Unpacked<Format>::kSlabBytes;
+    }
+    unroll<Tokens>(
+        [&](auto m) { unroll<2>([&](auto p) { store_floats(y + m * y_stride + p * kPanelRows, sums[p][m]); }); });
+}
+
+// Two panels, kSuperblockTokens tokens or more.
+template <class Format>
+void dot_superblocks(const PanelTask& task) {
+    constexpr size_t kBytes = superblock_bytes(Format::kQuant);
+    constexpr size_t kMost = Unpacked<Format>::kHalves == 2 ? 4 : 6;  // rows a pass, as many as registers hold
+    const size_t slabs = (task.columns + kSlab - 1) / kSlab;
+    // Passes of nearly equal size: the first `more` have one row more.
+    const size_t passes = (task.tokens + kMost - 1) / kMost;
+    const size_t least = task.tokens / passes, more = task.tokens % passes;
+    Unpacked<Format> unpacked;
+    const uint8_t* block = task.weights;
+    for (size_t s = 0; s < slabs; s += kSlabs, block += kBytes) {
+        const size_t count = std::min(kSlabs, slabs - s);
+        for (size_t p = 0; p < 2; ++p) unpacked.unpack(block + p * task.panel_stride, count, p);
+        const uint8_t* then = s + kSlabs < slabs ? block + kBytes : task.weights + 2 * task.panel_stride;
+        const size_t steps = passes * count;
+        NextSuperblock next{{then, then + task.panel_stride}, (kBytes / 64 + steps - 1) / steps};
+        for (size_t pass = 0, t = 0; pass < passes; ++pass) {
+            const auto run = [&]<size_t Tokens>() {
+                add_unpacked<Format, Tokens>(unpacked, count, task.x + t, s, task.y + t * task.y_stride, task.y_stride,
+                                             next);
+                t += Tokens;
+            };
+            // From 12 rows on no pass is smaller: 13 are 5 + 4 + 4, or 4 + 3 + 3 + 3.
+            static_assert(kSuperblockTokens == 12);
+            const size_t tokens = least + (pass < more ? 1 : 0);
+            if (tokens == kMost) {
+                run.template operator()<kMost>();
+            } else if (tokens + 1 == kMost) {
+                run.template operator()<kMost - 1>();
+            } else {
+                run.template operator()<4>();
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace ktqueue
