@@ -54,6 +54,9 @@ class ResidentExperts:
     def leave(self, layer: int) -> None:
         """They stay."""
 
+    def settle(self, layer: int) -> None:
+        """It is as for every other layer."""
+
 
 class ExpertMemory:
     """For `layers`, those with routed experts; of none, all methods do nothing."""

@@ -84,6 +84,9 @@ class ExpertPlaces(Protocol):
     def leave(self, layer: int) -> None:
         """All that reads the layer's experts has been launched on the current stream."""
 
+    def settle(self, layer: int) -> None:
+        """The current stream has what the CPU made of the layer."""
+
 
 class StepExperts:
     """All routed experts for one step. `handoff`: to the CPU's; needed if any may be there."""
@@ -126,4 +129,5 @@ class StepExperts:
             where.leave(index)
         beside = shared(x) if shared else (None, None)
         added = handoff.wait(index, len(x)) if handoff is not None else None
+        where.settle(index)
         return Deferred(added, partials, *beside)

@@ -158,7 +158,8 @@ class StreamedExperts:
         self._plan = plan
         self._arriving: dict[int, Mark] = {}
         self._copying: list[tuple[Mark, Mark]] = []
-        self._begun = self._left = streamer.here()
+        self._computing: list[tuple[Mark, Mark]] = []  # behind one layer's experts, before those of the next
+        self._settled: Mark | None = None
         for layer in range(AREAS):
             self._bring(layer)
 
@@ -174,14 +175,19 @@ class StreamedExperts:
 
     def arrive(self, layer: int) -> None:
         """See ExpertPlaces."""
+        if self._settled is not None:
+            self._computing.append((self._settled, self._streamer.here()))
         if layer in self._arriving:
             self._streamer.hold(self._arriving.pop(layer))
 
     def leave(self, layer: int) -> None:
         """See ExpertPlaces."""
-        self._left = self._streamer.here()
-        self._streamer.free(layer, self._left)
+        self._streamer.free(layer, self._streamer.here())
         self._bring(layer + AREAS)
+
+    def settle(self, layer: int) -> None:
+        """See ExpertPlaces."""
+        self._settled = self._streamer.here()
 
     @property
     def layers(self) -> int:
@@ -189,14 +195,18 @@ class StreamedExperts:
         return sum(count > 0 for count in self._plan.counts)
 
     def seconds(self) -> tuple[float, float] | None:
-        """Of a step that is done: what the copies took, and from the first layer's begin to the last one's experts;
-        None: it is not done."""
-        if not self._left.passed():
+        """Of a step that is done, on average for a layer: what its copies took, and what the GPU took from the experts
+        of the layer before it to its own; 0: not known. None: the step is not done."""
+        if self._settled is None or not self._settled.passed():
             return None
-        return sum(there.seconds_since(begun) for begun, there in self._copying), self._left.seconds_since(self._begun)
+        return _mean(self._copying), _mean(self._computing)
 
     def _bring(self, layer: int) -> None:
         if layer < len(self._plan.counts) and self._plan.counts[layer] > 0:
             begun, there = self._streamer.bring(self._plan.copies[layer], layer)
             self._copying.append((begun, there))
             self._arriving[layer] = there
+
+
+def _mean(spans: list[tuple[Mark, Mark]]) -> float:
+    return sum(end.seconds_since(begin) for begin, end in spans) / len(spans) if spans else 0.0

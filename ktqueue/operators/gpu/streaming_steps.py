@@ -44,13 +44,13 @@ class StreamingSteps:
         return step
 
     def after_step(self) -> None:
-        """Learn from the step that has just ended, if it streamed."""
-        if self._running is None:
+        """Learn from the step that has just ended, if it streamed. Not from the first: kernels are compiled in it."""
+        if self._running is None or self.steps == 1:
             return
         step, tokens, share, before = self._running
         self._running = None
         seconds = step.seconds()
         if seconds is not None and step.layers > 0:
-            copy, whole = (one / step.layers for one in seconds)
+            copy, gpu = seconds
             cpu = (self._handoff.statistics.busy_seconds - before) / step.layers
-            self._costs.learn(tokens, share, cpu=cpu, copy=copy, whole=whole)
+            self._costs.learn(tokens, share, cpu=cpu, copy=copy, gpu=gpu)
