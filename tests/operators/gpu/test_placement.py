@@ -110,14 +110,13 @@ def test_little_more_use_moves_nothing(parts):
 
 def test_old_uses_are_forgotten(parts):
     pool, placement, _ = parts
-    placement.counts[0, :2] = 2 * module.HALF_LIFE
+    placement.counts[0, :2] = 20 * module.HALF_LIFE
     read(placement)
     for _ in range(6):
         placement.counts[0, 3] += 2 * module.HALF_LIFE
         read(placement)
     placement.after_step()
-    assert 3 in holds(pool, 0)
-    assert placement.hit_rate > 0.5
+    assert 3 in holds(pool, 0)  # though it was used less in all
 
 
 def test_moves_of_one_time_are_limited(parts, monkeypatch):
