@@ -193,3 +193,6 @@ def test_few_rows_linear(tokens: int, outputs: int, columns: int, dtype: torch.d
     weight = (torch.randn(outputs, columns) / columns**0.5).to(dtype)
     for bias in (None, torch.randn(outputs).to(dtype)):
         check(few_rows_linear, {"x": torch.randn(tokens, columns).to(dtype), "weight": weight, "bias": bias})
+    x = torch.randn(tokens, columns).to(dtype)
+    sums = few_rows_linear(x.cuda(), weight.cuda(), dtype=torch.float32)
+    torch.testing.assert_close(sums.cpu(), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)

@@ -16,8 +16,9 @@ from ktqueue.operators.base import Operator, register
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.gpu.decoder_layer import DecoderLayer, Rotary
-from ktqueue.operators.gpu.dense import DenseWeights, matmul_float32
+from ktqueue.operators.gpu.dense import DenseWeights
 from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
+from ktqueue.operators.gpu.fused import few_rows_linear
 from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
 from ktqueue.operators.gpu.panels import ExpertRecord
 from ktqueue.operators.gpu.settings import GpuSettings
@@ -154,7 +155,7 @@ class GpuDecoder(Operator):
             residual, attended = residual[logits_to_keep], attended[logits_to_keep]
         deferred = last.mlp(residual, attended, experts, step.live_tokens if scored == tokens else None)
         x = deferred.add_to(residual, self._norm, self.facts.epsilon)
-        return DecoderOutput(matmul_float32(x, self._head)[None])
+        return DecoderOutput(few_rows_linear(x, self._head, dtype=torch.float32)[None])
 
     def after_step(self) -> None:
         """To be called once the device has finished a step: raises RuntimeError if the CPU's experts failed in it,

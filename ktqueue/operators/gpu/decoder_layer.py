@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
-from ktqueue.operators.gpu.dense import Dense, DenseWeights, matmul_float32
-from ktqueue.operators.gpu.fused import gated, qk_norm_rope_append
+from ktqueue.operators.gpu.dense import Dense, DenseWeights
+from ktqueue.operators.gpu.fused import few_rows_linear, gated, qk_norm_rope_append
 from ktqueue.operators.gpu.hybrid_experts import Deferred, StepExperts
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
@@ -122,7 +122,7 @@ class DecoderLayer:
             return Deferred(added=self._mlp(x))
         assert experts is not None and self._routed is not None
         shared = self._shared_expert if self._shared else None
-        return experts.run(self._routed, x, matmul_float32(x, self._router), live, shared)
+        return experts.run(self._routed, x, few_rows_linear(x, self._router, dtype=torch.float32), live, shared)
 
     def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._shared is not None

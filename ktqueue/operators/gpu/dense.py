@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.fused import few_rows_linear
 from ktqueue.operators.packed import ModuleWeights, PackedMatrix
 
 AT_ONCE = 1 << 22  # weights that a thread has as float32 at one time: 16 MB
@@ -25,7 +25,7 @@ class Dense:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, columns] -> [tokens, rows], same dtype."""
-        return functional.linear(x, self.weight, self.bias)
+        return few_rows_linear(x, self.weight, self.bias)
 
 
 class DenseWeights:
@@ -81,10 +81,3 @@ def _decode(matrix: PackedMatrix, first: int, target: torch.Tensor) -> None:
     data = matrix.data[first * row_bytes : (first + len(target)) * row_bytes]
     decoded = native.dequantize(matrix.quant, data, target.numel())
     target.copy_(torch.from_numpy(decoded).view(target.shape).to(target.device))
-
-
-def matmul_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [tokens, columns] times weight [rows, columns] -> [tokens, rows] float32, the sums not rounded to x's type."""
-    if x.is_cuda and x.dtype == weight.dtype != torch.float32:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return functional.linear(x.float(), weight.float())

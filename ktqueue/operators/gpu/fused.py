@@ -233,18 +233,29 @@ def gated(
     return reference.activate(activation, gate, up, alpha, limit)
 
 
-def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_rows_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """x [tokens, columns] times weight [outputs, columns] transposed, plus bias [outputs] -> [tokens, outputs].
 
     What torch.nn.functional.linear computes, and so it is called for all but 1 to FEW_ROWS tokens of 16 bits on CUDA,
-    where one row leaves it at a part of what memory can give. Sums are float32. Rows of x may be strided.
+    where one row leaves it at a part of what memory can give. Sums are float32. Rows of x may be strided. dtype: of the
+    result: that of x, or float32, which keeps the sums as they are; then there is no bias.
     """
     few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
     if few and x.is_cuda and x.stride(1) == 1 and weight.is_contiguous():
         from ktqueue.operators.gpu import triton_linear
 
-        return triton_linear.few_rows_linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
+        return triton_linear.few_rows_linear(x, weight, bias, dtype)
+    if dtype in (None, x.dtype):
+        return torch.nn.functional.linear(x, weight, bias)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def _check(fits: bool, name: str, **tensors: torch.Tensor | None) -> None:

@@ -45,11 +45,13 @@ def _few_rows_linear(
     tl.store(out + token * outputs + output[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
-def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See fused.few_rows_linear; 1 to 4 tokens."""
     tokens, columns = x.shape
     outputs = weight.shape[0]
-    out = x.new_empty(tokens, outputs)
+    out = x.new_empty(tokens, outputs, dtype=dtype)
     block_out = 8 if tokens == 1 else 4  # what registers hold on its way
     while block_out > 1 and outputs < _PROGRAMS * block_out:
         block_out //= 2

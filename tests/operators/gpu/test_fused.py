@@ -205,6 +205,10 @@ def test_no_tokens(qkv: Any) -> None:
 def test_a_linear_of_a_few_rows_is_a_linear() -> None:
     x, weight, bias = torch.randn(3, 48), torch.randn(7, 48), torch.randn(7)
     assert torch.equal(few_rows_linear(x, weight, bias), nn.functional.linear(x, weight, bias))
+    x, weight = x.bfloat16(), weight.bfloat16()
+    sums = few_rows_linear(x, weight, dtype=torch.float32)
+    assert torch.equal(sums, x.float() @ weight.float().T)
+    assert not torch.equal(sums, few_rows_linear(x, weight).float())
 
 
 def test_what_does_not_fit_is_refused(qkv: Any) -> None:

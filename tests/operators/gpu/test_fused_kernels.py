@@ -160,6 +160,8 @@ def test_few_rows_linear(
             ours = triton_linear.few_rows_linear(x, weight, added)
             twin = x.float() @ weight.float().T + (0 if added is None else added.float())
             torch.testing.assert_close(ours.float(), twin, rtol=STEP[dtype], atol=1e-4)
+        sums = triton_linear.few_rows_linear(x, weight, None, torch.float32)
+        torch.testing.assert_close(sums, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
 
 
 def test_an_h200_takes_them(tmp_path: Path) -> None:
