@@ -34,6 +34,7 @@ CHOICES = {
     "expert_streaming": get_args(Streaming),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GPU_SPIN_MICROSECONDS = 2000
 SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
 
 
@@ -56,7 +57,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     tensor at fault.
     """
     _check(config)
-    threads = native.set_threads(config.threads, pin=config.pin_threads)
+    threads = _set_threads(config)
     dtype = compute_dtype(config)
     model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
@@ -98,6 +99,18 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
         max_num_seqs=config.max_num_seqs,
     )
     return Built(engine, tokenizer, card, model, resolved)
+
+
+def _set_threads(config: EngineConfig) -> int:
+    """Divide the CPUs; how many there are to divide.
+
+    On a GPU worker the kernels are called by the hand-off's own thread, while Python's launches steps and waits for
+    them, which takes a CPU too. Kernel threads spin over the GPU's part of a layer: a sleeper wakes microseconds late.
+    """
+    if not on_gpu(config):
+        return native.set_threads(config.threads, pin=config.pin_threads)
+    count = config.threads or max(1, native.default_threads() - 1)
+    return native.set_threads(count, pin=config.pin_threads, spin_microseconds=GPU_SPIN_MICROSECONDS)
 
 
 def served_name(model: str) -> str:

@@ -46,7 +46,7 @@ class GpuDecoder(Operator):
         self._routed: list[RoutedLayer] = []
         self._dense_bytes = 0
         self._experts: ExpertMemory | None = None
-        self._kv: KVCache | None = None
+        self._tables: list[Rotary] = []  # of growing length
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -170,13 +170,14 @@ class GpuDecoder(Operator):
             self._experts = None
 
     def _rotary(self, kv: KVCache) -> Rotary:
-        """The rotary tables for all positions that the cache holds, made when a cache is first seen."""
-        if kv is not self._kv:
-            positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
+        """The rotary tables for all positions that the cache holds. Earlier, shorter ones stay: captured steps read
+        them."""
+        positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
+        if not self._tables or len(self._tables[-1].cosine) < positions:
             on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as CpuDecoder has
             with torch.no_grad():
                 cosine, sine = on_host(torch.empty(0), torch.arange(positions)[None])
             half = cosine.shape[-1] // 2  # each half of the columns holds the same
-            self._table = Rotary(*(one[0, :, :half].contiguous().to(self.device) for one in (cosine, sine)))
-            self._kv = kv
-        return self._table
+            table = Rotary(*(one[0, :, :half].contiguous().to(self.device) for one in (cosine, sine)))
+            self._tables.append(table)
+        return self._tables[-1]
