@@ -98,7 +98,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     planner = _planner(model, layout, config)
     weights = memory.taken()
     settings = GpuSettings(
-        max_tokens=config.max_num_batched_tokens,
+        max_tokens=config.step_tokens,
         expert_memory_bytes=config.gpu_expert_memory_bytes,
         handoff=cast(HandoffMethod, config.handoff),
         expert_streaming=cast(Streaming, config.expert_streaming),
@@ -110,12 +110,12 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     except torch.OutOfMemoryError as error:
         raise _too_much("gpu_expert_memory_bytes", config.gpu_expert_memory_bytes, memory) from error
     experts = memory.taken() - weights
-    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    rows = min(config.max_num_seqs, config.step_tokens)
     memory.reset_peak()
     try:
         cache = run_largest_step(model, layout, config, planner)
     except torch.OutOfMemoryError as error:
-        raise _too_much("max_num_batched_tokens", config.max_num_batched_tokens, memory) from error
+        raise _too_much("max_num_batched_tokens", config.step_tokens, memory) from error
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
     graphs = config.cuda_graphs and _can_be_captured(model, planner)
@@ -124,7 +124,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         weights=weights,
         experts=experts,
         workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.taken() - weights - experts),
-        graphs=estimate_graphs(buckets, step, config.max_num_batched_tokens, rows),
+        graphs=estimate_graphs(buckets, step, config.step_tokens, rows),
     )
     plan = plan_memory(
         memory.total,
@@ -140,9 +140,9 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
 def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:
     """One step of as many tokens and rows as a step may have, over a cache of its own: compiles and measures. The bytes
     of that cache."""
-    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    rows = min(config.max_num_seqs, config.step_tokens)
     longest = model.card_facts.max_position_embeddings
-    tokens = min(config.max_num_batched_tokens // rows, longest)
+    tokens = min(config.step_tokens // rows, longest)
     pages = -(-tokens // layout.page_size)
     kv = KVCache(layout, rows * pages, config.device)
     table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
@@ -174,7 +174,7 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
 
     Raises ConfigError as plan_memory does.
     """
-    rows, tokens = min(config.max_num_seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
+    rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
     step = estimate_step(
         tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token

@@ -196,10 +196,10 @@ def _check(config: EngineConfig) -> None:
             raise _wrong(name, value, "at least 1", 1)
     if config.ageing_seconds < 0:
         raise _wrong("ageing_seconds", config.ageing_seconds, "0 or more seconds", 0)
-    if config.max_num_batched_tokens < config.max_num_seqs:
+    if config.step_tokens < config.max_num_seqs:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
-        raise _wrong("max_num_batched_tokens", config.max_num_batched_tokens, limit, config.max_num_seqs)
+        raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
     check_choices(config)
     if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
         raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)

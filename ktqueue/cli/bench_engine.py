@@ -105,7 +105,7 @@ def _sized(
     pages = max(max(rows) * -(-row_tokens // config.page_size), -(-(longest + 1) // config.page_size)) + 1
     sized = replace(config, enable_prefix_caching=False, max_num_seqs=max(config.max_num_seqs, *rows))
     if flags.max_num_batched_tokens is None:
-        sized = replace(sized, max_num_batched_tokens=max(config.max_num_batched_tokens, sized.max_num_seqs, *lengths))
+        sized = replace(sized, max_num_batched_tokens=max(config.step_tokens, sized.max_num_seqs, *lengths))
     if flags.kv_cache_bytes is None and config.num_pages is None:
         sized = replace(sized, num_pages=pages)
     return sized

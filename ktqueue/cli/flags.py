@@ -117,7 +117,7 @@ class EngineFlags:
         _option(
             "--max-num-batched-tokens",
             say="Tokens of one step.",
-            default=_ENGINE.max_num_batched_tokens,
+            default="512, on a GPU 8192",
             metavar="N",
             panel="Engine",
         ),

@@ -84,7 +84,7 @@ class EngineConfig:
     pin_threads: str = "auto"  # auto | on | off
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None  # of one step; None: 512 on a CPU, 8,192 on a GPU
     page_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # None: CPU_CACHE_BYTES on the CPU, what is left of the memory on a GPU
     num_pages: int | None = None  # overrides kv_cache_bytes
@@ -102,6 +102,11 @@ class EngineConfig:
     def host_cache_bytes(self) -> int:
         """Size of the cache on the CPU."""
         return CPU_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step at most. A GPU streams experts once a step, however many tokens there are."""
+        return self.max_num_batched_tokens or (512 if self.device == "cpu" else 8192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

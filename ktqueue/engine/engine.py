@@ -67,7 +67,7 @@ class Engine:
             Pages(num_pages, parts.kv.copy_page),
             page_size=layout.page_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.step_tokens,
             prefix_caching=config.enable_prefix_caching,
             ageing_seconds=config.ageing_seconds,
         )

@@ -48,7 +48,7 @@ def make_parts(
         runner = HostRunner(model, vocabulary.size)
         return Parts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
     kv = KVCache(layout, num_pages, device, scratch=True)
-    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    rows = min(config.max_num_seqs, config.step_tokens)
     graphs = GraphRunner(
         model,
         vocabulary.size,
