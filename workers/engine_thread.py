@@ -90,7 +90,6 @@ class EngineThread:
         return None
 
     def _take_stats(self) -> None:
-        self.stats = {
-            name: float(value) for name, value in asdict(self._engine.stats()).items() if isinstance(value, int | float)
-        }
+        told = asdict(self._engine.stats()) | dict(self._engine.model_stats())
+        self.stats = {name: float(value) for name, value in told.items() if isinstance(value, int | float)}
         self._stats_at = time.monotonic()

@@ -1,5 +1,6 @@
 """What a model may want of the engine beside being called: memory on a device, a moment after each step, an end."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from ktqueue.engine.runner import Model
@@ -16,6 +17,9 @@ class DeviceModel(Protocol):
     def after_step(self) -> None:
         """The results of a step are on the host, and nothing of it is under way. Raises what went wrong in it."""
 
+    def statistics(self) -> Mapping[str, float]:
+        """Counts and shares of its own by name, for whoever watches the worker."""
+
     def close(self) -> None:
         """There will be no step more."""
 
@@ -28,6 +32,9 @@ class _Plain:
 
     def after_step(self) -> None:
         pass
+
+    def statistics(self) -> Mapping[str, float]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -7,7 +7,7 @@ sequence ends that one alone.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -116,6 +116,10 @@ class Engine:
             sample_seconds=profile.sample_seconds,
             commit_seconds=profile.commit_seconds,
         )
+
+    def model_stats(self) -> Mapping[str, float]:
+        """What the model counts itself, by name."""
+        return self._model.statistics()
 
     def check(self) -> None:
         """Raise AssertionError where the books don't balance. For tests: slow."""

@@ -12,6 +12,9 @@ _GAUGES = (
     ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not begun."),
     ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
     ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
+    ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),
+    ("experts_on_gpu", "experts_on_gpu", "Routed experts in GPU memory."),
+    ("expert_hit_rate", "expert_hit_rate", "Share of late uses of experts that found theirs in GPU memory, 0 to 1."),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
@@ -20,6 +23,10 @@ _COUNTERS = (
     ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("steps", "steps", "Steps of the engine."),
+    ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
+    ("out_of_memory", "out_of_memory", "Steps made smaller because the device had no memory for them."),
+    ("expert_moves", "expert_moves", "Experts that came into GPU memory for others."),
+    ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),
 )
 _PARTS = ("schedule", "forward", "sample", "commit")
 

@@ -218,6 +218,9 @@ class Wanting:
     def after_step(self):
         self.calls.append("after")
 
+    def statistics(self):
+        return {"calls": len(self.calls)}
+
     def close(self):
         self.calls.append("close")
 
@@ -227,6 +230,7 @@ def test_a_model_may_want_to_know_of_steps(model, vocabulary, make_engine, run):
     engine = make_engine(wanting, vocabulary, max_num_batched_tokens=4, max_num_seqs=4)
     engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
     run(engine)
+    assert engine.model_stats() == {"calls": 8}
     engine.close()
     assert wanting.calls == ["forward", "after"] * 4 + ["close"]
 

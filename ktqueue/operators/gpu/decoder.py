@@ -116,6 +116,20 @@ class GpuDecoder(Operator):
         """Of experts in GPU memory; None before `prepare_device`."""
         return self._experts.statistics if self._experts else None
 
+    def statistics(self) -> dict[str, float]:
+        """What is to be watched: `experts`, `experts_on_gpu` and `expert_hit_rate` (where known) tell how things stand,
+        `expert_moves` and `expert_streamed_bytes` only grow."""
+        told = self.expert_statistics
+        if told is None:
+            return {}
+        known = {} if told.hit_rate is None else {"expert_hit_rate": told.hit_rate}
+        return known | {
+            "experts": told.experts,
+            "experts_on_gpu": told.on_gpu,
+            "expert_moves": told.moves,
+            "expert_streamed_bytes": told.streamed_bytes,
+        }
+
     def device_bytes(self) -> dict[str, int]:
         """Bytes of experts as the CPU has them; of dense weights and what `prepare_device` took on the device."""
         pool = self._experts.bytes if self._experts else 0

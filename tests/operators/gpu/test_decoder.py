@@ -129,6 +129,8 @@ def test_hot_experts_move_to_the_gpu(make_decoder):
     found = decoder.expert_statistics
     assert found.on_gpu == 4 and 1 <= found.moves <= 4
     assert found.hit_rate > 0.5
+    told = decoder.statistics()
+    assert (told["experts_on_gpu"], told["expert_moves"], told["expert_hit_rate"]) == (4, found.moves, found.hit_rate)
 
 
 def test_only_what_is_scored_is_computed(make_decoder, device):
