@@ -11,12 +11,21 @@ from collections.abc import Callable
 import torch
 
 from ktqueue.operators.gpu import panels
+from ktqueue.operators.gpu.int8_rows import Int8Rows
 from ktqueue.operators.gpu.panels import ExpertRecord
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 2048, 768, 128, 8
 FORMATS = (("Q4_K", "Q6_K"), ("Q4_K", "Q4_K"), ("Q8_0", "Q8_0"))
 """Of gate and up, and of down."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
+VARIANTS: dict[str, tuple[tuple[int, int, int, bool], tuple[int, int, int, bool]] | None] = {
+    "tensor cores": None,
+    "direct": ((32, 32, 0, True), (8, 64, 0, True)),
+    "direct, no prefetch": ((32, 32, 0, False), (8, 64, 0, False)),
+    "staged": ((8, 32, 3, True), (8, 64, 3, True)),
+    "narrow": ((8, 32, 0, True), (8, 32, 0, True)),
+}
+"""Tiles of gate_up and down of the integer kernel (triton_few.Tile), or the kernel for many tokens."""
 LARGEST_BYTE = 59
 """Of random packed weights, so that every scale is a finite half."""
 
@@ -40,8 +49,10 @@ def seconds(layers: list[Callable[[], object]], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / repeats / len(layers)
 
 
-def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dtype) -> str:
+def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dtype, variant: str) -> str:
     """One line: both functions at so many tokens with uniform routing."""
+    from ktqueue.operators.gpu import triton_few
+
     record = ExpertRecord(formats[0], formats[0], formats[1], HIDDEN, INTERMEDIATE)
     pools = [
         torch.randint(0, LARGEST_BYTE, (EXPERTS * record.bytes,), dtype=torch.uint8, device="cuda")
@@ -54,12 +65,35 @@ def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dty
     weights = torch.rand(tokens, SLOTS, device="cuda")
     used = sum(len(set(one.flatten().tolist())) for one in ids) / layers
     repeats = 20 if tokens <= 128 else 3
+    tiles = VARIANTS[variant]
 
-    def one_gate_up(i: int) -> Callable[[], object]:
-        return lambda: panels.gate_up(pools[i], offsets, ids[i], x, record, "silu")
+    if tiles is None:
 
-    def one_down(i: int) -> Callable[[], object]:
-        return lambda: panels.down(pools[i], offsets, ids[i], mid, weights, record)
+        def one_gate_up(i: int) -> Callable[[], object]:
+            return lambda: panels.gate_up(pools[i], offsets, ids[i], x, record, "silu")
+
+        def one_down(i: int) -> Callable[[], object]:
+            return lambda: panels.down(pools[i], offsets, ids[i], mid, weights, record)
+
+    else:
+        gate_up_tile, down_tile = (triton_few.Tile(*tile) for tile in tiles)
+        quants = (record.gate, record.up)
+
+        def one_gate_up(i: int) -> Callable[[], object]:
+            rows, pairs = triton_few.prepare(x, ids[i], offsets)
+            return lambda: triton_few.gate_up(
+                pools[i], offsets, ids[i], rows, pairs, quants, INTERMEDIATE, "silu", gate_up_tile
+            )
+
+        def one_down(i: int) -> Callable[[], object]:
+            _, pairs = triton_few.prepare(x, ids[i], offsets)
+            rows = Int8Rows.quantise(mid.view(-1, INTERMEDIATE))
+            return lambda: triton_few.down(
+                pools[i], offsets, ids[i], rows, pairs, weights, record.down, HIDDEN, record.down_start, down_tile
+            )
+
+    def one_prepare(i: int) -> Callable[[], object]:
+        return lambda: triton_few.prepare(x, ids[i], offsets)
 
     parts = [f"{formats[0]:>5} {formats[1]:>5} {tokens:6}"]
     sizes = ((one_gate_up, record.gate_up_bytes, 2), (one_down, record.bytes - record.gate_up_bytes, 1))
@@ -67,7 +101,10 @@ def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dty
         took = seconds([function(i) for i in range(layers)], repeats)
         operations = 2 * tokens * SLOTS * HIDDEN * INTERMEDIATE * matrices
         parts.append(f"{took * 1e6:9.1f} {used * size / took / 1e9:7.0f} {operations / took / 1e12:7.1f}")
-    return " ".join(parts)
+    if tiles is not None:
+        took = seconds([one_prepare(i) for i in range(layers)], repeats)
+        parts.append(f"{took * 1e6:9.1f}")
+    return " ".join((*parts, " ", variant))
 
 
 def main() -> int:
@@ -76,15 +113,22 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--formats", nargs="*", default=[f"{first},{second}" for first, second in FORMATS])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--variants", nargs="*", default=["tensor cores", "direct"], choices=list(VARIANTS))
+    parser.add_argument("--few", type=int, default=256, help="largest number of tokens for the integer kernel")
     arguments = parser.parse_args()
     write = sys.stdout.write
-    write(f"{torch.cuda.get_device_name()}, {arguments.dtype}: us, GB/s, TFLOP/s of gate_up, then of down\n")
+    write(
+        f"{torch.cuda.get_device_name()}, {arguments.dtype}: us, GB/s, TFLOP/s of gate_up and of down, us to prepare\n"
+    )
     for pair in arguments.formats:
         first, second = pair.split(",")
         for tokens in arguments.tokens:
-            line = measure((first, second), tokens, 12 if tokens <= 512 else 4, getattr(torch, arguments.dtype))
-            write(f"{line}\n")
-            sys.stdout.flush()
+            for variant in arguments.variants:
+                if VARIANTS[variant] is None or tokens <= arguments.few:
+                    layers = 12 if tokens <= 512 else 4
+                    line = measure((first, second), tokens, layers, getattr(torch, arguments.dtype), variant)
+                    write(f"{line}\n")
+                    sys.stdout.flush()
     return 0
 
 

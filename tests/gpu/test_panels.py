@@ -5,6 +5,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu import panels
+from ktqueue.operators.gpu.int8_rows import Int8Rows
 
 from ..operators.gpu.panel_pools import make_pool, route, small
 
@@ -80,6 +81,81 @@ def test_records_far_away(random_weights):
     mids = [panels.gate_up(*given, x.cuda(), pool.record, "silu") for given in (near, distant)]
     assert torch.equal(*mids)
     assert torch.equal(*(panels.down(*given, mids[0], weights.cuda(), pool.record) for given in (near, distant)))
+
+
+def assert_rounded(pool, offsets, ids, x, weights, record) -> None:
+    """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
+    from ktqueue.operators.gpu import triton_few
+
+    packed, places, chosen, factors = (one.cuda() for one in (pool, offsets, ids, weights))
+    rows, pairs = triton_few.prepare(x.cuda(), chosen, places)
+    expected = Int8Rows.quantise(x)
+    assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
+    x = Int8Rows(*(one.cpu() for one in (rows.codes, rows.scales, rows.sums))).floats()
+    quants = (record.gate, record.up)
+    mid = triton_few.gate_up(packed, places, chosen, rows, pairs, quants, record.intermediate, "silu")
+    got = triton_few.down(packed, places, chosen, mid, pairs, factors, record.down, record.hidden, record.down_start)
+    computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
+    exact = torch.zeros(*ids.shape, record.intermediate)
+    panels.gate_up_twin(pool, offsets, ids, x, record, "silu", exact)
+    between = Int8Rows(*(one.cpu() for one in (mid.codes, mid.scales, mid.sums)))
+    wanted = Int8Rows.quantise(exact.view(-1, record.intermediate))
+    torch.testing.assert_close(
+        between.scales[computed], wanted.scales[computed], rtol=1e-4, atol=1e-6 * float(wanted.scales[computed].max())
+    )
+    assert (between.codes.int() - wanted.codes.int())[computed].abs().max() <= 1
+    assert (between.codes != wanted.codes)[computed].float().mean() < 1e-2
+    partials = torch.empty(*ids.shape, record.hidden)
+    panels.down_twin(pool, offsets, ids, between.floats().nan_to_num(), weights, record, partials)
+    assert_close(got.view_as(partials), partials, torch.float32)
+    assert got.cpu()[~computed].eq(0).all()
+
+
+@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panels.panel_layout.FLOATS])
+def test_few_tokens_equal_rounded_products(quant, random_weights):
+    cases = [small(quant), ((quant,) * 3, 2048, 768)]
+    for quants, hidden, intermediate in cases:
+        pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
+        offsets = pool.offsets.clone()
+        offsets[1] = -1
+        for tokens in (1, 2, 9, 13, 40):
+            x, (ids, weights) = torch.randn(tokens, hidden).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
+            ids[-1, 0] = -1
+            assert_rounded(pool.bytes, offsets, ids, x, weights, pool.record)
+
+
+def test_few_tokens_depend_on_no_others(random_weights):
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
+    packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()
+    results = [
+        panels.experts(packed, offsets, offsets, ids[:n], x[:n], weights[:n], pool.record, "silu") for n in (1, 5, 23)
+    ]
+    assert torch.equal(results[0], results[1][:1])
+    assert torch.equal(results[1], results[2][:5])
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_few_tokens_in_a_graph(tokens, random_weights):
+    """Replays see new activations, ids and offsets."""
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    ids, weights = (one.cuda() for one in route(tokens, EXPERTS, SLOTS))
+
+    def forward() -> torch.Tensor:
+        return panels.experts(packed, offsets, offsets, ids, x, weights, pool.record, "silu", activations="int8")
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    for seed in (1, 2):
+        x.copy_(torch.randn(tokens, 512))
+        ids.copy_(route(tokens, EXPERTS, SLOTS, seed)[0])
+        offsets[seed] = -1
+        graph.replay()
+        assert torch.equal(captured, forward())
 
 
 @pytest.mark.parametrize("tokens", [2, 300])

@@ -12,7 +12,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.fused import add_rms_norm, route
 from ktqueue.operators.gpu.handoff import Handoff
-from ktqueue.operators.gpu.panels import ExpertRecord, down, gate_up
+from ktqueue.operators.gpu.panels import ExpertRecord, experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,10 @@ class StepExperts:
         partials = None
         if places.on_gpu:
             where.arrive(index)
-            mid = gate_up(where.memory, places.gate_up, routing.ids, x, layer.record, layer.activation)
-            partials = down(where.memory, places.down, routing.ids, mid, routing.weights, layer.record)
+            partials = experts(
+                where.memory, places.gate_up, places.down, routing.ids, x, routing.weights, layer.record,
+                layer.activation,
+            )  # fmt: skip
             where.leave(index)
         beside = shared(x) if shared else (None, None)
         added = handoff.wait(index, len(x)) if handoff is not None else None

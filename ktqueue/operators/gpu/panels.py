@@ -6,15 +6,25 @@ its plain torch twin for all others. Knows no layer, no router and no placement.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from ktqueue.operators import reference
 from ktqueue.operators.gpu import panel_layout
+from ktqueue.operators.gpu.int8_rows import Int8Rows
 from ktqueue.operators.native import ActivationName
 
 ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
 """Of the gate, that these kernels have."""
+
+ACTIVATION_TYPES = Literal["auto", "float", "int8"]
+"""What rows of activations are multiplied as: see `experts`."""
+
+MAX_FEW_PAIRS = 2048
+"""For which the integer kernel lists pairs by expert."""
+FEW_PAIRS_PER_EXPERT = 12
+"""On average: with more, tensor cores are faster than integer dot products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,54 @@ class ExpertRecord:
         return self.gate_up_bytes + panel_layout.panel_count(self.hidden) * self.down_panel_bytes
 
 
+def experts(
+    pool: torch.Tensor,
+    gate_up_offsets: torch.Tensor,
+    down_offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    record: ExpertRecord,
+    activation: ActivationName,
+    *,
+    activations: ACTIVATION_TYPES = "auto",
+) -> torch.Tensor:
+    """weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
+
+    Arguments as of `gate_up` and `down`, whose offsets may differ (both are negative for the same experts).
+    activations: "float" multiplies x as it is; "int8" as int8_rows.py has it, and the rows between the two products
+    too, which is faster with few tokens an expert; "auto" does so where it is, unless x is float32 or a matrix of
+    floats. Raises ValueError, also for "int8" where that is not possible.
+    """
+    _check_experts(ids, x, record, activation)
+    floats = any(quant in panel_layout.FLOATS for quant in (record.gate, record.up, record.down))
+    possible = not floats and ids.numel() <= MAX_FEW_PAIRS
+    if activations == "int8" and not possible:
+        raise ValueError(f"int8 activations need block formats and at most {MAX_FEW_PAIRS} pairs")
+    few = possible and x.dtype != torch.float32 and ids.numel() <= FEW_PAIRS_PER_EXPERT * gate_up_offsets.numel()
+    if activations == "float" or not (activations == "int8" or few):
+        mid = gate_up(pool, gate_up_offsets, ids, x, record, activation)
+        return down(pool, down_offsets, ids, mid, weights, record)
+    ids, x = ids.contiguous(), x.contiguous()
+    tokens, slots = ids.shape
+    if x.is_cuda and ids.numel():
+        from ktqueue.operators.gpu import triton_few
+
+        rows, pairs = triton_few.prepare(x, ids, gate_up_offsets)
+        quants = (record.gate, record.up)
+        middle = triton_few.gate_up(pool, gate_up_offsets, ids, rows, pairs, quants, record.intermediate, activation)
+        partials = triton_few.down(
+            pool, down_offsets, ids, middle, pairs, weights.contiguous(), record.down, record.hidden, record.down_start
+        )
+        return partials.view(tokens, slots, record.hidden)
+    exact = torch.zeros(tokens, slots, record.intermediate)
+    gate_up_twin(pool, gate_up_offsets, ids, Int8Rows.quantise(x).floats(), record, activation, exact)
+    partials = torch.empty(tokens, slots, record.hidden)
+    exact = Int8Rows.quantise(exact.view(-1, record.intermediate)).floats()
+    down_twin(pool, down_offsets, ids, exact, weights, record, partials)
+    return partials
+
+
 def gate_up(
     pool: torch.Tensor,
     offsets: torch.Tensor,
@@ -79,9 +137,7 @@ def gate_up(
     ids: [tokens, k] int64, negative: skip; x: [tokens, hidden] bfloat16, float16 or float32. Rows of skipped pairs
     hold anything. Raises ValueError for another activation or shapes that disagree.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"experts on a GPU have one of {', '.join(ACTIVATIONS)}, got {activation}")
-    _check(ids, x, record.hidden, len(x))
+    _check_experts(ids, x, record, activation)
     tokens, slots = ids.shape
     ids, x = ids.contiguous(), x.contiguous()
     mid = x.new_empty(tokens, slots, record.intermediate)
@@ -196,6 +252,12 @@ def _used(offsets: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, torch.Ten
     starts = offsets.tolist()
     experts = [expert for expert in sorted(set(ids.flatten().tolist())) if expert >= 0 and starts[expert] >= 0]
     return [(starts[expert], *torch.where(ids == expert)) for expert in experts]
+
+
+def _check_experts(ids: torch.Tensor, x: torch.Tensor, record: ExpertRecord, activation: ActivationName) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"experts on a GPU have one of {', '.join(ACTIVATIONS)}, got {activation}")
+    _check(ids, x, record.hidden, len(x))
 
 
 def _check(ids: torch.Tensor, rows: torch.Tensor, columns: int, tokens: int) -> None:

@@ -44,7 +44,7 @@ def _signed(byte):
 
 
 @triton.jit
-def _spread(bits):
+def spread(bits):
     """The lowest four bits: bit i as the lowest of byte i."""
     return ((bits & 15) * 0x00204081) & 0x01010101
 
@@ -170,13 +170,13 @@ def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr
     if FORMAT == "Q2_K":
         return scale * _number(first, byte + 2 * odd, 2, 0) - minimum
     if FORMAT == "Q5_K":
-        codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (_spread(second >> (4 * odd)) << 4)
+        codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (spread(second >> (4 * odd)) << 4)
         return scale * _number(codes, byte, 5, 0) - minimum
     if FORMAT == "Q6_K":
         codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (((second >> (2 * odd)) & 0x03030303) << 4)
         return scale * _number(codes, byte, 6, 32)
     if FORMAT == "Q3_K":
-        codes = ((first >> (2 * odd)) & 0x03030303) | (_spread(second >> (4 * odd)) << 2)
+        codes = ((first >> (2 * odd)) & 0x03030303) | (spread(second >> (4 * odd)) << 2)
         return scale * _number(codes, byte, 3, 4)
     code = (first >> nibble) & 15
     if FORMAT == "MXFP4":

@@ -87,7 +87,8 @@ def product(
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
@@ -225,7 +226,7 @@ def _panels_kernel(
                     x_rows, live, here + PANEL_BYTES, panel * both_bytes, local % 16,
                     COLUMNS, UP_FORMAT, UP_IS_FLOAT, UP_SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
                 )  # fmt: skip
-            acc = _activate(gate, up, ACTIVATION)
+            acc = activate(gate, up, ACTIVATION)
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
         at_pair = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
