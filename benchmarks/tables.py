@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import accuracy_tables, cpu_table, experts_table
+from benchmarks import accuracy_tables, cpu_table, experts_table, gpu_table
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -26,6 +26,7 @@ def render() -> str:
     makers: dict[str, Callable[[dict[str, Any]], list[str]]] = {
         "cpu-*": cpu_table.make,
         "experts-*": experts_table.make,
+        "gpu*": gpu_table.make,
         "accuracy": accuracy_tables.accuracy,
         "perplexity": accuracy_tables.perplexity,
         "system": _system,

@@ -57,10 +57,18 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     tensor at fault.
     """
     _check(config)
-    threads = _set_threads(config)
+    config = replace(config, threads=_set_threads(config))
     dtype = compute_dtype(config)
     model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
-    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    return assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
+
+
+def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
+    """Build the engine of a loaded model; again with other settings once the engine before is closed.
+
+    Raises ConfigError as `build` does.
+    """
+    dtype = compute_dtype(config)
     layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
     gpu = None
     if on_gpu(config):
@@ -71,7 +79,6 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     resolved = replace(
         config,
         served_model_name=config.served_model_name or served_name(config.model),
-        threads=threads,
         dtype=str(dtype).removeprefix("torch."),
         num_pages=num_pages,
         max_model_len=max_model_len,

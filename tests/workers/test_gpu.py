@@ -54,6 +54,9 @@ class Prepared(torch.nn.Module):
     def after_step(self) -> None:
         self.steps += 1
 
+    def statistics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 

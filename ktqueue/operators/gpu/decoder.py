@@ -23,6 +23,7 @@ from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
 from ktqueue.operators.gpu.panels import ExpertRecord
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.step import StepContext
@@ -102,14 +103,19 @@ class GpuDecoder(Operator):
     @property
     def expert_layers_run(self) -> int:
         """Layers with routed experts that the CPU has run, all steps together."""
-        handoff = self._experts.handoff if self._experts else None
-        return handoff.statistics.tasks if handoff else 0
+        statistics = self.handoff_statistics
+        return statistics.tasks if statistics else 0
 
     @property
     def experts_used(self) -> int:
         """Different experts that those runs used, added up."""
-        handoff = self._experts.handoff if self._experts else None
-        return handoff.statistics.experts_used if handoff else 0
+        statistics = self.handoff_statistics
+        return statistics.experts_used if statistics else 0
+
+    @property
+    def handoff_statistics(self) -> HandoffStatistics | None:
+        """Of the CPU's experts; None before `prepare_device` and where all are on the GPU."""
+        return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
 
     @property
     def expert_statistics(self) -> ExpertStatistics | None:
@@ -126,6 +132,7 @@ class GpuDecoder(Operator):
         return known | {
             "experts": told.experts,
             "experts_on_gpu": told.on_gpu,
+            "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._routed),
             "expert_moves": told.moves,
             "expert_streamed_bytes": told.streamed_bytes,
         }
