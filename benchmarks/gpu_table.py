@@ -19,17 +19,16 @@ def make(result: dict[str, Any]) -> list[str]:
         "| rows | tok/s | step | fastest | host | CPU GB/s | probe |",
         "|" + " ---: |" * 7,
     ]
-    for one in result["decode"]:
-        lines.append(
-            f"| {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | "
-            f"{one['fastest_step_ms']:.2f} ms | {one['host_share']:.1%} | {one['cpu_experts_gb_s']:.0f} | "
-            f"{one['dram_gb_s']:.0f} |"
-        )
+    lines += [
+        f"| {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | {one['fastest_step_ms']:.2f} ms | "
+        f"{one['host_share']:.1%} | {one['cpu_experts_gb_s']:.0f} | {one['dram_gb_s']:.0f} |"
+        for one in result["decode"]
+    ]
     lines += ["", "| prompt | tok/s | ms | fastest |", "|" + " ---: |" * 4]
-    for one in result["prefill"]:
-        lines.append(
-            f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
-        )
+    lines += [
+        f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
+        for one in result["prefill"]
+    ]
     if result["curve"]:
         lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate |", "|" + " ---: |" * 5]
     for one in result["curve"]:
