@@ -20,8 +20,9 @@ def make(result: dict[str, Any]) -> list[str]:
         "|" + " ---: |" * 7,
     ]
     lines += [
-        f"| {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | {one['fastest_step_ms']:.2f} ms | "
-        f"{one['host_share']:.1%} | {one['cpu_experts_gb_s']:.0f} | {one['dram_gb_s']:.0f} |"
+        f"| {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | "
+        f"{one['fastest_step_ms']:.2f} ms | {one['host_share']:.1%} | {one['cpu_experts_gb_s']:.0f} | "
+        f"{one['dram_gb_s']:.0f} |"
         for one in result["decode"]
     ]
     lines += ["", "| prompt | tok/s | ms | fastest |", "|" + " ---: |" * 4]
