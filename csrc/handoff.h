@@ -10,7 +10,7 @@
 //
 // Protocol of a slot, and why nobody reads what is not yet written. G is the GPU's stream, whose operations run one
 // after the other; C is the thread that serves.
-//   G1  write the input
+//   G1  write the input            by one operation or by several
 //   G2  done := 0
 //   G3  request := word            with a system-wide fence before it (the default of cuStreamWriteValue32)
 //   C1  spin until request != 0    acquire
@@ -21,7 +21,8 @@
 //   G5  read the output
 // - C3 reads what G1 wrote: G3 comes after G1 for the whole system by its fence, and C1 reads the value of G3 with
 //   acquire, so C3 comes after both. Writes of a device over PCIe to system memory are coherent with the CPU's caches.
-// - G5 reads what C3 wrote: C4 is a release, so who sees it sees C3; G5 is enqueued behind G4.
+// - G5 reads what C3 wrote: C4 is a release, so who sees it sees C3; G5 is enqueued behind G4. A kernel that reads the
+//   output where it lies does so past its caches, which may hold lines of an earlier task.
 // - G4 is not content with an old value: G2 removed it. C4 of an earlier task comes before G4 of that task, so before G2.
 // - C2 removes no younger request: G3 of the next task comes after G4 of this one, which saw C4, and C2 comes before C4
 //   (release). And no request is served twice: C1 reads the next one only after C2.

@@ -9,6 +9,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.driver import Driver
+from ktqueue.operators.gpu.fused import add_rms_norm, route
 from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
@@ -114,6 +115,52 @@ def test_a_graph_replayed_200_times(handoff, layers, tokens):
     torch.cuda.synchronize()
     handoff.check()
     assert handoff.statistics.tasks == 3 * 401
+
+
+@pytest.mark.parametrize("tokens", [1, 8, MOST])
+def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
+    """As a decoder does it: the norm writes x, the router ids and weights, the next norm reads the result; replayed in
+    a graph. Each replay sees new rows and the result of no other one."""
+    numbers = [handoff.add_layer(layer) for layer in layers]
+    ones = torch.ones(HIDDEN, device="cuda")
+    start, logits = torch.zeros(tokens, HIDDEN, device="cuda"), torch.zeros(tokens, EXPERTS, device="cuda")
+    kept = [torch.zeros(tokens, HIDDEN, device="cuda") for _ in range(len(layers) + 1)]
+
+    def step():
+        residual, added = start.clone(), None
+        for number, normed in zip(numbers, kept, strict=False):
+            buffers = handoff.buffers(tokens)
+            normed.copy_(add_rms_norm(residual, ones, 1e-6, copy=buffers.x))
+            route(logits, K, renormalise=True, copies=(buffers.cpu_ids, buffers.weights))
+            handoff.request(number, tokens)
+            handoff.settle(number, tokens)
+            added = buffers.result
+            kept[-1].copy_(add_rms_norm(residual, ones, 1e-6, added=added))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for replay in range(50):
+        torch.manual_seed(replay)
+        start.copy_(torch.randn(tokens, HIDDEN))
+        logits.copy_(torch.randn(tokens, EXPERTS))
+        graph.replay()
+        torch.cuda.synchronize()
+        handoff.check()
+        routing = route(logits, K, renormalise=True)
+        residual = start.clone()
+        for layer, normed in zip(layers, kept, strict=False):
+            assert torch.equal(add_rms_norm(residual, ones, 1e-6), normed)
+            result = forward(layer, normed, routing.ids, routing.weights)
+            last = add_rms_norm(residual, ones, 1e-6, added=result.cuda())
+        assert torch.equal(last, kept[-1])
+    for _ in range(200):  # without a pause between two
+        graph.replay()
+    torch.cuda.synchronize()
+    handoff.check()
+    assert torch.equal(last, kept[-1])
 
 
 def test_two_slots_in_a_graph_while_the_gpu_works(handoff, layers):

@@ -147,6 +147,7 @@ def flags(monkeypatch):
     handoff = Handoff(HIDDEN, K, MOST, "cpu")
     memory = _allocate(HIDDEN, K, MOST, 2, pinned=False)
     handoff._service = HandoffService(HIDDEN, K, MOST, memory, serve=True)
+    handoff._memory = memory
     handoff._transfer = Transfer(memory, K, torch.device("cpu"), "auto")
     stream = Stream(memory)
     handoff._signals = Flags(memory, stream, torch.device("cpu"))
@@ -186,6 +187,38 @@ def test_a_submit_that_nobody_waited_for_is_waited_for_by_the_next(flags, layers
     assert torch.equal(handoff.wait(number, 2), forward(layers[0], *given))
     assert stream.nodes == 4
     assert handoff.statistics.tasks == 2
+
+
+def test_rows_where_the_cpu_finds_them_equal_the_layer(flags, layers):
+    """Nothing is copied: the input is written to the slot, the result read there; a node each for the two signals."""
+    handoff, stream = flags
+    numbers = [handoff.add_layer(layer) for layer in layers]
+    for step in range(20):
+        for number, layer in zip(numbers, layers, strict=True):
+            x, ids, weights = inputs(1 + step % 3, step)
+            buffers = handoff.buffers(len(x), slot=step % 2)
+            for target, source in zip(buffers, (x, ids, weights), strict=False):
+                target.copy_(source)
+            handoff.request(number, len(x), slot=step % 2)
+            handoff.settle(number, len(x), slot=step % 2)
+            assert torch.equal(buffers.result, forward(layer, x, ids, weights))
+    assert stream.nodes == 2 * 40
+    handoff.check()
+
+
+def test_buffers_wait_for_a_task_that_was_abandoned(flags, layers):
+    handoff, stream = flags
+    number = handoff.add_layer(layers[0])
+    handoff.submit(number, *inputs(MOST, 1))
+    with pytest.raises(RuntimeError, match="the last task of slot 0 was not waited for"):
+        handoff.request(number, 2)
+    handoff.buffers(2)
+    assert stream.nodes == 2 and handoff.statistics.tasks == 1
+    for tokens in (0, MOST + 1):
+        with pytest.raises(ValueError, match=f"tokens must be from 1 to {MOST}, got {tokens}"):
+            handoff.buffers(tokens)
+    with pytest.raises(RuntimeError, match="slot 0 has no task of layer 0 with 2 tokens"):
+        handoff.settle(number, 2)
 
 
 def test_captures_that_fail_leave_nothing_to_wait_for(flags, layers, monkeypatch):

@@ -117,12 +117,15 @@ class DecoderLayer:
 
         `live`: StepContext.live_tokens.
         """
-        x = Deferred(self.attention.project(attended)).add_to(residual, self._norm, self._epsilon)
+        projected = Deferred(self.attention.project(attended))
         if self._mlp is not None:
-            return Deferred(added=self._mlp(x))
+            return Deferred(added=self._mlp(projected.add_to(residual, self._norm, self._epsilon)))
         assert experts is not None and self._routed is not None
+        buffers = experts.buffers(self._routed, len(residual))
+        x = projected.add_to(residual, self._norm, self._epsilon, copy=buffers.x if buffers else None)
+        logits = few_rows_linear(x, self._router, dtype=torch.float32)
         shared = self._shared_expert if self._shared else None
-        return experts.run(self._routed, x, few_rows_linear(x, self._router, dtype=torch.float32), live, shared)
+        return experts.run(self._routed, x, logits, live, shared, buffers)
 
     def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._shared is not None

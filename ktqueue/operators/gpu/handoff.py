@@ -1,19 +1,32 @@
 """Handoff: tokens routed to the CPU's experts go there and their results come back, in stream order, without a sync.
 
 What a step enqueues can be captured in a CUDA graph and replayed. The protocol is in csrc/handoff.h; signals.py has
-the three ways to follow it, transfer.py moves the rows.
+the three ways to follow it, transfer.py moves the rows. Kernels that make the rows anyway may write them straight to
+where the CPU reads them, and read its result from where it writes it: `buffers`, `request`, `settle`. For all others
+there are `submit` and `wait`, which copy.
 """
 
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 
 from ktqueue.operators.gpu.driver import Driver
 from ktqueue.operators.gpu.settings import HandoffMethod
 from ktqueue.operators.gpu.signals import Direct, Flags, HostFunctions, Signals
-from ktqueue.operators.gpu.transfer import Transfer, TransferMethod
+from ktqueue.operators.gpu.transfer import Packed, Transfer, TransferMethod
 from ktqueue.operators.native import ExpertLayer
 from ktqueue.operators.native_handoff import LINE, HandoffService, HandoffStatistics, SlotMemory, request_word
+
+
+class HandoffBuffers(NamedTuple):
+    """Memory of one task, pinned if the device is a GPU, whose kernels may use it as their own. The input: x [tokens,
+    hidden] float32, cpu_ids [tokens, experts_per_token] int64, -1 where the CPU has nothing to do, weights of that
+    shape, float32. result: [tokens, hidden] float32; to be read past the caches (`.cv`)."""
+
+    x: torch.Tensor
+    cpu_ids: torch.Tensor
+    weights: torch.Tensor
+    result: torch.Tensor
 
 
 class Handoff:
@@ -60,6 +73,7 @@ class Handoff:
             idle_seconds=idle_milliseconds / 1000,
             stuck_seconds=stuck_seconds,
         )
+        self._memory = memory
         self._transfer = Transfer(memory, experts_per_token, self._device, transfer)
         self._signals: Signals = Direct(self._service)
         if driver is not None:
@@ -95,6 +109,42 @@ class Handoff:
         or for more than 1,023 layers."""
         return self._service.add_layer(layer)
 
+    def buffers(self, tokens: int, *, slot: int = 0) -> HandoffBuffers:
+        """The memory of the slot's next task: its input is to be written by what is enqueued on the current stream
+        before `request`, by one kernel or by several; its result is to be read by what is enqueued behind `settle`.
+
+        Nothing but stream order is needed (csrc/handoff.h has the argument): a kernel's stores are done when it ends,
+        and the request is written behind a fence for the whole system; the task before has read its input, and what
+        is enqueued before `request` has read its result, when the CPU sees this one.
+        Raises ValueError for a number of tokens that does not fit; RuntimeError as `submit`.
+        """
+        hidden, experts_per_token, max_tokens = self._shape
+        if not 1 <= tokens <= max_tokens:
+            raise ValueError(f"tokens must be from 1 to {max_tokens}, got {tokens}")
+        self._abandon(slot, self._capturing())
+        memory = self._memory[slot]
+        packed = Packed.of(memory.input, tokens, experts_per_token, hidden, self._service.x_offset(tokens))
+        return HandoffBuffers(packed.x, packed.ids, packed.weights, memory.out[:tokens])
+
+    def request(self, layer: int, tokens: int, *, slot: int = 0) -> None:
+        """Enqueue the request for a task whose input is in `buffers`. Raises RuntimeError if the slot's last task was
+        not waited for."""
+        if self._pending[slot] is not None:
+            raise RuntimeError(f"the last task of slot {slot} was not waited for")
+        word = request_word(layer, tokens)
+        self._signals.request(slot, word)
+        self._pending[slot] = (word, self._capturing())
+
+    def settle(self, layer: int, tokens: int, *, slot: int = 0) -> None:
+        """Enqueue: wait for the slot's task; its result is in `buffers` until the slot's next task. Raises RuntimeError
+        as `wait`."""
+        word = request_word(layer, tokens)
+        pending = self._pending[slot]
+        if pending is None or pending[0] != word:
+            raise RuntimeError(f"slot {slot} has no task of layer {layer} with {tokens} tokens to wait for")
+        self._pending[slot] = None
+        self._signals.settle(slot, word)
+
     def submit(
         self, layer: int, x: torch.Tensor, cpu_ids: torch.Tensor, weights: torch.Tensor, *, slot: int = 0
     ) -> None:
@@ -118,13 +168,10 @@ class Handoff:
                 f"x, cpu_ids and weights must be floats, int64 and float32, "
                 f"got {x.dtype}, {cpu_ids.dtype} and {weights.dtype}"
             )
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self._abandon(slot, capturing)
+        self._abandon(slot, self._capturing())
         x, cpu_ids, weights = (one if one.stride(1) == 1 else one.contiguous() for one in (x, cpu_ids, weights))
-        word = request_word(layer, tokens)
         self._transfer.put(slot, x, cpu_ids, weights, self._service.x_offset(tokens))
-        self._signals.request(slot, word)
-        self._pending[slot] = (word, capturing)
+        self.request(layer, tokens, slot=slot)
 
     def wait(self, layer: int, tokens: int, *, slot: int = 0) -> torch.Tensor:
         """Enqueue: wait for the slot's task and bring its result, [tokens, hidden] float32, to the device.
@@ -132,12 +179,7 @@ class Handoff:
         The tensor is a buffer of the hand-off, valid until the slot's next `submit`. Raises RuntimeError if the slot's
         last `submit` was of another layer or number of tokens: the GPU would wait for ever.
         """
-        word = request_word(layer, tokens)
-        pending = self._pending[slot]
-        if pending is None or pending[0] != word:
-            raise RuntimeError(f"slot {slot} has no task of layer {layer} with {tokens} tokens to wait for")
-        self._pending[slot] = None
-        self._signals.settle(slot, word)
+        self.settle(layer, tokens, slot=slot)
         return self._transfer.take(slot, tokens)
 
     def check(self) -> None:
@@ -159,6 +201,9 @@ class Handoff:
         """End the serving thread. No stream may still use this hand-off, and no graph that was captured with it may
         run again."""
         self._service.close()
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _abandon(self, slot: int, capturing: bool) -> None:
         """A submit without a wait, as an exception between the two leaves it: the CPU may still read the slot."""

@@ -11,7 +11,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.fused import add_rms_norm, route
-from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.panels import ExpertRecord, experts
 
 
@@ -25,8 +25,10 @@ class Deferred:
     shared: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
 
-    def add_to(self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Add it to the residual [tokens, hidden] in place; the RMSNorm of that."""
+    def add_to(
+        self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add it to the residual [tokens, hidden] in place; the RMSNorm of that, which goes to `copy` too."""
         return add_rms_norm(
             residual,
             norm,
@@ -35,6 +37,7 @@ class Deferred:
             partials=self.partials,
             shared=self.shared,
             shared_gate=self.shared_gate,
+            copy=copy,
         )
 
 
@@ -96,6 +99,13 @@ class StepExperts:
         self._where = where
         self._handoff = handoff
 
+    def buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
+        """What the CPU reads of layer `index` and writes; None: it has nothing to do. Whoever computes the layer's x
+        [tokens, hidden] has to write it there too."""
+        if self._handoff is None or not self._where.places(index).on_cpu:
+            return None
+        return self._handoff.buffers(tokens)
+
     def run(
         self,
         index: int,
@@ -103,10 +113,12 @@ class StepExperts:
         logits: torch.Tensor,
         live_tokens: torch.Tensor | None,
         shared: SharedExpert | None,
+        buffers: HandoffBuffers | None,
     ) -> Deferred:
         """x [tokens, hidden], the router's logits [tokens, experts] -> what layer `index` adds to the residual.
 
-        `shared` is computed on the GPU while the CPU works. `live_tokens`: as in StepContext.
+        `shared` is computed on the GPU while the CPU works. `live_tokens`: as in StepContext. `buffers`: the layer's,
+        which have x already. What is `added` in the end is the CPU's own result there: no kernel of ours moves rows.
         """
         layer, where = self._layers[index], self._where
         places = where.places(index)
@@ -117,10 +129,10 @@ class StepExperts:
             on_gpu=places.gate_up if places.on_gpu else None,
             live_tokens=live_tokens,
             counts=where.counts(index),
+            copies=(buffers.cpu_ids, buffers.weights) if buffers is not None else None,
         )
-        handoff = self._handoff if places.on_cpu else None
-        if handoff is not None:
-            handoff.submit(index, x, routing.cpu_ids, routing.weights)
+        if buffers is not None and self._handoff is not None:
+            self._handoff.request(index, len(x))
         partials = None
         if places.on_gpu:
             where.arrive(index)
@@ -130,6 +142,7 @@ class StepExperts:
             )  # fmt: skip
             where.leave(index)
         beside = shared(x) if shared else (None, None)
-        added = handoff.wait(index, len(x)) if handoff is not None else None
+        if buffers is not None and self._handoff is not None:
+            self._handoff.settle(index, len(x))
         where.settle(index)
-        return Deferred(added, partials, *beside)
+        return Deferred(buffers.result if buffers is not None else None, partials, *beside)

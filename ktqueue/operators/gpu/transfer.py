@@ -2,7 +2,8 @@
 
 A task's input goes to the CPU in one piece: packed on the device and copied ("copy"), or written by the packing kernel
 straight into the pinned memory, which the device sees ("mapped"; needs Triton). At a row or two what counts is how many
-operations there are, not their bytes.
+operations there are, not their bytes. Results come back in the same way: many rows too are fetched by a kernel, since
+a copy would queue behind those of experts that are streamed meanwhile, on the one engine for that direction.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,6 @@ import torch
 from ktqueue.operators.native_handoff import SlotMemory
 
 TransferMethod = Literal["auto", "copy", "mapped"]
-_MAPPED_READ_BYTES = 256 * 1024
-"""Larger results are copied back: the copy engine is faster then, and leaves the multiprocessors alone."""
 
 
 class Packed(NamedTuple):
@@ -91,7 +90,7 @@ class Transfer:
     def take(self, slot: int, tokens: int) -> torch.Tensor:
         """The output of a task, [tokens, hidden] float32 on the device: G5 of csrc/handoff.h."""
         source, target = self._slots[slot].out[:tokens], self._returned[slot][:tokens]
-        if self._mapped and source.nbytes <= _MAPPED_READ_BYTES:
+        if self._mapped:
             from ktqueue.operators.gpu import triton_handoff
 
             triton_handoff.fetch(source, target)

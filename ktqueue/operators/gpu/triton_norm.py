@@ -22,11 +22,13 @@ def _add_rms_norm(
     normed,
     copy,
     epsilon,
+    FROM_HOST: tl.constexpr,
     SLOTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """One program a token. FROM_HOST: `added` lies in host memory and is read past the caches: the CPU has just written
+    it, and L2 may still hold what was there before."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -34,7 +36,10 @@ def _add_rms_norm(
     x = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+        if FROM_HOST:
+            x += tl.load(added + at, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
+        else:
+            x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
     if partials is not None:
         total = tl.zeros([BLOCK], tl.float32)
         for slot in tl.static_range(SLOTS):  # unrolled: all loads are under way before the first is needed
@@ -79,6 +84,7 @@ def add_rms_norm(
             normed,
             copy,
             epsilon,
+            FROM_HOST=added is not None and added.device.type == "cpu",
             SLOTS=0 if partials is None else partials.shape[1],
             HIDDEN=hidden,
             BLOCK=block,
