@@ -21,7 +21,7 @@ from ktqueue.operators.native_handoff import LINE, HandoffService, HandoffStatis
 class HandoffBuffers(NamedTuple):
     """Memory of one task, pinned if the device is a GPU, whose kernels may use it as their own. The input: x [tokens,
     hidden] float32, cpu_ids [tokens, experts_per_token] int64, -1 where the CPU has nothing to do, weights of that
-    shape, float32. result: [tokens, hidden] float32; to be read past the caches (`.cv`)."""
+    shape, float32. result: [tokens, hidden] float32; to be read by volatile loads, past the caches."""
 
     x: torch.Tensor
     cpu_ids: torch.Tensor

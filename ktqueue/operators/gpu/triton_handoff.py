@@ -42,7 +42,7 @@ def _fetch_values(source, target, count, BLOCK: tl.constexpr) -> None:
     """`source` is read past the caches: the CPU has just written it."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
-    tl.store(target + places, tl.load(source + places, mask=inside, cache_modifier=".cv"), mask=inside)
+    tl.store(target + places, tl.load(source + places, mask=inside, volatile=True), mask=inside)
 
 
 def pack(

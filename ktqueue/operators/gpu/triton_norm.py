@@ -37,7 +37,7 @@ def _add_rms_norm(
     scales = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         if FROM_HOST:
-            x += tl.load(added + at, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
+            x += tl.load(added + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
         else:
             x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
     if partials is not None:

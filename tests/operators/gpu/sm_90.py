@@ -30,14 +30,15 @@ class _Driver:
 
 @contextmanager
 def compiling() -> Iterator[list[str]]:
-    """Launches compile only, whatever device their tensors are on. Gives the names of the kernels, as they come."""
+    """Launches compile only, whatever device their tensors are on. Gives the names of the kernels, as they come, with
+    "+volatile" behind those that have such loads."""
     names: list[str] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"]
-        names.append(self.fn.__name__)
+        names.append(self.fn.__name__ + "+volatile" * ("ld.volatile" in kernel.asm["ptx"]))
         return kernel
 
     driver.set_active(_Driver())
@@ -47,8 +48,8 @@ def compiling() -> Iterator[list[str]]:
 
 
 def fused() -> None:
-    """Every kernel of fused.py, for shapes and types that models have."""
-    from ktqueue.operators.gpu import triton_linear, triton_norm, triton_rope, triton_router
+    """Every kernel of fused.py and those of the hand-off, for shapes and types that models have."""
+    from ktqueue.operators.gpu import triton_handoff, triton_linear, triton_norm, triton_rope, triton_router
 
     for dtype, hidden, slots in ((torch.bfloat16, 2048, 8), (torch.float32, 2880, 4)):
         rows = torch.zeros(2, hidden, dtype=dtype)
@@ -104,6 +105,10 @@ def fused() -> None:
         }
         for extras in (options, dict.fromkeys(options)):
             triton_router.route(torch.zeros(2, experts, dtype=dtype), chosen, renormalise=experts == 128, **extras)
+
+    ids, weights, rows = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8), torch.zeros(2, 2048)
+    triton_handoff.pack(rows, ids, weights, rows.bfloat16(), ids, weights)
+    triton_handoff.fetch(rows, rows)
 
 
 if __name__ == "__main__":
