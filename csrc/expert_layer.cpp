@@ -305,10 +305,19 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
             for (size_t r = 0; r < count && !up_.bias.empty(); ++r)
                 row[r / kPanelRows * kPairRows + kPanelRows + r % kPanelRows] +=
                     up_.bias[span.expert * intermediate() + column + r];
-            kernels_.gate[static_cast<size_t>(options_.activation)](
-                {row, row + kPanelRows, mid, panels, options_.alpha, options_.limit});
-            auto* target = const_cast<void*>(space.mid_x[begin + t]);  // this task's columns of it
-            prepare_columns(kernels_, forms.down, mid, column, count, target);
+        }
+        const auto activation = static_cast<size_t>(options_.activation);
+        // This task's columns of the rows.
+        uint8_t* out = const_cast<uint8_t*>(space.mid.data()) + begin * space.mid_bytes;
+        if (forms.down.kind == RowForm::Kind::Slabs) {
+            kernels_.mid[activation]({both, stride, tokens, panels, out + prepared_bytes(forms.down, column),
+                                      space.mid_bytes, forms.down.activation, options_.alpha, options_.limit});
+            continue;
+        }
+        for (size_t t = 0; t < tokens; ++t, out += space.mid_bytes) {
+            const float* row = both + t * stride;
+            kernels_.gate[activation]({row, row + kPanelRows, mid, panels, options_.alpha, options_.limit});
+            prepare_columns(kernels_, forms.down, mid, column, count, out);
         }
     }
 }

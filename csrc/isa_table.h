@@ -5,6 +5,7 @@
 #include "attention_kernels.h"
 #include "gate_kernels.h"
 #include "merge_kernels.h"
+#include "mid_kernels.h"
 #include "panel_kernels.h"
 #include "row_kernels.h"
 
@@ -28,6 +29,7 @@ constexpr KernelTable make_table(const char* isa) {
         narrow,
         merge,
         {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
+        {mid_slabs<gate_silu>, mid_slabs<gate_gelu>, mid_slabs<gate_gelu_tanh>, mid_slabs<gate_swiglu_clamped>},
         attention,
     };
 }

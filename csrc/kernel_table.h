@@ -46,6 +46,19 @@ struct GateTask {
 };
 using GateKernel = void (*)(const GateTask& task);
 
+// The same, rounded to slabs, for rows t < tokens: gate and up of 16 columns take turns at both + t * stride, slabs are
+// written at out + t * out_stride. Half a slab beyond the last panel counts as zeros.
+struct MidTask {
+    const float* both;
+    size_t stride;  // floats
+    size_t tokens, panels;
+    uint8_t* out;
+    size_t out_stride;  // bytes
+    ActivationKind kind;
+    float alpha, limit;
+};
+using MidKernel = void (*)(const MidTask& task);
+
 // out[i] = sum over k of weights[k] * terms[k][i], in order of k, for i < count.
 struct MergeTask {
     const float* const* terms;
@@ -89,6 +102,7 @@ struct KernelTable {
     NarrowKernel narrow;
     MergeKernel merge;
     GateKernel gate[4];  // by Activation
+    MidKernel mid[4];    // by Activation
     AttentionKernel attention;
 };
 

@@ -6,7 +6,7 @@
 // sums, scaled, are added to its float sums:
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
 // in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
-// bit whichever kernel computed it and whatever else shared the pass. Some formats have superblock_kernels.h besides, for
+// bit whichever kernel computed it and whatever else shared the pass. superblock_kernels.h does the same for
 // many rows.
 #pragma once
 
@@ -200,11 +200,9 @@ void dot_panels(const PanelTask& task) {
         part.y = task.y + p * kPanelRows;
         if constexpr (kMaxPairTokens > 0) {
             if (part.panels == 2) {
-                if constexpr (by_superblocks(Format::kQuant)) {
-                    if (task.tokens >= kSuperblockTokens) {
-                        dot_superblocks<Format>(part);
-                        continue;
-                    }
+                if (task.tokens >= kSuperblockTokens) {
+                    dot_superblocks<Format>(part);
+                    continue;
                 }
                 dot_passes<Format, 2, kMaxPairTokens>(part);
                 continue;

@@ -2,9 +2,10 @@
 // pass by and the next one is fetched from memory meanwhile; the sums wait in y.
 // Included only by translation units of one instruction set, after a lanes header; internal linkage.
 //
-// For formats whose codes are bytes as they lie, and for those with a scale for 16: their codes come from two planes,
-// and are unpacked here once a superblock and not once a pass. The others are faster by panel_kernels.h, and all are
-// with few rows. The operations on a row, and their order, are the same there: results are equal bit for bit.
+// The scales become floats once a superblock and not once a pass; so do the codes of formats with a scale for 16, which
+// come from two planes, become lines. The other codes lie still and are unpacked in every pass: that costs the
+// multiplying ports nothing. The operations on a row, and their order, are those of panel_kernels.h, which is faster with
+// few rows: results are equal bit for bit.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +19,6 @@ namespace {
 
 constexpr size_t kSuperblockTokens = 12;  // from how many rows on it is faster
 
-constexpr bool by_superblocks(Quant quant) {
-    return quant == Quant::Q8_0 || activation_kind(quant).halves;
-}
-
 // body(0) .. body(Count - 1), each number a constant: arrays that these index live in registers.
 template <size_t Count, class Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
@@ -34,20 +31,21 @@ template <size_t Count, class Body>
 template <class Format>
 struct Unpacked {
     static constexpr bool kMinimums = Format::kMinimums;
-    static constexpr bool kInPlace = Format::kQuant == Quant::Q8_0;  // its codes are lines already
+    static constexpr bool kStored = activation_kind(Format::kQuant).halves;   // whether its codes become lines here
+    static constexpr bool kLines = kStored || Format::kQuant == Quant::Q8_0;  // whether `codes` are lines
     static constexpr size_t kHalves = activation_kind(Format::kQuant).halves ? 2 : 1;
     static constexpr size_t kSlabBytes = 8 * 64;
 
-    const uint8_t* codes[2];  // [slabs][8] lines
+    const uint8_t* codes[2];  // [slabs][8] lines, or the superblock as it lies
     alignas(64) float scales[kSlabs][kHalves][2][kPanelRows];
     alignas(64) float minimums[kMinimums ? kSlabs : 1][kHalves][2][kPanelRows];
-    alignas(64) uint8_t lines[2][kInPlace ? 1 : kSlabs * kSlabBytes];
+    alignas(64) uint8_t lines[2][kStored ? kSlabs * kSlabBytes : 1];
 
     void unpack(const uint8_t* block, size_t slabs, size_t panel) {
         const Format format(block, slabs);
-        codes[panel] = kInPlace ? block : lines[panel];
+        codes[panel] = kStored ? lines[panel] : block;
         for (size_t s = 0; s < slabs; ++s) {
-            if constexpr (!kInPlace)
+            if constexpr (kStored)
                 unroll<4>([&](auto j) {
                     Bytes even, odd;
                     format.lines(s, j, even, odd);
@@ -81,7 +79,7 @@ void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const
         unroll<2>(
             [&](auto p) { sums[p][m] = first == 0 ? zero_floats() : load_floats(y + m * y_stride + p * kPanelRows); });
     });
-    const uint8_t *codes = block.codes[0], *other_codes = block.codes[1];
+    const uint8_t* codes[2] = {block.codes[0], block.codes[1]};
     for (size_t s = 0; s < slabs; ++s) {
         for (size_t i = 0; i < next.lines; ++i)
             for (const uint8_t*& panel : next.panels) {
@@ -96,11 +94,19 @@ void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const
             });
             unroll<8 / kHalves>([&](auto i) {
                 constexpr size_t kLine = h * 8 / kHalves + i;
-                const Bytes line = load_bytes(codes + 64 * kLine), other = load_bytes(other_codes + 64 * kLine);
+                Bytes lines[2];  // of both panels
+                unroll<2>([&](auto p) {
+                    if constexpr (Unpacked<Format>::kLines) {
+                        lines[p] = load_bytes(codes[p] + 64 * kLine);
+                    } else {
+                        Bytes pair[2];
+                        Format(codes[p], slabs).lines(s, kLine / 2, pair[0], pair[1]);
+                        lines[p] = pair[kLine % 2];
+                    }
+                });
                 unroll<Tokens>([&](auto m) {
                     const Quad q = load_quad(x[m]->q + 4 * kLine);
-                    products[0][m] = dot(products[0][m], line, q);
-                    products[1][m] = dot(products[1][m], other, q);
+                    unroll<2>([&](auto p) { products[p][m] = dot(products[p][m], lines[p], q); });
                 });
             });
             unroll<2>([&](auto p) {
@@ -126,8 +132,7 @@ void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const
                 });
             });
         unroll<Tokens>([&](auto m) { ++x[m]; });
-        codes += Unpacked<Format>::kSlabBytes;
-        other_codes += Unpacked<Format>::kSlabBytes;
+        if constexpr (Unpacked<Format>::kLines) unroll<2>([&](auto p) { codes[p] += Unpacked<Format>::kSlabBytes; });
     }
     unroll<Tokens>(
         [&](auto m) { unroll<2>([&](auto p) { store_floats(y + m * y_stride + p * kPanelRows, sums[p][m]); }); });
