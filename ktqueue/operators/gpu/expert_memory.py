@@ -11,6 +11,7 @@ from ktqueue.operators.gpu.placement import Placement
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.side_copies import CopyStream
 from ktqueue.operators.gpu.streamer import AREAS, Streamer, area_bytes
+from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.streaming_probe import measure_costs
 from ktqueue.operators.gpu.streaming_steps import StreamingSteps
 
@@ -83,9 +84,9 @@ class ExpertMemory:
         if streams and self._handoff is not None:
             costs = measure_costs(layers, self._pool, copies, settings.max_tokens)
             streamer = Streamer(layers, self._pool, copies)
-            always = settings.expert_streaming == "on"
+            choice = StreamingChoice(costs, len(layers), always=settings.expert_streaming == "on")
             self._streaming = StreamingSteps(
-                streamer, costs, self._handoff, always=always, least_tokens=settings.streaming_tokens
+                streamer, costs, choice, self._handoff, layers=len(layers), least_tokens=settings.streaming_tokens
             )
 
     @property

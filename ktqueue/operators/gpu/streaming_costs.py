@@ -1,25 +1,31 @@
-"""StreamingCosts: whether a step should stream experts, and how many, from what this machine has shown.
+"""StreamingCosts: what a step that streams a share of the experts should take on this machine.
 
-All times are of one layer with routed experts, in seconds. A step that streams takes, per layer,
-    max(gpu(tokens) + (1 - share) * cpu(tokens), share * copy)
-where `copy` brings and `cpu` computes all experts that are not on the GPU, and `gpu` is what the layer needs before its
-experts: the CPU waits for it, copies do not. The best share makes both equal. Knows no tensor.
+All times are of one layer with routed experts, in seconds. `copy` brings and `cpu` computes all experts that are not on
+the GPU; `gpu` is what the layer needs before its experts: the CPU waits for it, copies do not. Streaming all of them
+takes max(gpu, copy), none
+    gpu + FIXED + 2 * rows + alone * cpu
+and a share between, in which the CPU and the copies read the same memory at the same time,
+    max(rows + share * copy, gpu + FIXED + 2 * rows + (1 - share) * cpu)
+where `rows` brings all tokens to the CPU, or its results back, on the bus that brings the experts. Knows no tensor.
 """
 
 from dataclasses import dataclass
 
-GAIN = 0.85  # streaming must take at most this part of the time without it
+FIXED = 2e-4  # of a layer on the CPU, however few of its experts are used: signals, threads that meet, a skewed choice
 NEWEST = 0.3  # weight of the newest step in what is learned
 
 
 @dataclass(slots=True)
 class StreamingCosts:
-    """cpu_fixed, cpu_token: `cpu` is cpu_fixed + cpu_token * tokens. copy: see above. gpu_token: `gpu` is gpu_token *
-    tokens; not known before the first step, and 0 asks for a little less streaming than would be best."""
+    """cpu_fixed, cpu_token: `cpu` is cpu_fixed + cpu_token * tokens, while copies run. alone: the part of it that the
+    CPU needs without them. copy: see above. row: `rows` is row * tokens. gpu_token: `gpu` is gpu_token * tokens; not
+    known before the first step."""
 
     cpu_fixed: float
     cpu_token: float
     copy: float
+    row: float = 0.0
+    alone: float = 1.0
     gpu_token: float = 0.0
 
     def cpu(self, tokens: int) -> float:
@@ -30,27 +36,29 @@ class StreamingCosts:
         """The GPU's time before the experts."""
         return self.gpu_token * tokens
 
-    def share(self, tokens: int) -> float:
-        """The part of the absent experts that should be streamed, from 0 to 1."""
-        cpu = self.cpu(tokens)
-        return min(1.0, (self.gpu(tokens) + cpu) / (self.copy + cpu)) if self.copy + cpu > 0 else 1.0
-
-    def pays(self, tokens: int) -> bool:
-        """Whether a step of so many tokens is faster with streaming."""
-        share, cpu, gpu = self.share(tokens), self.cpu(tokens), self.gpu(tokens)
-        return max(gpu + (1 - share) * cpu, share * self.copy) < GAIN * (gpu + cpu)
+    def seconds(self, tokens: int, share: float) -> float:
+        """What a layer takes that streams `share` of its absent experts, from 0 to 1."""
+        gpu, rows = self.gpu(tokens), self.row * tokens
+        if share == 1:
+            return max(gpu, self.copy)
+        before = gpu + FIXED + 2 * rows
+        if share == 0:
+            return before + self.alone * self.cpu(tokens)
+        return max(rows + share * self.copy, before + (1 - share) * self.cpu(tokens))
 
     def learn(self, tokens: int, share: float, *, cpu: float, copy: float, gpu: float) -> None:
         """Take in a step that streamed `share`: seconds a layer that the CPU, the copies and the GPU took for their
-        parts; 0: not known."""
+        parts (the GPU's with rows that come and go); 0: not known."""
         if share < 1 and cpu > 0:
-            factor = _bounded(cpu / ((1 - share) * self.cpu(tokens))) ** NEWEST
+            expected = (1 - share) * self.cpu(tokens) * (self.alone if share == 0 else 1)
+            factor = _bounded(cpu / expected) ** NEWEST if expected > 0 else 1.0
             self.cpu_fixed *= factor
             self.cpu_token *= factor
-        if share > 0 and copy > 0:
+        if share > 0 and copy > 0 and self.copy > 0:
             self.copy *= _bounded(copy / (share * self.copy)) ** NEWEST
         if gpu > 0:
-            believed = min(gpu, max(2 * self.gpu(tokens), self.cpu(tokens)))
+            own = max(0.0, gpu - (2 * self.row * tokens if share < 1 else 0))
+            believed = min(own, max(2 * self.gpu(tokens), self.cpu(tokens)))
             self.gpu_token += NEWEST * (believed / tokens - self.gpu_token)
 
 

@@ -1,28 +1,54 @@
 """StreamingSteps: which steps stream experts, how many of them, and what is learned from each."""
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces
 from ktqueue.operators.gpu.streamer import StreamedExperts, Streamer
+from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.streaming_costs import StreamingCosts
 
-LEVELS = 32  # of the share: a new one has its copies found first
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The step that has begun last, at `begun` seconds. busy: seconds of the CPU before it; streamed: None if it
+    streams nothing."""
+
+    tokens: int
+    share: float
+    begun: float
+    busy: float
+    streamed: StreamedExperts | None
 
 
 class StreamingSteps:
-    """`always`: every step of `least_tokens` or more; else those of them where `costs` say that it pays.
+    """Steps of `least_tokens` or more stream what `choice` says; what they teach goes to it and to its `costs`.
 
-    steps: that streamed.
+    steps: that streamed. `clock`: in seconds.
     """
 
     def __init__(
-        self, streamer: Streamer, costs: StreamingCosts, handoff: Handoff, *, always: bool, least_tokens: int
+        self,
+        streamer: Streamer,
+        costs: StreamingCosts,
+        choice: StreamingChoice,
+        handoff: Handoff,
+        *,
+        layers: int,
+        least_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._streamer = streamer
         self._costs = costs
+        self._choice = choice
         self._handoff = handoff
-        self._always = always
+        self._layers = layers
         self._least = least_tokens
-        self._running: tuple[StreamedExperts, int, float, float] | None = None  # tokens, share, busy seconds before
+        self._clock = clock
+        self._running: _Running | None = None
+        self._seen = 0
         self.steps = 0
 
     @property
@@ -33,24 +59,28 @@ class StreamingSteps:
     def begin(self, resident: ExpertPlaces, tokens: int, scored: int) -> ExpertPlaces:
         """Where a step of `tokens` finds its experts: `resident`, or a stream. `scored`: tokens of the last layer."""
         self._running = None
-        if tokens < self._least or not (self._always or self._costs.pays(tokens)):
+        if tokens < self._least:
             return resident
-        share = round(self._costs.share(tokens) * LEVELS) / LEVELS
-        if share == 0:
-            return resident
-        step = self._streamer.begin(resident, share, last_too=scored >= self._least)
-        self.steps += 1
-        self._running = step, tokens, share, self._handoff.statistics.busy_seconds
-        return step
+        share = self._choice.share(tokens)
+        streamed = self._streamer.begin(resident, share, last_too=scored >= self._least) if share > 0 else None
+        self.steps += streamed is not None
+        busy = self._handoff.statistics.busy_seconds
+        self._running = _Running(tokens, share, self._clock(), busy, streamed)
+        return resident if streamed is None else streamed
 
     def after_step(self) -> None:
-        """Learn from the step that has just ended, if it streamed. Not from the first: kernels are compiled in it."""
-        if self._running is None or self.steps == 1:
+        """Learn from the step that the device has just finished, if it was a long one. Of its parts not if it was the
+        first: kernels are compiled in it."""
+        running, self._running = self._running, None
+        if running is None:
             return
-        step, tokens, share, before = self._running
-        self._running = None
-        seconds = step.seconds()
-        if seconds is not None and step.layers > 0:
-            copy, gpu = seconds
-            cpu = (self._handoff.statistics.busy_seconds - before) / step.layers
-            self._costs.learn(tokens, share, cpu=cpu, copy=copy, gpu=gpu)
+        seconds = self._clock() - running.begun
+        parts = (0.0, 0.0) if running.streamed is None else running.streamed.seconds()
+        if parts is None:  # it is not done, or an exception has ended it
+            return
+        self._choice.learn(running.tokens, running.share, seconds)
+        self._seen += 1
+        if self._seen > 1:
+            layers = self._layers if running.streamed is None else running.streamed.layers
+            cpu = (self._handoff.statistics.busy_seconds - running.busy) / max(1, layers)
+            self._costs.learn(running.tokens, running.share, cpu=cpu, copy=parts[0], gpu=parts[1])

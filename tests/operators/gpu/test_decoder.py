@@ -12,7 +12,7 @@ from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.placement import READ_EVERY
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.gpu.streaming_costs import StreamingCosts
+from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ALL = 1 << 40  # bytes
@@ -99,7 +99,7 @@ def record_bytes(decoder: GpuDecoder) -> int:
 def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, make_decoder, monkeypatch):
     """`share` of them have a place there; long steps stream so many of the others."""
     model = make_model(family)
-    monkeypatch.setattr(StreamingCosts, "share", lambda self, tokens: streamed)
+    monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: streamed)
     streaming = {"expert_streaming": "off" if streamed is None else "on", "streaming_tokens": 8}
     plain = make_decoder(model, quant, expert_streaming="off")
     expected = fed(plain)

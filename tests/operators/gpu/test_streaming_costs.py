@@ -1,57 +1,54 @@
-"""StreamingCosts: the split that ends on both sides at once, and what is learned from steps."""
+"""StreamingCosts: what a step should take, and what is learned from steps."""
 
 import pytest
 
 from ktqueue.operators.gpu.side_copies import joined
-from ktqueue.operators.gpu.streaming_costs import StreamingCosts, fit
+from ktqueue.operators.gpu.streaming_costs import FIXED, StreamingCosts, fit
 
 
 def costs(**changes: float) -> StreamingCosts:
     return StreamingCosts(**{"cpu_fixed": 0.002, "cpu_token": 1e-5, "copy": 0.008, **changes})
 
 
-@pytest.mark.parametrize("tokens", [64, 512, 8192])
-@pytest.mark.parametrize("gpu_token", [0.0, 5e-7])
-def test_both_sides_end_at_once(tokens, gpu_token):
-    one = costs(gpu_token=gpu_token)
-    share = one.share(tokens)
-    assert 0 < share < 1
-    assert share * one.copy == pytest.approx(one.gpu(tokens) + (1 - share) * one.cpu(tokens))
+def test_streaming_everything_takes_what_the_copies_take_or_the_gpu():
+    assert costs(row=1e-7).seconds(8192, 1) == 0.008
+    assert costs(gpu_token=1e-6).seconds(16384, 1) == pytest.approx(0.016384)
 
 
-def test_all_are_streamed_where_the_gpu_is_slower_than_the_copies():
-    assert costs(gpu_token=2e-5).share(512) == 1.0
+def test_nothing_is_streamed_by_the_cpu_alone():
+    one = costs(alone=0.5, row=1e-7, gpu_token=1e-6)
+    assert one.seconds(1000, 0) == pytest.approx(0.001 + FIXED + 2e-4 + 0.006)
 
 
-def test_it_pays_for_long_steps_alone():
-    one = costs(cpu_fixed=0.0)
-    assert one.pays(512) and one.pays(8192)
-    assert not one.pays(8)
-
-
-def test_it_does_not_pay_over_a_slow_bus():
-    assert not costs(copy=1.0).pays(512)
+@pytest.mark.parametrize(("share", "seconds"), [(0.875, 0.0001 + 0.007), (0.25, 0.001 + FIXED + 2e-4 + 0.009)])
+def test_a_split_ends_with_the_slower_side(share, seconds):
+    """Rows that come back share the bus with the experts; the CPU waits for the GPU's first part and for the rows."""
+    assert costs(row=1e-7, gpu_token=1e-6).seconds(1000, share) == pytest.approx(seconds)
 
 
 def test_learns_what_a_machine_really_does():
-    one, real = costs(), costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6)
+    one, real = costs(row=1e-7), costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6)
     for _ in range(60):
-        share = one.share(512)
-        one.learn(512, share, cpu=(1 - share) * real.cpu(512), copy=share * real.copy, gpu=real.gpu(512))
+        gpu = real.gpu(512) + 2 * 512e-7  # with the rows
+        one.learn(512, 0.5, cpu=0.5 * real.cpu(512), copy=0.5 * real.copy, gpu=gpu)
     assert one.cpu(512) == pytest.approx(real.cpu(512), rel=0.01)
     assert one.copy == pytest.approx(real.copy, rel=0.01)
-    assert one.share(512) == pytest.approx(real.share(512), abs=0.01)
+    assert one.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
+
+
+def test_what_the_cpu_takes_alone_is_not_what_it_takes_beside_copies():
+    one = costs(alone=0.5)
+    one.learn(512, 0, cpu=0.5 * one.cpu(512), copy=0.0, gpu=0.0)
+    assert one.cpu(512) == pytest.approx(costs().cpu(512))
 
 
 def test_one_slow_step_is_forgotten():
     one = costs()
-    before = one.share(512)
-    one.learn(512, before, cpu=1.0, copy=0.004, gpu=5.0)
-    assert one.share(512) < 0.9
+    one.learn(512, 0.5, cpu=1.0, copy=0.004, gpu=5.0)
+    assert one.cpu(512) < 1.3 * costs().cpu(512)
     for _ in range(20):
-        share = one.share(512)
-        one.learn(512, share, cpu=(1 - share) * costs().cpu(512), copy=share * costs().copy, gpu=1e-5)
-    assert one.share(512) == pytest.approx(before, abs=0.05)
+        one.learn(512, 0.5, cpu=0.5 * costs().cpu(512), copy=0.004, gpu=1e-5)
+    assert one.seconds(512, 0.5) == pytest.approx(costs().seconds(512, 0.5), rel=0.05)
 
 
 def test_a_line_through_two_points():

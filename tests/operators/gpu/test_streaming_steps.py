@@ -1,9 +1,10 @@
-"""StreamingSteps: which steps stream, which share, and which of them teach."""
+"""StreamingSteps: which steps stream, which share, and which of them teach what."""
 
 from typing import Any
 
 import pytest
 
+from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.streaming_costs import StreamingCosts
 from ktqueue.operators.gpu.streaming_steps import StreamingSteps
 
@@ -19,73 +20,80 @@ class Step:
         self.seconds = lambda: seconds
 
 
-class Streamer:
-    """Notes what is asked of it."""
+class Parts:
+    """A streamer, a hand-off and a clock at once, which note what is asked of them."""
 
     bytes_streamed = 0
+    busy_seconds = 0.0
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, bool]] = []
         self.seconds: tuple[float, float] | None = (0.01, 0.002)
+        self.now = 5.0
+        self.costs = StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01)
+        self.choice = StreamingChoice(self.costs, 4, always=False)
+        self.learned: list[tuple[int, float, float]] = []
+        learn = self.choice.learn
+        self.choice.learn = lambda *step: (self.learned.append(step), learn(*step))[1]  # type: ignore[method-assign]
 
     def begin(self, resident: Any, share: float, *, last_too: bool) -> Step:
         assert resident is RESIDENT
         self.asked.append((share, last_too))
         return Step(self.seconds)
 
-
-class Handoff:
-    """`statistics.busy_seconds`, to be set."""
-
-    busy_seconds = 0.0
-
     @property
-    def statistics(self) -> "Handoff":
+    def statistics(self) -> "Parts":
         return self
 
 
 @pytest.fixture
-def parts() -> tuple[Streamer, StreamingCosts, Handoff]:
-    return Streamer(), StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01), Handoff()
+def parts() -> Parts:
+    return Parts()
 
 
-def make(parts: Any, *, always: bool = False) -> StreamingSteps:
-    return StreamingSteps(*parts, always=always, least_tokens=64)
+@pytest.fixture
+def steps(parts: Any) -> StreamingSteps:
+    return StreamingSteps(parts, parts.costs, parts.choice, parts, layers=4, least_tokens=64, clock=lambda: parts.now)
 
 
-def test_long_steps_stream_if_it_pays(parts):
-    steps = make(parts)
+def test_long_steps_stream_what_the_choice_says(parts, steps):
     assert steps.begin(RESIDENT, 63, 63) is RESIDENT
     assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
     assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
     assert isinstance(steps.begin(RESIDENT, 1000, 64), Step)
-    assert parts[0].asked == [(0.5, False), (0.5, True)]
+    assert parts.asked == [(0.5, False), (0.5, True)]
     assert steps.steps == 2
 
 
-def test_always_means_all_long_ones(parts):
-    steps = make(parts, always=True)
-    assert steps.begin(RESIDENT, 63, 63) is RESIDENT
-    assert isinstance(steps.begin(RESIDENT, 64, 1), Step)
-    assert parts[0].asked == [(2 / 32, False)]
+def test_the_choice_learns_what_long_steps_took(parts, steps):
+    for tokens in (1000, 63, 64):
+        steps.begin(RESIDENT, tokens, 1)
+        parts.now += 0.25
+        steps.after_step()
+        parts.now += 1
+        steps.after_step()  # of no step
+    assert parts.learned == [(1000, 0.5, 0.25), (64, 0.0, 0.25)]
 
 
-def test_nothing_to_stream_is_no_streaming(parts):
-    parts[1].copy = 10.0
-    assert make(parts, always=True).begin(RESIDENT, 64, 1) is RESIDENT
-
-
-def test_learns_from_all_but_the_first(parts):
-    streamer, costs, handoff = parts
-    steps = make(parts)
+def test_costs_learn_from_all_but_the_first(parts, steps):
+    costs = parts.costs
     for learned in (False, True, False):
         if not learned and steps.steps:
-            streamer.seconds = None  # not done yet
+            parts.seconds = None  # not done yet
         before = costs.copy, costs.cpu_token, costs.gpu_token
         steps.begin(RESIDENT, 1000, 1)
-        handoff.busy_seconds += 0.03
+        parts.busy_seconds += 0.03
+        parts.now += 0.022
         steps.after_step()
         assert ((costs.copy, costs.cpu_token, costs.gpu_token) != before) == learned
-    after = costs.copy
-    steps.after_step()  # of a step that did not stream
-    assert costs.copy == after
+    assert len(parts.learned) == 2
+
+
+def test_costs_learn_of_the_cpu_alone(parts, steps):
+    before = parts.costs.cpu_token
+    for _ in range(2):
+        steps.begin(RESIDENT, 64, 1)
+        parts.busy_seconds += 4 * 0.001
+        parts.now += 0.005
+        steps.after_step()
+    assert before < parts.costs.cpu_token < 2 * before
