@@ -84,6 +84,7 @@ class GpuDecoder(Operator):
                         experts_per_token=layer.experts_per_token,
                         renormalise=layer.renormalise,
                         activation=layer.activation,
+                        exact=self._options["activations"] == "float32",
                     )
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))

@@ -43,7 +43,8 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedLayer:
-    """The routed experts of one layer. `packed`: as the CPU has them; `record`: one of them as the GPU has it."""
+    """The routed experts of one layer. `packed`: as the CPU has them; `record`: one of them as the GPU has it; `exact`:
+    activations are never rounded to int8, as the rules may ask of either."""
 
     packed: native.ExpertLayer
     record: ExpertRecord
@@ -51,6 +52,7 @@ class RoutedLayer:
     experts_per_token: int
     renormalise: bool
     activation: native.ActivationName
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class StepExperts:
             partials = experts(
                 where.memory, places.gate_up, places.down, routing.ids, x, routing.weights, layer.record,
                 layer.activation,
+                activations="float" if layer.exact else "auto",
             )  # fmt: skip
             where.leave(index)
         beside = shared(x) if shared else (None, None)

@@ -9,7 +9,9 @@ from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, answers, feed, m
 from ktqueue.operators import native
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu import hybrid_experts
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.panels import experts
 from ktqueue.operators.gpu.placement import READ_EVERY
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.streaming_choice import StreamingChoice
@@ -110,6 +112,19 @@ def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, ma
     assert found.on_gpu == round(share * found.experts)
     assert (decoder.expert_layers_run == 0) == (share == 1)
     assert (found.streamed_steps > 0) == (found.streamed_bytes > 0) == (streamed is not None and share < 1)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])
+def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypatch):
+    seen = set()
+
+    def spied(*args: Any, activations: str, **others: Any) -> torch.Tensor:
+        seen.add(activations)
+        return experts(*args, activations=activations, **others)
+
+    monkeypatch.setattr(hybrid_experts, "experts", spied)
+    fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", asked, expert_memory_bytes=ALL))
+    assert seen == {taken}
 
 
 def test_hot_experts_move_to_the_gpu(make_decoder):
