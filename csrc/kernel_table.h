@@ -46,8 +46,8 @@ struct GateTask {
 };
 using GateKernel = void (*)(const GateTask& task);
 
-// The same, rounded to slabs, for rows t < tokens: gate and up of 16 columns take turns at both + t * stride, slabs are
-// written at out + t * out_stride. Half a slab beyond the last panel counts as zeros.
+// The same, rounded to slabs, for rows t < tokens: 16 columns of gate and 16 of up take turns at both + t * stride, slabs
+// are written at out + t * out_stride. Weights with slabs have whole slabs of columns, so panels are even in number.
 struct MidTask {
     const float* both;
     size_t stride;  // floats

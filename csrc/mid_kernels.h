@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
 #include "gate_kernels.h"
 #include "row_kernels.h"
@@ -19,24 +18,18 @@ constexpr size_t kMidRows = 16;  // at once
 
 template <GateKernel Gate>
 void mid_slabs(const MidTask& task) {
-    constexpr size_t kBlocks = kSlab / kPanelRows;
+    constexpr size_t kPanels = kSlab / kPanelRows;
     alignas(64) float mid[kMidRows][kSlab];
-    for (size_t b = 0; b < task.panels; b += kBlocks) {
-        const size_t blocks = std::min(kBlocks, task.panels - b);
-        if (blocks < kBlocks) std::memset(mid, 0, sizeof(mid));
+    for (size_t p = 0; p < task.panels; p += kPanels)
         for (size_t first = 0; first < task.tokens; first += kMidRows) {
             const size_t rows = std::min(kMidRows, task.tokens - first);
-            const float* row = task.both + first * task.stride + b * 2 * kPanelRows;
-            uint8_t* out = task.out + first * task.out_stride + b / kBlocks * sizeof(ActivationSlab);
+            const float* row = task.both + first * task.stride + p * 2 * kPanelRows;
+            uint8_t* out = task.out + first * task.out_stride + p / kPanels * sizeof(ActivationSlab);
             for (size_t t = 0; t < rows; ++t, row += task.stride)
-                if (blocks == kBlocks)
-                    Gate({row, row + kPanelRows, mid[t], kBlocks, task.alpha, task.limit});
-                else
-                    Gate({row, row + kPanelRows, mid[t], 1, task.alpha, task.limit});
+                Gate({row, row + kPanelRows, mid[t], kPanels, task.alpha, task.limit});
             for (size_t t = 0; t < rows; ++t, out += task.out_stride)
                 quantize_slab(mid[t], task.kind, *reinterpret_cast<ActivationSlab*>(out));
         }
-    }
 }
 
 }  // namespace
