@@ -15,8 +15,12 @@ ROWS = (1, 64, 2500)
 STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
 
 
-def same(ours: torch.Tensor, twin: torch.Tensor) -> None:
-    """Equal but for a last bit here and there: within a rounding step of a row's largest, most numbers exactly."""
+def same(ours: torch.Tensor, twin: torch.Tensor, rounded: torch.dtype | None = None, steps: int = 1) -> None:
+    """Equal but for a last bit here and there: within `steps` rounding steps of a row's largest, most numbers exactly.
+
+    rounded: the type that numbers were rounded to before they were stored in a wider one.
+    """
+    rounded = rounded or twin.dtype
     assert ours.dtype == twin.dtype and ours.shape == twin.shape
     if not twin.is_floating_point():
         assert torch.equal(ours.cpu(), twin)
@@ -24,8 +28,8 @@ def same(ours: torch.Tensor, twin: torch.Tensor) -> None:
     a, b = ours.cpu().float(), twin.float()
     assert torch.equal(a.isnan(), b.isnan())
     a, b = a.nan_to_num(0), b.nan_to_num(0)
-    assert ((a - b).abs() <= STEPS[twin.dtype] * b.abs().amax(-1, keepdim=True)).all()
-    if twin.dtype != torch.float32:
+    assert ((a - b).abs() <= steps * STEPS[rounded] * b.abs().amax(-1, keepdim=True)).all()
+    if rounded != torch.float32:
         assert (a == b).float().mean() > 0.97
 
 
@@ -48,15 +52,24 @@ def tensors(*results: Any) -> list[torch.Tensor]:
     return flat
 
 
-def check(call: Callable[..., Any], arguments: dict[str, Any], written: tuple[str, ...] = ()) -> None:
-    """The kernel equals the twin: eager, then replayed in a graph captured on other numbers."""
+def check(
+    call: Callable[..., Any],
+    arguments: dict[str, Any],
+    written: tuple[str, ...] = (),
+    *,
+    copied: torch.dtype | None = None,
+    steps: int = 1,
+) -> None:
+    """The kernel equals the twin: eager, then replayed in a graph captured on other numbers. copied: the type to which
+    numbers of `copy` were rounded; steps: see `same`."""
     twin = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     eager = {name: on_gpu(x) for name, x in arguments.items()}
     ours = tensors(call(**eager), [eager[name] for name in written])
     expected = tensors(call(**twin), [twin[name] for name in written])
     assert len(ours) == len(expected) > 0
-    for one, other in zip(ours, expected, strict=True):
-        same(one, other)
+    rounded = [None] * (len(expected) - len(written)) + [copied if name == "copy" else None for name in written]
+    for one, other, dtype in zip(ours, expected, rounded, strict=True):
+        same(one, other, dtype, steps)
 
     fixed = {name: on_gpu(x) for name, x in arguments.items()}
     floats = [x for x in fixed.values() if isinstance(x, torch.Tensor) and x.dtype in DTYPES]
@@ -71,8 +84,9 @@ def check(call: Callable[..., Any], arguments: dict[str, Any], written: tuple[st
             x.copy_(arguments[name])
     graph.replay()
     torch.cuda.synchronize()
-    for one, other in zip(tensors(results, [fixed[name] for name in written]), expected, strict=True):
-        same(one, other)
+    replayed = tensors(results, [fixed[name] for name in written])
+    for one, other, dtype in zip(replayed, expected, rounded, strict=True):
+        same(one, other, dtype, steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,7 +99,7 @@ def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     some = base | {"added": torch.randn(tokens, hidden), "partials": torch.randn(tokens, 2, hidden)}
     check(add_rms_norm, some, ("residual",))
     shared = {"shared": torch.randn(tokens, hidden).to(dtype), "shared_gate": torch.randn(tokens, 1).to(dtype)}
-    check(add_rms_norm, some | shared | {"copy": torch.zeros(tokens, hidden)}, ("residual", "copy"))
+    check(add_rms_norm, some | shared | {"copy": torch.zeros(tokens, hidden)}, ("residual", "copy"), copied=dtype)
 
 
 @pytest.mark.parametrize(("dtype", "cache"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float8_e4m3fn)])
@@ -133,7 +147,10 @@ def test_qk_norm_rope_append(
         "values": torch.zeros(pages, 16, kv_heads, head_dim).to(cache),
         "clip": clip,
     }
-    check(qk_norm_rope_append, arguments, ("keys", "values"))
+    # A scale that differs in its last bit, or a fused multiply-add, rounds one number in thousands the other way. Each
+    # of the two numbers behind a turned one, up to sqrt(2) of a row's largest, may so be a step off, which makes
+    # sqrt(2) * sqrt(2) steps of their turned sum; and the sum itself is rounded.
+    check(qk_norm_rope_append, arguments, ("keys", "values"), steps=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
