@@ -15,6 +15,7 @@ from ktqueue.operators.gpu.panels import experts
 from ktqueue.operators.gpu.placement import READ_EVERY
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.streaming_choice import StreamingChoice
+from ktqueue.operators.gpu.transfer import Transfer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ALL = 1 << 40  # bytes
@@ -125,6 +126,16 @@ def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypa
     monkeypatch.setattr(hybrid_experts, "experts", spied)
     fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", asked, expert_memory_bytes=ALL))
     assert seen == {taken}
+
+
+def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, monkeypatch):
+    """Those of the norms and of the router; the hand-off itself moves nothing."""
+    for name in ("put", "take"):
+        monkeypatch.setattr(Transfer, name, None)
+    model = make_model("qwen2_moe")
+    decoder = make_decoder(model, expert_memory_bytes=50_000, expert_streaming="off")
+    assert_close(fed(decoder), answers(model), 1e-5)
+    assert decoder.expert_layers_run > 0
 
 
 def test_hot_experts_move_to_the_gpu(make_decoder):
