@@ -7,7 +7,7 @@
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
 // in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
 // bit whichever kernel computed it and whatever else shared the pass. superblock_kernels.h does the same for
-// many rows.
+// many rows, in most formats.
 #pragma once
 
 #include <algorithm>
@@ -200,9 +200,12 @@ void dot_panels(const PanelTask& task) {
         part.y = task.y + p * kPanelRows;
         if constexpr (kMaxPairTokens > 0) {
             if (part.panels == 2) {
-                if (task.tokens >= kSuperblockTokens) {
-                    dot_superblocks<Format>(part);
-                    continue;
+                // Q5_K's third plane takes too many operations a pass for the rest to make up for it.
+                if constexpr (Format::kQuant != Quant::Q5_K) {
+                    if (task.tokens >= kSuperblockTokens) {
+                        dot_superblocks<Format>(part);
+                        continue;
+                    }
                 }
                 dot_passes<Format, 2, kMaxPairTokens>(part);
                 continue;
