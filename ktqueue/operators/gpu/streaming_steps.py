@@ -69,8 +69,8 @@ class StreamingSteps:
         return resident if streamed is None else streamed
 
     def after_step(self) -> None:
-        """Learn from the step that the device has just finished, if it was a long one. Of its parts not if it was the
-        first: kernels are compiled in it."""
+        """Learn from the step that the device has just finished, if it was a long one. Not from the first: kernels are
+        compiled in it, and a worker runs it on tokens that are all alike, which use few experts."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -78,9 +78,10 @@ class StreamingSteps:
         parts = (0.0, 0.0) if running.streamed is None else running.streamed.seconds()
         if parts is None:  # it is not done, or an exception has ended it
             return
-        self._choice.learn(running.tokens, running.share, seconds)
         self._seen += 1
-        if self._seen > 1:
-            layers = self._layers if running.streamed is None else running.streamed.layers
-            cpu = (self._handoff.statistics.busy_seconds - running.busy) / max(1, layers)
-            self._costs.learn(running.tokens, running.share, cpu=cpu, copy=parts[0], gpu=parts[1])
+        if self._seen == 1:
+            return
+        self._choice.learn(running.tokens, running.share, seconds)
+        layers = self._layers if running.streamed is None else running.streamed.layers
+        cpu = (self._handoff.statistics.busy_seconds - running.busy) / max(1, layers)
+        self._costs.learn(running.tokens, running.share, cpu=cpu, copy=parts[0], gpu=parts[1])
