@@ -60,6 +60,7 @@ class Captured:
         self._host(self._empty())
         step = StepContext(starts, self._contexts, self._table, self._slots, cache.kv, self._plan, live)
         scored = torch.arange(rows, device="cuda")
+        self._read = step, scored  # by every replay, so they must live
 
         def forward() -> torch.Tensor:
             return decoder(
