@@ -91,7 +91,7 @@ def main() -> None:
         max_num_seqs=max(rows),
         kv_cache_bytes=6 * GIB,
     )
-    result: dict[str, Any] = {"format": 1, "model": given.model, "environment": environment()}
+    result: dict[str, Any] = {"format": 1, "model": given.model}
 
     def keep() -> None:  # an interrupted run leaves what it has
         write(given.results / "gpu.json", result, "gpu")
@@ -101,6 +101,7 @@ def main() -> None:
         return figure
 
     built = build(config)
+    result["environment"] = environment()
     result["decode"] = [say("decode", decode(built, count, given.rounds)) for count in rows]
     keep()
     result["prefill"] = [say("prefill", prefill(built, length, 3 * given.rounds)) for length in lengths]

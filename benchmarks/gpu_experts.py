@@ -18,12 +18,10 @@ HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 2048, 768, 128, 8
 FORMATS = (("Q4_K", "Q6_K"), ("Q4_K", "Q4_K"), ("Q8_0", "Q8_0"))
 """Of gate and up, and of down."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
-VARIANTS: dict[str, tuple[tuple[int, int, int, bool], tuple[int, int, int, bool]] | None] = {
+VARIANTS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]] | None] = {
     "tensor cores": None,
-    "direct": ((32, 32, 0, True), (8, 64, 0, True)),
-    "direct, no prefetch": ((32, 32, 0, False), (8, 64, 0, False)),
-    "staged": ((8, 32, 3, True), (8, 64, 3, True)),
-    "narrow": ((8, 32, 0, True), (8, 32, 0, True)),
+    "direct": ((32, 32, 0), (8, 64, 0)),
+    "of many": ((8, 32, 3), (8, 32, 0)),
 }
 """Tiles of gate_up and down of the integer kernel (triton_few.Tile), or the kernel for many tokens."""
 LARGEST_BYTE = 59

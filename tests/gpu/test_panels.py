@@ -124,7 +124,10 @@ def test_few_tokens_equal_rounded_products(quant, random_weights):
             assert_rounded(pool.bytes, offsets, ids, x, weights, pool.record)
 
 
-def test_few_tokens_depend_on_no_others(random_weights):
+def test_few_tokens_depend_on_no_others(random_weights, monkeypatch):
+    from ktqueue.operators.gpu import triton_few
+
+    monkeypatch.setattr(triton_few, "TILES_OF_MANY", triton_few.TILES)
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()

@@ -2,7 +2,8 @@
 
 Three launches. `prepare` quantises x (int8_rows.py) and sorts the pairs by expert; gate_up makes the quantised rows
 that down takes. A program multiplies some rows of one expert's weights, up to M pairs at once, by all pairs of that
-expert: weights come from memory once, and from the cache for further pairs. What a pair gets depends on no other pair.
+expert: weights come from memory once, and from the cache for further pairs. What a pair gets depends on no other pair
+but by the tile that is chosen for so many.
 """
 
 from typing import NamedTuple
@@ -35,8 +36,6 @@ class Tile(NamedTuple):
     rows: int
     stages: int = 0
     """Of copies to shared memory ahead of their use; 0: weights are loaded when they are used."""
-    prefetch: bool = True
-    """Whether a program first asks for all its weights to be fetched into the cache of the device."""
     registers: int = 128
     """Of a thread, at most."""
 
@@ -46,19 +45,17 @@ class Tile(NamedTuple):
         return self.slabs * self.rows // 128
 
 
-GATE_UP_TILE = Tile(slabs=32, rows=32)
-DOWN_TILE = Tile(slabs=8, rows=64)
+class Tiles(NamedTuple):
+    """Of the two launches."""
+
+    gate_up: Tile
+    down: Tile
 
 
-@triton.jit
-def _fetch(start, BYTES: tl.constexpr):
-    """Ask for BYTES from the pointer `start` on (a multiple of 16) to come into the cache of the device."""
-    if not dots.INTERPRETED:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-            "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [start.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+TILES = Tiles(Tile(slabs=32, rows=32), Tile(slabs=8, rows=64))
+TILES_OF_MANY = Tiles(Tile(slabs=8, rows=32, stages=3), Tile(slabs=8, rows=32))
+MANY_PAIRS = 2
+"""Pairs of an expert, on average, beyond which TILES_OF_MANY are faster. They add in another order."""
 
 
 @triton.jit
@@ -139,7 +136,6 @@ def _experts_kernel(
     S: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     n = tl.program_id(0) * N + tl.arange(0, N)
     program = tl.program_id(1)
@@ -168,10 +164,6 @@ def _experts_kernel(
     first_panel = tl.program_id(0) * panels_here
     panel = tl.minimum(tl.arange(0, N) // 16, last_panel - first_panel)[None, :] * both_bytes
     base = pool + tl.multiple_of(offset, 64) + start + first_panel.to(tl.int64) * both_bytes
-    if PREFETCH:
-        if count > 0:
-            if first_panel + panels_here <= last_panel + 1:
-                _fetch(base, panels_here * both_bytes)
     done = program * 0
     while done < count:
         pair_of = ()
@@ -243,7 +235,7 @@ def _launch(
     pairs: Pairs | None,
     quants: tuple[str, str],
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    tile: Tile,
+    tile: Tile | None,
     *,
     start: int,
     activation: str,
@@ -255,6 +247,8 @@ def _launch(
     experts = offsets.numel()
     programs = number if pairs is None else experts
     average = number / min(experts, number)
+    tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
+    tile = tile or (tiles.gate_up if activation else tiles.down)
     lists = (ids, ids, ids) if pairs is None else pairs
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
         pool, offsets, ids, x.codes, x.scales, x.sums, weights, *outs, *lists,
@@ -269,11 +263,10 @@ def _launch(
         UP_SUPERBLOCK_BYTES=superblock_bytes(quants[1]),
         UP_PANEL_BYTES=panel_bytes(quants[1], columns),
         OWN=pairs is None,
-        M=1 if pairs is None else 2 if average <= 2 else 4,
+        M=1 if pairs is None else 2 if average <= MANY_PAIRS else 4,
         S=tile.slabs,
         N=tile.rows,
         STAGES=tile.stages or None,
-        PREFETCH=tile.prefetch,
         num_warps=tile.warps,
         maxnreg=tile.registers,
     )  # fmt: skip
@@ -288,7 +281,7 @@ def gate_up(
     quants: tuple[str, str],
     intermediate: int,
     activation: str,
-    tile: Tile = GATE_UP_TILE,
+    tile: Tile | None = None,
 ) -> Int8Rows:
     """activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate]. Skipped ones hold anything."""
     mid = Int8Rows.empty(ids.numel(), intermediate, ids.device)
@@ -307,7 +300,7 @@ def down(
     quant: str,
     hidden: int,
     start: int,
-    tile: Tile = DOWN_TILE,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """weight * (down mid): [tokens * k, hidden] float32, zero where the pair is skipped."""
     out = torch.empty(ids.numel(), hidden, dtype=torch.float32, device=ids.device)

@@ -101,6 +101,7 @@ def test_a_pair_depends_on_no_other(few, random_weights, monkeypatch):
     results = []
     for tokens, own in ((4, 0), (2, 32)):
         monkeypatch.setattr(few, "OWN_PAIRS", own)
+        monkeypatch.setattr(few, "TILES_OF_MANY", few.TILES)
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
         rows, pairs = few.prepare(x[:tokens], ids, pool.offsets)
         mid = few.gate_up(pool.bytes, pool.offsets, ids, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu")
