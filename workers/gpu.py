@@ -12,7 +12,6 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
-from ktqueue.engine.batch import Batch
 from ktqueue.engine.capture import Again
 from ktqueue.engine.device_model import device_model
 from ktqueue.engine.graphs import GraphRunner, buckets_up_to
@@ -30,8 +29,8 @@ from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
-from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.kv_cache import KVLayout
+from workers.largest_step import largest_batch
 
 log = logging.getLogger(__name__)
 
@@ -138,31 +137,19 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
 
 
 def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:
-    """One step of as many tokens and rows as a step may have, over a cache of its own: compiles and measures. The bytes
-    of that cache."""
-    rows = min(config.max_num_seqs, config.step_tokens)
-    longest = model.card_facts.max_position_embeddings
-    tokens = min(config.step_tokens // rows, longest)
-    pages = -(-tokens // layout.page_size)
-    kv = KVCache(layout, rows * pages, config.device)
-    table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
-    positions = torch.arange(tokens).repeat(rows)
-    starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
-    slots = (table.long()[:, :, None] * layout.page_size + torch.arange(layout.page_size)).view(rows, -1)[:, :tokens]
-    batch = Batch(
-        input_ids=torch.zeros(1, rows * tokens, dtype=torch.int64),
-        position_ids=positions[None],
-        scored=starts[1:].long() - 1,
-        step=StepContext(
-            query_starts=starts,
-            context_lengths=torch.full((rows,), tokens, dtype=torch.int32),
-            page_table=table,
-            slot_mapping=slots.reshape(-1),
-            kv=kv,
-        ),
+    """The largest step on a GPU: compiles and measures. The bytes of the cache that it is made over."""
+    batch = largest_batch(model, layout, config)
+    kv = batch.step.kv
+    runner = GraphRunner(
+        model.module,
+        model.card_facts.vocab_size,
+        kv,
+        planner,
+        Again(),
+        device=config.device,
+        buckets=[],
+        max_pages=batch.step.page_table.shape[1],
     )
-    size = model.card_facts.vocab_size
-    runner = GraphRunner(model.module, size, kv, planner, Again(), device=config.device, buckets=[], max_pages=pages)
     runner.execute(batch)
     runner.wait()
     device_model(model.module).after_step()

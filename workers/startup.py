@@ -24,6 +24,7 @@ from ktqueue.operators.gpu.attention import BackendName
 from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
 from workers.gpu import CudaMemory, log_memory, prepare_gpu
+from workers.largest_step import run_on_host
 
 Progress = Callable[[int, int, str], None]
 CHOICES = {
@@ -74,6 +75,8 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     if on_gpu(config):
         memory = CudaMemory(config.device)
         gpu = prepare_gpu(model, layout, config, memory)
+    else:
+        run_on_host(model, layout, config)
     num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout)
     max_model_len = resolve_max_model_len(config, model.card_facts.max_position_embeddings, num_pages)
     resolved = replace(

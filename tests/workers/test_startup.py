@@ -1,5 +1,7 @@
 """Settings that cannot work are refused at start, by name."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -94,3 +96,40 @@ def test_the_built_in_model_is_served_by_default() -> None:
 def test_a_missing_model_is_named(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         build(EngineConfig(model=str(tmp_path / "nowhere.gguf")))
+
+
+MEMORY_OF_STEPS = """
+import ctypes
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from workers.startup import build
+
+class Counts(ctypes.Structure):  # mallinfo2(3)
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "used", "free", "keepcost")]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Counts
+
+def taken():
+    counts = mallinfo()
+    return counts.used + counts.mapped
+
+engine = build(EngineConfig(threads=1, enable_prefix_caching=False)).engine
+
+def serve(tokens):
+    engine.add("x", list(range(tokens)), SamplingParams(max_tokens=2, temperature=0.0))
+    while engine.has_work:
+        engine.step()
+
+serve(3)  # what Python keeps once it has run a line
+before = taken()
+serve(500)
+print(taken() - before)
+"""
+
+
+def test_the_largest_step_takes_no_memory_that_was_not_there_at_the_start() -> None:
+    """In a process of its own: the kernels' buffers are those of the process."""
+    found = subprocess.run([sys.executable, "-c", MEMORY_OF_STEPS], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 1 << 20

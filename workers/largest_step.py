@@ -1,0 +1,41 @@
+"""The largest step that an engine may make, made once before it serves.
+
+So all memory that steps need is taken, and what the model must compile is compiled, before the first job comes.
+"""
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.engine.batch import Batch
+from ktqueue.engine.runner import HostRunner
+from ktqueue.loading.load import LoadedModel
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+
+def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Batch:
+    """As many tokens and rows as a step may have, all of them token 0, over a cache of its own."""
+    rows = min(config.max_num_seqs, config.step_tokens)
+    tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
+    pages = -(-tokens // layout.page_size)
+    kv = KVCache(layout, rows * pages, config.device)
+    table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
+    starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
+    slots = (table.long()[:, :, None] * layout.page_size + torch.arange(layout.page_size)).view(rows, -1)[:, :tokens]
+    return Batch(
+        input_ids=torch.zeros(1, rows * tokens, dtype=torch.int64),
+        position_ids=torch.arange(tokens).repeat(rows)[None],
+        scored=starts[1:].long() - 1,
+        step=StepContext(
+            query_starts=starts,
+            context_lengths=torch.full((rows,), tokens, dtype=torch.int32),
+            page_table=table,
+            slot_mapping=slots.reshape(-1),
+            kv=kv,
+        ),
+    )
+
+
+def run_on_host(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> None:
+    """Make it with a model on the CPU."""
+    HostRunner(model.module, model.card_facts.vocab_size).execute(largest_batch(model, layout, config))
