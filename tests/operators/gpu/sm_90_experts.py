@@ -1,0 +1,28 @@
+"""Compiles the kernels of experts with few tokens for an H200, as a step of one row and of 64 launch them: see sm_90."""
+
+import sys
+
+import torch
+from sm_90 import compiling
+
+from ktqueue.operators.gpu import triton_few
+from ktqueue.operators.gpu.panels import ExpertRecord
+
+EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
+
+
+def experts(tokens: int) -> None:
+    """All three launches."""
+    pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
+    ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
+    x, pairs = triton_few.prepare(torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16), ids, offsets)
+    quants = (RECORD.gate, RECORD.up)
+    mid = triton_few.gate_up(pool, offsets, ids, x, pairs, quants, RECORD.intermediate, "silu")
+    triton_few.down(pool, offsets, ids, mid, pairs, weights, RECORD.down, RECORD.hidden, RECORD.down_start)
+
+
+if __name__ == "__main__":
+    with compiling() as names:
+        experts(1)
+        experts(64)
+    sys.stdout.write(" ".join(names))
