@@ -1,4 +1,4 @@
-"""Compiles the kernels of experts with few tokens for an H200, as a step of one row and of 64 launch them: see sm_90."""
+"""Compiles the kernels of experts with few tokens for an H200, as steps of 1 and of 64 rows launch them: see sm_90."""
 
 import sys
 
