@@ -101,8 +101,9 @@ demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from 
 	@$(BIN)/ktqueue demo $(ARGS)
 
 .PHONY: test soak parity sanitize fuzz
+# Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
 	@$(BIN)/python -m pytest -m soak $(ARGS)

@@ -1,6 +1,5 @@
 """`ktqueue batch run`: a file of OpenAI batch lines in, a file of answers out."""
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,6 +103,8 @@ def run(
 
 def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
+    import asyncio
+
     from ktqueue.cli.batch_input import survey
     from ktqueue.cli.batch_output import BatchOutput
     from ktqueue.cli.batch_session import session

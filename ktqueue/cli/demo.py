@@ -1,6 +1,5 @@
 """`ktqueue demo`: all of ktqueue on one page: start it, stream a tale over HTTP, run a batch, sum up, stop it."""
 
-import asyncio
 import json
 import time
 from dataclasses import dataclass, replace
@@ -45,6 +44,8 @@ class Tale:
 @expand
 def demo(common: CommonFlags, engine: EngineFlags) -> None:
     """Start everything, stream a tale over HTTP, run a batch of 32 prompts, sum up, stop everything."""
+    import asyncio
+
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
     config = settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0))
     if asyncio.run(_demo(config)):

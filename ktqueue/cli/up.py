@@ -1,6 +1,5 @@
 """`ktqueue up`: everything on this machine: a private Redis, the gateway, the workers."""
 
-import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +23,8 @@ def up(
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
 ) -> None:
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
+    import asyncio
+
     asyncio.run(_up(settings(common, engine=engine, gateway=gateway), workers))
 
 

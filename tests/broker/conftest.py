@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,9 +80,13 @@ async def outlive(broker: Broker, card: ModelCard) -> AsyncIterator[Callable[[],
     bystander = await Lease.register(broker, replace(card, name="bystander"))
 
     async def wait() -> None:
-        for _ in range(6):
-            await asyncio.sleep(broker.config.lease_seconds / 5)
+        lease = broker.config.lease_seconds
+        beats, last = 0, time.monotonic()
+        while beats < 6:
+            await asyncio.sleep(lease / 5)
             await bystander.beat({})
+            late = time.monotonic() - last > lease / 2  # this machine was away: an outage, which extends all leases
+            beats, last = 0 if late else beats + 1, time.monotonic()
 
     yield wait
     await bystander.close()

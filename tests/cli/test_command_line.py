@@ -33,20 +33,8 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
 
 
-def test_help_takes_less_than_400_ms_of_cpu(ktqueue):
-    costs = []
-    for _ in range(3):
-        before = os.times()
-        done = ktqueue("--help")
-        after = os.times()
-        assert done.returncode == 0
-        cost = after.children_user + after.children_system - before.children_user - before.children_system
-        costs.append(cost)
-    assert min(costs) < 0.4, costs
-
-
 def test_help_imports_nothing_heavy():
-    heavy = "{'torch', 'transformers', 'numpy', 'redis', 'pydantic', 'starlette', 'httpx', 'gguf'}"
+    heavy = "{'torch', 'transformers', 'numpy', 'redis', 'pydantic', 'starlette', 'httpx', 'gguf', 'asyncio'}"
     done = _python(
         f"import sys; from ktqueue.cli.main import run; run(['--help']); print(sys.modules.keys() & {heavy})"
     )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -234,9 +235,9 @@ def test_pages_go_while_a_model_is_loaded(tiny_gguf: Path) -> None:
 
 @pytest.mark.parametrize("container", ["folder", "gguf"])
 def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
-    container: str, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
+    container: str, tmp_path: Path, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
 ) -> None:
-    folder = make_model("qwen3_moe")
+    folder = shutil.copytree(make_model("qwen3_moe"), tmp_path / "model")  # which nobody else has mapped
     path = make_gguf(model_type="qwen3_moe") if container == "gguf" else folder / "model.safetensors"
     checkpoint = open_checkpoint(str(path if container == "gguf" else folder))
     embedding = checkpoint.matrix("model.embed_tokens.weight").data
