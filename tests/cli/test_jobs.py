@@ -62,7 +62,7 @@ def test_a_job_goes_on_without_its_client(ktqueue, stack):
 
 
 def test_cancel_ends_a_running_job(ktqueue, stack):
-    words = ("submit", "hello", "--max-tokens", 3000, "-n", 16, "-d", "--job-id", "cli-long", *stack.flags)
+    words = ("submit", "hello", "--max-tokens", 3000, "-n", 32, "-d", "--job-id", "cli-long", *stack.flags)
     assert ktqueue(*words).returncode == 0
     cancelled = ktqueue("jobs", "cancel", "cli-long", "cli-nobody", *stack.flags)
     assert cancelled.returncode == 1
