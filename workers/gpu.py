@@ -29,6 +29,7 @@ from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
+from ktqueue.operators.gpu.streamer import AREAS
 from ktqueue.operators.kv_cache import KVLayout
 from workers.largest_step import largest_batch
 
@@ -170,7 +171,7 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
         device_bytes,
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
-            experts=min(config.gpu_expert_memory_bytes, report.movable_bytes),
+            experts=_expert_bytes(report, config),
             workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
             graphs=estimate_graphs(len(buckets_up_to(rows)) if config.cuda_graphs else 0, step, tokens, rows),
         ),
@@ -179,6 +180,14 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
         cache_bytes=config.kv_cache_bytes,
         num_pages=config.num_pages,
     )
+
+
+def _expert_bytes(report: Report, config: EngineConfig) -> int:
+    """Of the experts placed on the GPU, and of the areas that the others stream through, sized by the largest layer."""
+    placed = min(config.gpu_expert_memory_bytes, report.movable_bytes)
+    if config.expert_streaming == "off" or placed == report.movable_bytes:
+        return placed
+    return placed + AREAS * max(0, report.movable_layer_bytes - placed // report.layers)
 
 
 def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: DeviceMemory) -> None:

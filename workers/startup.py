@@ -60,7 +60,14 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     _check(config)
     config = replace(config, threads=_set_threads(config))
     dtype = compute_dtype(config)
-    model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
+    try:
+        model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
+            param="engine.device",
+            value=config.device,
+        ) from error
     return assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
 
 

@@ -22,7 +22,8 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 @dataclass(frozen=True, slots=True)
 class Row:
     """Like modules of all layers together. `name` has `*` for the layer; `quants`: storage types in the file;
-    `file_bytes`: as stored; `device_bytes`: as held on `device` once loaded."""
+    `file_bytes`: as stored; `device_bytes`: as held on `device` once loaded; `largest_bytes`: the same of the largest
+    module among them."""
 
     name: str
     count: int
@@ -32,13 +33,15 @@ class Row:
     quants: tuple[str, ...]
     file_bytes: int
     device_bytes: int
+    largest_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device.
 
-    `cache_token_bytes`: of the cache, for a token. `movable_bytes`: of experts on the CPU that a GPU may hold too.
+    `cache_token_bytes`: of the cache, for a token. `movable_bytes`: of experts on the CPU that a GPU may hold too;
+    `movable_layer_bytes`: of those of the largest layer.
     """
 
     source: str
@@ -51,6 +54,7 @@ class Report:
     experts_per_token: int
     cache_token_bytes: int
     movable_bytes: int
+    movable_layer_bytes: int
 
 
 def inspect(
@@ -70,6 +74,7 @@ def inspect(
     totals: dict[str, int] = {}
     for row in rows:
         totals[row.device] = totals.get(row.device, 0) + row.device_bytes
+    movable = [row for row in rows if (row.operator, row.device) == (ON_BOTH_SIDES, "cpu")]
     checkpoint = prepared.checkpoint
     return Report(
         source=checkpoint.path,
@@ -81,7 +86,8 @@ def inspect(
         hidden=int(prepared.config.hidden_size),
         experts_per_token=int(getattr(prepared.config, "num_experts_per_tok", None) or 0),
         cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,
-        movable_bytes=sum(row.device_bytes for row in rows if (row.operator, row.device) == (ON_BOTH_SIDES, "cpu")),
+        movable_bytes=sum(row.device_bytes for row in movable),
+        movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),
     )
 
 
@@ -90,7 +96,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
     operators = {one.name: one.op for one in plan.replacements}
     tied = tied_names(skeleton)
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
-    counts: dict[tuple[str, str, str, str], int] = {}
+    modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
     for name, module in skeleton.named_modules():
         operator = _operator_of(name, operators)
         own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
@@ -102,23 +108,25 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
         key = (_INDEX.sub(".*", name), type(module).__name__, operator, device)
-        counts[key] = counts.get(key, 0) + 1
+        modules.setdefault(key, []).append(0)
         for tensor in own:
             source = tied.get(tensor, tensor)
             held = _held(module, tensor, source, checkpoint, packed=packed)
             stored = checkpoint.nbytes(source) if source == tensor else 0
             grouped.setdefault(key, []).append((checkpoint.quant(source), stored, held))
+            modules[key][-1] += held
     for key, tensors in grouped.items():
         pattern, class_name, operator, device = key
         yield Row(
             name=pattern,
-            count=counts[key],
+            count=len(modules[key]),
             class_name=class_name,
             operator=operator,
             device=device,
             quants=tuple(sorted({quant for quant, _, _ in tensors})),
             file_bytes=sum(stored for _, stored, _ in tensors),
-            device_bytes=sum(held for _, _, held in tensors),
+            device_bytes=sum(modules[key]),
+            largest_bytes=max(modules[key]),
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.staging import Fetcher
@@ -270,3 +271,16 @@ def test_pages_fill_what_is_left_on_cuda():
     free, total = torch.cuda.mem_get_info()
     assert 0.35 * total < total - free < 0.52 * total
     built.engine.close()
+
+
+@pytest.mark.gpu
+def test_dense_weights_that_do_not_fit_are_told_on_cuda():
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+    try:
+        with pytest.raises(ConfigError, match="dense weights") as caught:
+            build(EngineConfig(model="synthetic:qwen3-30b-a3b:q4_k_m:2", device="cuda"))
+    finally:
+        del filler
+        torch.cuda.empty_cache()
+    assert caught.value.param == "engine.device"

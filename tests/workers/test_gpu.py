@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
-from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.settings import GpuSettings, Streaming
 from workers.gpu import log_memory, plan_before_loading, prepare_gpu
 
 MIB = 1 << 20
@@ -131,8 +133,25 @@ def test_a_plan_before_loading() -> None:
     assert report.cache_token_bytes * 2 == whole.cache_token_bytes
     plan = plan_before_loading(report, config, 80 << 30)
     assert plan.use.weights == sum(held for device, held in report.device_bytes.items() if device != "cpu") > 0
-    assert plan.use.experts <= 5 * MIB
     assert plan.pages == ((40 << 30) - plan.use.total) // (16 * report.cache_token_bytes)
     with pytest.raises(ConfigError) as caught:
         plan_before_loading(report, config, 1 << 30)
     assert caught.value.param == "engine.gpu_memory_utilization"
+
+
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+@pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
+def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: Streaming, tmp_path: Path) -> None:
+    """But for the table of where they are, and parts of an expert that 5 MiB would have had room for."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
+    decoder = load_model("demo", rules=str(rules)).module
+    assert isinstance(decoder, GpuDecoder)
+    before = sum(decoder.device_bytes().values())
+    decoder.prepare_device(GpuSettings(max_tokens=100, expert_memory_bytes=placed, expert_streaming=streaming))
+    taken = sum(decoder.device_bytes().values()) - before
+    decoder.close()
+    config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed, expert_streaming=streaming)
+    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
+    assert (plan.use.experts == 0) == (placed == 0 and streaming == "off")
