@@ -4,8 +4,7 @@
 // A *task* is one layer run on up to max_tokens tokens. A *slot* is the memory of one task at a time: the input, the
 // output, and two words that lie on cache lines of their own. A task is named by a number that is never 0:
 //   word = tokens << 10 | (layer + 1)
-// The input of a task of t tokens with k experts each lies at the beginning of the slot's input memory, so that one copy
-// brings all of it:
+// The input of a task of t tokens with k experts each lies at the beginning of the slot's input memory:
 //   [t, k] int64 expert ids (-1: none), [t, k] float32 weights, padding to 64 bytes, [t, hidden] float32 activations
 //
 // Protocol of a slot, and why nobody reads what is not yet written. G is the GPU's stream, whose operations run one

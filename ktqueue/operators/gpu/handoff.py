@@ -1,9 +1,8 @@
 """Handoff: tokens routed to the CPU's experts go there and their results come back, in stream order, without a sync.
 
 What a step enqueues can be captured in a CUDA graph and replayed. The protocol is in csrc/handoff.h; signals.py has
-the three ways to follow it, transfer.py moves the rows. Kernels that make the rows anyway may write them straight to
-where the CPU reads them, and read its result from where it writes it: `buffers`, `request`, `settle`. For all others
-there are `submit` and `wait`, which copy.
+the three ways to follow it. Rows are not moved here: kernels that make them anyway write them straight to where the CPU
+reads them, and read its result from where it writes it.
 """
 
 from typing import NamedTuple, get_args
@@ -13,7 +12,6 @@ import torch
 from ktqueue.operators.gpu.driver import Driver
 from ktqueue.operators.gpu.settings import HandoffMethod
 from ktqueue.operators.gpu.signals import Direct, Flags, HostFunctions, Signals
-from ktqueue.operators.gpu.transfer import Packed, Transfer, TransferMethod
 from ktqueue.operators.native import ExpertLayer
 from ktqueue.operators.native_handoff import LINE, HandoffService, HandoffStatistics, SlotMemory, request_word
 
@@ -30,12 +28,13 @@ class HandoffBuffers(NamedTuple):
 
 
 class Handoff:
-    """Runs layers of experts on the CPU for tensors of `device`, at most `max_tokens` tokens at a time.
+    """Runs layers of experts on the CPU for tensors of `device`, at most `max_tokens` tokens at a time: `buffers`, then
+    `request`, then `settle`.
 
     A slot holds one task; with two, the CPU works on one while the GPU fills the other. Tasks run one at a time, in
     the order of their requests as far as there is one. method: "flags" lets the GPU write and watch words in pinned
     memory, "host_functions" has CUDA's own thread run the task; "auto" takes flags where the device can, "direct"
-    where the tensors live on the CPU: there a task runs within `submit`. `idle_milliseconds`: without a request until
+    where the tensors live on the CPU: there a task runs within `request`. `idle_milliseconds`: without a request until
     the serving thread stops spinning and naps for up to 5 ms between two looks. `stuck_seconds`: of one task until the
     hand-off is broken: the GPU then goes on with whatever the buffers hold, and every `check` raises.
 
@@ -52,7 +51,6 @@ class Handoff:
         *,
         slots: int = 2,
         method: HandoffMethod = "auto",
-        transfer: TransferMethod = "auto",
         idle_milliseconds: float = 20.0,
         stuck_seconds: float = 60.0,
     ) -> None:
@@ -74,7 +72,6 @@ class Handoff:
             stuck_seconds=stuck_seconds,
         )
         self._memory = memory
-        self._transfer = Transfer(memory, experts_per_token, self._device, transfer)
         self._signals: Signals = Direct(self._service)
         if driver is not None:
             self._signals = (
@@ -116,15 +113,17 @@ class Handoff:
         Nothing but stream order is needed (csrc/handoff.h has the argument): a kernel's stores are done when it ends,
         and the request is written behind a fence for the whole system; the task before has read its input, and what
         is enqueued before `request` has read its result, when the CPU sees this one.
-        Raises ValueError for a number of tokens that does not fit; RuntimeError as `submit`.
+        A task of the slot that was requested and not settled, as an exception between the two leaves it, is waited for
+        first. Raises ValueError for a number of tokens that does not fit; RuntimeError if there is such a task and a
+        graph is being captured.
         """
         hidden, experts_per_token, max_tokens = self._shape
         if not 1 <= tokens <= max_tokens:
             raise ValueError(f"tokens must be from 1 to {max_tokens}, got {tokens}")
         self._abandon(slot, self._capturing())
         memory = self._memory[slot]
-        packed = Packed.of(memory.input, tokens, experts_per_token, hidden, self._service.x_offset(tokens))
-        return HandoffBuffers(packed.x, packed.ids, packed.weights, memory.out[:tokens])
+        x, cpu_ids, weights = _input(memory.input, tokens, experts_per_token, hidden, self._service.x_offset(tokens))
+        return HandoffBuffers(x, cpu_ids, weights, memory.out[:tokens])
 
     def request(self, layer: int, tokens: int, *, slot: int = 0) -> None:
         """Enqueue the request for a task whose input is in `buffers`. Raises RuntimeError if the slot's last task was
@@ -137,50 +136,13 @@ class Handoff:
 
     def settle(self, layer: int, tokens: int, *, slot: int = 0) -> None:
         """Enqueue: wait for the slot's task; its result is in `buffers` until the slot's next task. Raises RuntimeError
-        as `wait`."""
+        if the slot's last request was of another layer or number of tokens: the GPU would wait for ever."""
         word = request_word(layer, tokens)
         pending = self._pending[slot]
         if pending is None or pending[0] != word:
             raise RuntimeError(f"slot {slot} has no task of layer {layer} with {tokens} tokens to wait for")
         self._pending[slot] = None
         self._signals.settle(slot, word)
-
-    def submit(
-        self, layer: int, x: torch.Tensor, cpu_ids: torch.Tensor, weights: torch.Tensor, *, slot: int = 0
-    ) -> None:
-        """Enqueue a task on the current stream: its rows to the CPU, then the request.
-
-        x: [tokens, hidden] of any float dtype; cpu_ids: [tokens, experts_per_token] int64, -1 where the CPU has nothing
-        to do; weights: the same shape, float32. All may be overwritten by what is enqueued later. Raises ValueError for
-        shapes and dtypes; RuntimeError if, in a capture, the slot's last task was not waited for.
-        """
-        hidden, experts_per_token, max_tokens = self._shape
-        tokens = x.shape[0]
-        if not 1 <= tokens <= max_tokens or x.dim() != 2 or x.shape[1] != hidden:
-            raise ValueError(f"x must be [1..{max_tokens}, {hidden}], got {list(x.shape)}")
-        if cpu_ids.shape != (tokens, experts_per_token) or weights.shape != cpu_ids.shape:
-            raise ValueError(
-                f"cpu_ids and weights must be [{tokens}, {experts_per_token}], "
-                f"got {list(cpu_ids.shape)} and {list(weights.shape)}"
-            )
-        if cpu_ids.dtype != torch.int64 or weights.dtype != torch.float32 or not x.is_floating_point():
-            raise ValueError(
-                f"x, cpu_ids and weights must be floats, int64 and float32, "
-                f"got {x.dtype}, {cpu_ids.dtype} and {weights.dtype}"
-            )
-        self._abandon(slot, self._capturing())
-        x, cpu_ids, weights = (one if one.stride(1) == 1 else one.contiguous() for one in (x, cpu_ids, weights))
-        self._transfer.put(slot, x, cpu_ids, weights, self._service.x_offset(tokens))
-        self.request(layer, tokens, slot=slot)
-
-    def wait(self, layer: int, tokens: int, *, slot: int = 0) -> torch.Tensor:
-        """Enqueue: wait for the slot's task and bring its result, [tokens, hidden] float32, to the device.
-
-        The tensor is a buffer of the hand-off, valid until the slot's next `submit`. Raises RuntimeError if the slot's
-        last `submit` was of another layer or number of tokens: the GPU would wait for ever.
-        """
-        self.settle(layer, tokens, slot=slot)
-        return self._transfer.take(slot, tokens)
 
     def check(self) -> None:
         """Raise RuntimeError with the first error of any task since the last call. To be called after a sync.
@@ -206,7 +168,7 @@ class Handoff:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _abandon(self, slot: int, capturing: bool) -> None:
-        """A submit without a wait, as an exception between the two leaves it: the CPU may still read the slot."""
+        """Wait for a task that was requested and not settled: the CPU may still read the slot."""
         pending = self._pending[slot]
         if pending is None:
             return
@@ -216,6 +178,18 @@ class Handoff:
         if not captured:  # a capture that failed has requested nothing
             self._signals.settle(slot, word)
         self._pending[slot] = None
+
+
+def _input(
+    memory: torch.Tensor, tokens: int, experts_per_token: int, hidden: int, x_offset: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, cpu_ids and weights of a task as views of memory [bytes] uint8, laid out as csrc/handoff.h says."""
+    pairs = tokens * experts_per_token
+    return (
+        memory[x_offset : x_offset + 4 * tokens * hidden].view(torch.float32).view(tokens, hidden),
+        memory[: 8 * pairs].view(torch.int64).view(tokens, experts_per_token),
+        memory[8 * pairs : 12 * pairs].view(torch.float32).view(tokens, experts_per_token),
+    )
 
 
 def _allocate(hidden: int, experts_per_token: int, max_tokens: int, slots: int, *, pinned: bool) -> list[SlotMemory]:

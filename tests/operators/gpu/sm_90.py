@@ -48,8 +48,8 @@ def compiling() -> Iterator[list[str]]:
 
 
 def fused() -> None:
-    """Every kernel of fused.py and those of the hand-off, for shapes and types that models have."""
-    from ktqueue.operators.gpu import triton_handoff, triton_linear, triton_norm, triton_rope, triton_router
+    """Every kernel of fused.py, for shapes and types that models have."""
+    from ktqueue.operators.gpu import triton_linear, triton_norm, triton_rope, triton_router
 
     for dtype, hidden, slots in ((torch.bfloat16, 2048, 8), (torch.float32, 2880, 4)):
         rows = torch.zeros(2, hidden, dtype=dtype)
@@ -105,10 +105,6 @@ def fused() -> None:
         }
         for extras in (options, dict.fromkeys(options)):
             triton_router.route(torch.zeros(2, experts, dtype=dtype), chosen, renormalise=experts == 128, **extras)
-
-    ids, weights, rows = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8), torch.zeros(2, 2048)
-    triton_handoff.pack(rows, ids, weights, rows.bfloat16(), ids, weights)
-    triton_handoff.fetch(rows, rows)
 
 
 if __name__ == "__main__":

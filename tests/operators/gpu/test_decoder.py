@@ -11,11 +11,11 @@ from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu import hybrid_experts
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.gpu.panels import experts
 from ktqueue.operators.gpu.placement import READ_EVERY
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.streaming_choice import StreamingChoice
-from ktqueue.operators.gpu.transfer import Transfer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ALL = 1 << 40  # bytes
@@ -129,13 +129,39 @@ def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypa
 
 
 def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, monkeypatch):
-    """Those of the norms and of the router; the hand-off itself moves nothing."""
-    for name in ("put", "take"):
-        monkeypatch.setattr(Transfer, name, None)
+    """The norms and the router write a task's input where the CPU reads it, and the next norm reads its result
+    there."""
+    buffers, add_rms_norm, route = Handoff.buffers, hybrid_experts.add_rms_norm, hybrid_experts.route
+    places: dict[str, list[int]] = {name: [] for name in ("x", "cpu_ids", "weights", "result", "copy", "added")}
+    copies: list[tuple[int, ...]] = []
+
+    def note_buffers(*arguments: Any, **options: Any) -> Any:
+        found = buffers(*arguments, **options)
+        for name, tensor in found._asdict().items():
+            places[name].append(tensor.data_ptr())
+        return found
+
+    def note_norm(*arguments: Any, **options: Any) -> Any:
+        for name in ("copy", "added"):
+            if options[name] is not None:
+                places[name].append(options[name].data_ptr())
+        return add_rms_norm(*arguments, **options)
+
+    def note_router(*arguments: Any, **options: Any) -> Any:
+        if options["copies"]:
+            copies.append(tuple(one.data_ptr() for one in options["copies"]))
+        return route(*arguments, **options)
+
+    monkeypatch.setattr(Handoff, "buffers", note_buffers)
+    monkeypatch.setattr(hybrid_experts, "add_rms_norm", note_norm)
+    monkeypatch.setattr(hybrid_experts, "route", note_router)
     model = make_model("qwen2_moe")
     decoder = make_decoder(model, expert_memory_bytes=50_000, expert_streaming="off")
     assert_close(fed(decoder), answers(model), 1e-5)
-    assert decoder.expert_layers_run > 0
+    assert decoder.expert_layers_run == len(places["x"]) > 0
+    assert places["copy"] == places["x"]
+    assert copies == list(zip(places["cpu_ids"], places["weights"], strict=True))
+    assert [one for one in places["added"] if one in places["result"]] == places["result"]
 
 
 def test_hot_experts_move_to_the_gpu(make_decoder):
