@@ -17,6 +17,7 @@ from workers.admission import Refused, Tokeniser
 from workers.engine_thread import EngineThread
 from workers.heartbeat import Heartbeat
 from workers.outbox import Outbox
+from workers.rates import Rates
 from workers.running import RunningJob
 
 IDLE_SECONDS = 0.5  # a lost wake-up costs no more than this
@@ -51,6 +52,7 @@ class Incarnation:
         self._has_work = False
         self._wake = asyncio.Event()  # something for the next turn, or the drain is over
         self._rows_freed = asyncio.Event()
+        self._rates = Rates()
         self._heartbeat = Heartbeat(
             lease,
             engine.clock,
@@ -85,7 +87,9 @@ class Incarnation:
 
     def stats(self) -> dict[str, float]:
         """Figures for the heartbeat."""
-        return {**self._engine.stats, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
+        told = self._engine.stats
+        rates = self._rates.of(time.monotonic(), told)
+        return {**told, **rates, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
 
     # Claims
 

@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
 from ktqueue.broker.scripts import Refused, Scripts
@@ -38,12 +38,19 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Jobs of one model: waiting by class, and running."""
+    """Jobs of one model: waiting by class, and running.
+
+    `batch_running` of the running ones are of the batch class. Waits are seconds that the oldest waiting job of a class
+    has waited, by the server's clock; None where none waits. It is sought among the hundred that are first in line.
+    """
 
     model: str
     interactive: int
     batch: int
     running: int
+    batch_running: int = 0
+    interactive_wait: float | None = field(default=None, compare=False)
+    batch_wait: float | None = field(default=None, compare=False)
 
 
 JobRecords = list[JobRecord]  # inside Jobs, `list` is a method
@@ -150,8 +157,24 @@ class Jobs:
 
     async def depth(self) -> QueueDepths:
         """How much waits and runs, by model, for every model that is known or has jobs."""
-        reply = await self._scripts.call("depth")
-        return sorted((QueueDepth(model.decode(), *counts) for model, *counts in reply), key=lambda depth: depth.model)
+        by_model: dict[str, dict[JobClass, tuple[int, int, float | None]]] = {}
+        for model, job_class, waiting, running, wait in await self._scripts.call("depth"):
+            seconds = None if wait is None else wait / MICROSECONDS
+            by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds)
+        return [_depth(model, by_model[model]) for model in sorted(by_model)]
+
+
+def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None]]) -> QueueDepth:
+    interactive, batch = counts[JobClass.INTERACTIVE], counts[JobClass.BATCH]
+    return QueueDepth(
+        model,
+        interactive[0],
+        batch[0],
+        interactive[1] + batch[1],
+        batch_running=batch[1],
+        interactive_wait=interactive[2],
+        batch_wait=batch[2],
+    )
 
 
 def _checked(job_id: str) -> str:

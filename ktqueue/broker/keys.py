@@ -11,10 +11,10 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
-| backlog                  | hash       | model to number of live jobs                  | while there are any       |
+| backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
-| worker:WORKER            | hash       | card, facts, statistics, step numbers         | 30 leases                 |
+| worker:WORKER            | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |

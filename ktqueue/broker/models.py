@@ -11,7 +11,11 @@ from ktqueue.core.model_card import ModelCard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A live worker incarnation. `stats` are what it told with its last beat; `started_at` in Unix seconds."""
+    """A live worker incarnation. `stats` are what it told with its last beat; `started_at` in Unix seconds.
+
+    `lease_left` and `step_age` in seconds by the server's clock: until its lease lapses unless it beats, and since its
+    last step; None before the first.
+    """
 
     worker_id: str
     model: str
@@ -21,6 +25,8 @@ class WorkerInfo:
     pid: int
     started_at: float
     stats: Mapping[str, float]
+    lease_left: float
+    step_age: float | None
 
 
 class Models:
@@ -37,7 +43,9 @@ class Models:
     async def workers(self) -> list[WorkerInfo]:
         """Workers whose lease lives; by id."""
         workers = []
-        for worker_id, card_bytes, facts_bytes, stats, started, running in await self._scripts.call("workers"):
+        for worker_id, card_bytes, facts_bytes, stats, started, running, left, age in await self._scripts.call(
+            "workers"
+        ):
             card, facts = decode_card(card_bytes), loads(facts_bytes)
             workers.append(
                 WorkerInfo(
@@ -49,6 +57,8 @@ class Models:
                     pid=facts["pid"],
                     started_at=int(started) / MICROSECONDS,
                     stats=loads(stats),
+                    lease_left=left / MICROSECONDS,
+                    step_age=None if age is None else age / MICROSECONDS,
                 )
             )
         return sorted(workers, key=lambda worker: worker.worker_id)

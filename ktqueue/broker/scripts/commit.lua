@@ -58,7 +58,7 @@ if done ~= step then
     end
   end
   if #flat > 0 then redis.call('HSET', running, unpack(flat)) end
-  redis.call('HSET', record, 'step', step)
+  redis.call('HSET', record, 'step', step, 'stepped', digits(now))
 end
 local told = redis.call('HGETALL', cancels)
 for i = 1, #told, 2 do

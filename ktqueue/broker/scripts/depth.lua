@@ -1,12 +1,27 @@
--- How much waits and runs. Replies a list of {model, interactive waiting, batch waiting, running}. Writes nothing.
+-- How much waits and runs.
+-- Replies {model, class, waiting, running, microseconds that the oldest has waited or false}* for every model that is
+-- known or has jobs, and every class. Writes nothing.
+local LOOKED_AT = 100 -- jobs at the head of a queue among which the oldest is sought: priorities may put younger ones first
+local now = now_us()
 local live = {}
-for _, model in ipairs(redis.call('HKEYS', TAG .. 'models')) do live[model] = 0 end
+for _, model in ipairs(redis.call('HKEYS', TAG .. 'models')) do live[model] = {} end
 local backlog = redis.call('HGETALL', TAG .. 'backlog')
-for i = 1, #backlog, 2 do live[backlog[i]] = tonumber(backlog[i + 1]) end
+for i = 1, #backlog, 2 do
+  local class, model = string.match(backlog[i], '^(%w+):(.*)$')
+  live[model] = live[model] or {}
+  live[model][class] = tonumber(backlog[i + 1])
+end
 local reply = {}
 for model, count in pairs(live) do
-  local interactive = redis.call('ZCARD', TAG .. 'queue:interactive:' .. model)
-  local batch = redis.call('ZCARD', TAG .. 'queue:batch:' .. model)
-  reply[#reply + 1] = { model, interactive, batch, count - interactive - batch }
+  for _, class in ipairs({ 'interactive', 'batch' }) do
+    local queue = TAG .. 'queue:' .. class .. ':' .. model
+    local waiting = redis.call('ZCARD', queue)
+    local oldest = false
+    for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
+      local wait = now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now)
+      if not oldest or wait > oldest then oldest = wait end
+    end
+    reply[#reply + 1] = { model, class, waiting, (count[class] or 0) - waiting, oldest }
+  end
 end
 return reply

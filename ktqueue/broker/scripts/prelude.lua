@@ -41,9 +41,10 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl)
   redis.call('ZADD', TAG .. 'ended', now + job_ttl * 1000, id)
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
   redis.call('PEXPIRE', TAG .. 'ended', job_ttl)
-  local model = redis.call('HGET', job, 'model')
-  if redis.call('HINCRBY', TAG .. 'backlog', model, -1) <= 0 then
-    redis.call('HDEL', TAG .. 'backlog', model)
+  local at = redis.call('HMGET', job, 'class', 'model')
+  local queue = at[1] .. ':' .. at[2]
+  if redis.call('HINCRBY', TAG .. 'backlog', queue, -1) <= 0 then
+    redis.call('HDEL', TAG .. 'backlog', queue)
   end
 end
 

@@ -47,6 +47,6 @@ if idempotency ~= '' then
 end
 redis.call('ZADD', queue, order, id)
 redis.call('ZADD', TAG .. 'live', order, id)
-redis.call('HINCRBY', TAG .. 'backlog', model, 1)
+redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
 return { 1, digits(order), redis.call('ZRANK', queue, id) }

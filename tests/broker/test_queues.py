@@ -1,0 +1,73 @@
+"""What the queues and workers tell of themselves: how much waits, how long it has waited, who runs what."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.lease import Lease
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import JobClass
+
+
+@pytest.fixture
+async def lease(broker, card):
+    opened = await Lease.register(broker, card)
+    yield opened
+    await opened.close()
+
+
+async def test_running_jobs_are_counted_by_class(broker, lease, make_request):
+    for job_class in (JobClass.BATCH, JobClass.INTERACTIVE, JobClass.BATCH, JobClass.BATCH):
+        await broker.jobs.submit(make_request(job_class=job_class))
+    claims = await lease.claim(3)
+    (depth,) = await broker.jobs.depth()
+    assert (depth.interactive, depth.batch, depth.running, depth.batch_running) == (0, 1, 3, 2)
+    batch = next(claim for claim in claims if claim.request.job_class is JobClass.BATCH)
+    await lease.commit([(batch.job_id, TokenEvent(seq=1, state=JobState.DONE))])
+    (depth,) = await broker.jobs.depth()
+    assert (depth.running, depth.batch_running) == (2, 1)
+
+
+async def test_the_oldest_wait_of_each_class_is_told(broker, lease, make_request, raw):
+    (depth,) = await broker.jobs.depth()
+    assert (depth.interactive_wait, depth.batch_wait) == (None, None)
+    first = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+    await asyncio.sleep(0.2)
+    second = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+    await broker.jobs.submit(make_request())
+    (depth,) = await broker.jobs.depth()
+    assert depth.batch_wait - 0.2 >= depth.interactive_wait >= 0
+    # A younger job that a priority put first does not hide the older one behind it.
+    queue = f"{broker.keys.tag}:queue:batch:tale"
+    raw.zadd(queue, {second.id: raw.zscore(queue, first.id) - 1})
+    (again,) = await broker.jobs.depth()
+    assert again.batch_wait >= depth.batch_wait
+
+
+async def test_a_model_whose_name_has_colons_is_counted(broker, card, make_request):
+    lease = await Lease.register(broker, replace(card, name="org/a:b:c"))
+    await broker.jobs.submit(make_request(model="org/a:b:c"))
+    await lease.claim(1)
+    (depth,) = await broker.jobs.depth()
+    assert (depth.model, depth.running) == ("org/a:b:c", 1)
+    await lease.close()
+
+
+async def test_a_worker_tells_its_lease_and_its_last_step(broker, lease, make_request):
+    (worker,) = await broker.models.workers()
+    assert 0 < worker.lease_left <= broker.config.lease_seconds
+    assert worker.step_age is None
+    await broker.jobs.submit(make_request())
+    (claim,) = await lease.claim(1)
+    await lease.commit([(claim.job_id, TokenEvent(seq=1))])
+    await asyncio.sleep(0.05)
+    (worker,) = await broker.models.workers()
+    age = worker.step_age
+    assert age >= 0.05
+    await lease.beat({})
+    (worker,) = await broker.models.workers()
+    assert worker.step_age > age  # a beat is no step
+    await lease.commit([])
+    (worker,) = await broker.models.workers()
+    assert worker.step_age < age  # an empty one is
