@@ -36,6 +36,11 @@ class JobRecord:
     error: ErrorInfo | None = None
     cancel_requested: bool = False
 
+    @property
+    def priority(self) -> int:
+        """Of its request: lower goes first."""
+        return self.request.priority
+
 
 def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
     """The reply of the `job` script, [fields and values, place or None], as a record. Raises CodecError."""

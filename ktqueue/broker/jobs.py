@@ -110,6 +110,8 @@ class Jobs:
                 "" if idempotency_key is None else _digest(tenant, idempotency_key),
                 milliseconds(self._config.idempotency_ttl),
                 cap,
+                round(request.priority * self._config.priority_seconds * MICROSECONDS),
+                request.sampling.n,
             )
         except Refused as refused:
             raise _submit_error(refused, request, cap) from refused

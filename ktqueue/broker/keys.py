@@ -7,7 +7,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 |--------------------------|------------|-----------------------------------------------|---------------------------|
 | job:ID                   | hash       | a job's record and request                    | job_ttl after the end     |
 | journal:ID (channel too) | stream     | its events, ids `SEQ-0`, one field `e`        | journal_ttl after the end |
-| queue:CLASS:MODEL        | zset       | waiting job ids by arrival                    | while jobs wait           |
+| queue:CLASS:MODEL        | zset       | waiting job ids by arrival and priority       | while jobs wait           |
 | live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |

@@ -88,8 +88,11 @@ class Lease:
         """Renew the lease and tell the worker's statistics; call it every quarter of the lease time."""
         await self._call("beat", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
 
-    async def claim(self, limit: int) -> list[Claim]:
-        """Take up to `limit` waiting jobs of the model.
+    async def claim(self, limit: int, interactive_limit: int = 0) -> list[Claim]:
+        """Take waiting jobs of the model for `limit` free rows, a row for each choice.
+
+        Interactive jobs may fill `interactive_limit` rows in all, where that is more: those that the engine then takes
+        from batch jobs that run.
 
         A job whose record cannot be decoded (another version wrote it) fails here, alone. A claim that failed
         half-way leaves jobs with this lease: LeaseLost, and they go elsewhere once it lapses.
@@ -101,7 +104,7 @@ class Lease:
                 "claim",
                 self._claims,
                 limit,
-                microseconds(config.ageing_seconds),
+                max(limit, interactive_limit),
                 config.batch_share,
                 terminal.expired,
                 terminal.job_ttl,

@@ -38,6 +38,9 @@ def submit(
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Model.", show_default="the one served")
     ] = None,
     job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.INTERACTIVE,
+    priority: Annotated[
+        int, typer.Option("--priority", metavar="INTEGER", help="Lower goes first in its class, -100 to 100.")
+    ] = 0,
     n: Annotated[int, typer.Option("-n", help="Choices.")] = 1,
     expires_in: Annotated[
         float | None,
@@ -64,7 +67,12 @@ def submit(
         if sys.stdin.isatty():
             raise UsageFault("give a PROMPT or --messages (- reads standard input)")
         prompt = "-"
-    asked: dict[str, Any] = {"sampling": sampling.params(n=n), "job_class": job_class, "expires_in": expires_in}
+    asked: dict[str, Any] = {
+        "sampling": sampling.params(n=n),
+        "job_class": job_class,
+        "priority": priority,
+        "expires_in": expires_in,
+    }
     if messages is not None:
         asked["messages"] = read_messages(messages)
     elif chat:

@@ -41,8 +41,8 @@ class BrokerConfig:
     prefix: str = "ktq"
     lease_seconds: float = 2.0
     max_attempts: int = 3
-    ageing_seconds: float = 10.0  # a batch job that has waited longer is claimed like an interactive one
-    batch_share: int = 8  # one claimed slot in so many is for batch, however much interactive work waits
+    priority_seconds: float = 30.0  # what one step of a job's priority is worth in seconds of waiting
+    batch_share: int = 8  # one free row in so many is for batch, however much interactive work waits
     max_queued_interactive: int = 2_000
     max_queued_batch: int = 100_000
     max_request_bytes: int = 4 << 20
@@ -61,7 +61,7 @@ class BrokerConfig:
         _at_least(self, "operation_timeout", 0.01)
         for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
             _at_least(self, name, 1)
-        _at_least(self, "ageing_seconds", 0)
+        _at_least(self, "priority_seconds", 0)
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.prefix):
             raise ConfigError(
                 f"broker.prefix must be 1 to 64 letters, digits or _ . -, got {self.prefix!r}",

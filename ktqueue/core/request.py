@@ -14,6 +14,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 100  # either way
 
 
 class JobClass(StrEnum):
@@ -108,6 +109,8 @@ class GenerationRequest:
     """One generation job: exactly one of `messages`, `prompt` (text) or `prompt_token_ids`.
 
     `messages` go through the model's chat template with `tools` and `chat_template_kwargs`.
+    `priority` orders the waiting jobs of a class, the lowest first: one step is worth
+    `broker.priority_seconds` of waiting, so nothing waits for ever.
     `expires_in` is the time in seconds after submission at which the job expires, if given.
     `user` and `metadata` are kept with the job and never interpreted.
 
@@ -120,6 +123,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     job_class: JobClass = JobClass.INTERACTIVE
+    priority: int = 0
     expires_in: float | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -154,6 +158,9 @@ class GenerationRequest:
             object.__setattr__(self, "job_class", JobClass(self.job_class))
         except ValueError:
             raise _refuse("job_class", self.job_class, f"one of {', '.join(JobClass)}") from None
+        _integer(
+            "priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
         if not isinstance(self.tools, tuple) or not all(isinstance(tool, Mapping) for tool in self.tools):
             raise _refuse("tools", self.tools, "a list of objects")
         if not isinstance(self.chat_template_kwargs, Mapping):

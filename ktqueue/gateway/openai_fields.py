@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ktqueue.core.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
     MAX_SEED,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -120,7 +121,9 @@ class CommonFields(BaseModel):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     min_tokens: int | None = Field(None, ge=0, le=MAX_ID)
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, description="Accepted for vLLM's clients; the class decides.")
+    priority: int | None = Field(
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower goes first, within the class. Default 0."
+    )
 
     job_class: Literal["interactive", "batch"] | None = None
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")

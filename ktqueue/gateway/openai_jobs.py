@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.core.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED, GenerationRequest, JobClass, SamplingParams
+from ktqueue.core.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_SEED,
+    GenerationRequest,
+    JobClass,
+    SamplingParams,
+)
 from ktqueue.gateway.openai_errors import parse
 from ktqueue.gateway.openai_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
 from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
@@ -65,6 +73,7 @@ class GenerationBody(BaseModel):
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1)
     sampling: SamplingBody | None = None
     job_class: Literal["interactive", "batch"] = "interactive"
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400)
     tools: list[Tool] = Field([], max_length=128)
     chat_template_kwargs: FreeObject = {}
@@ -81,6 +90,7 @@ class GenerationBody(BaseModel):
             prompt_token_ids=None if ids is None else tuple(ids),
             sampling=(self.sampling or SamplingBody.model_validate({})).params(),
             job_class=JobClass(self.job_class),
+            priority=self.priority,
             expires_in=self.expires_in,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools),
             chat_template_kwargs=dict(self.chat_template_kwargs),

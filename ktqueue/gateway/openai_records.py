@@ -20,6 +20,7 @@ def record_json(record: JobRecord) -> Json:
         "state": record.state,
         "model": record.model,
         "job_class": record.job_class,
+        "priority": record.priority,
         "created_at": record.created_at,
         "started_at": record.started_at,
         "finished_at": record.finished_at,

@@ -181,6 +181,7 @@ class Job(_Shape):
     state: Literal["queued", "running", "done", "failed", "cancelled", "expired"]
     model: str
     job_class: Literal["interactive", "batch"]
+    priority: int
     created_at: float
     started_at: float | None
     finished_at: float | None

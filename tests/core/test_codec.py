@@ -64,6 +64,7 @@ requests = st.builds(
     model=words,
     sampling=samplings,
     job_class=st.sampled_from(JobClass),
+    priority=st.integers(-100, 100),
     expires_in=st.none() | st.floats(0.001, 86400),
     tools=st.lists(st.dictionaries(text, json_values, max_size=3), max_size=2).map(tuple),
     chat_template_kwargs=st.dictionaries(text, json_values, max_size=3),

@@ -122,6 +122,10 @@ def test_min_tokens_is_bounded_by_max_tokens():
         ({"expires_in": 367 * 86400}, "expires_in"),
         ({"expires_in": math.nan}, "expires_in"),
         ({"job_class": "urgent"}, "job_class"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"priority": 1.0}, "priority"),
+        ({"priority": True}, "priority"),
         ({"tools": [{}]}, "tools"),
         ({"tools": ("x",)}, "tools"),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
@@ -136,6 +140,13 @@ def test_requests_refused(settings, param):
     with pytest.raises(InvalidRequest) as caught:
         GenerationRequest(**{"model": "m", "prompt": "x", **settings})
     assert caught.value.param == param
+
+
+def test_a_priority_out_of_bounds_is_told_with_its_limit():
+    with pytest.raises(InvalidRequest) as caught:
+        GenerationRequest(model="m", prompt="x", priority=-101)
+    assert (caught.value.limit, caught.value.value) == ("an integer from -100 to 100", "-101")
+    assert "priority" in str(caught.value)
 
 
 def test_a_class_may_be_named_by_its_text():

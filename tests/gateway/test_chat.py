@@ -162,7 +162,7 @@ async def test_every_field_reaches_the_worker(http, worker):
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({5: -100}, (3,), True)
     assert (request.user, request.metadata, request.tools) == ("u", {"a": "b"}, (tool,))
     assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
-    assert (request.job_class, request.expires_in) == (JobClass.BATCH, 60)
+    assert (request.job_class, request.priority, request.expires_in) == (JobClass.BATCH, 3, 60)
 
 
 async def test_null_fields_mean_the_default(http, worker):

@@ -72,6 +72,8 @@ WRONG_CHAT = [
     ({"metadata": {"a": 1}}, "metadata"),
     ({"service_tier": "gold"}, "service_tier"),
     ({"job_class": "urgent"}, "job_class"),
+    ({"priority": 101}, "priority"),
+    ({"priority": 0.5}, "priority"),
     ({"expires_in": 0}, "expires_in"),
     ({"chat_template_kwargs": deep(40)}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": deep(40)}}, "chat_template_kwargs"),

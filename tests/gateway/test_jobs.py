@@ -22,11 +22,11 @@ async def wait_for_end(http, job_id):
 
 
 async def test_submit_and_look_up(http, worker):
-    response = await http.post(JOBS, json={**BODY, "user": "u", "metadata": {"a": "b"}})
+    response = await http.post(JOBS, json={**BODY, "user": "u", "metadata": {"a": "b"}, "priority": 7})
     assert response.status_code == 202
     job = response.json()
     assert response.headers["location"] == f"{JOBS}/{job['id']}"
-    assert (job["object"], job["state"], job["position"]) == ("job", "queued", 1)
+    assert (job["object"], job["state"], job["position"], job["priority"]) == ("job", "queued", 1, 7)
     done = await wait_for_end(http, job["id"])
     assert (done["state"], done["attempts"], done["user"], done["metadata"]) == ("done", 1, "u", {"a": "b"})
     assert done["result"] == [{"index": 0, "text": "Once upon a time", "finish_reason": "stop"}]
@@ -37,7 +37,7 @@ async def test_submit_and_look_up(http, worker):
 async def test_all_kinds_of_bodies(http, worker):
     messages = [{"role": "user", "content": "Hi"}]
     for body in (
-        {"model": "tale", "prompt_token_ids": [1, 2], "job_class": "batch"},
+        {"model": "tale", "prompt_token_ids": [1, 2], "job_class": "batch", "priority": -100},
         {"model": "tale", "messages": messages, "sampling": {"n": 2, "logit_bias": {"5": 1}, "stop": ["x"]}},
         {"model": "tale", "messages": messages, "max_tokens": 4, "job_class": "batch"},
     ):
@@ -45,7 +45,7 @@ async def test_all_kinds_of_bodies(http, worker):
     await worker.claimed(3)
     requests = {bool(one.request.messages) + one.request.sampling.n: one.request for one in worker.claims}
     assert requests[1].prompt_token_ids == (1, 2)
-    assert requests[1].job_class is JobClass.BATCH
+    assert (requests[1].job_class, requests[1].priority, requests[3].priority) == (JobClass.BATCH, -100, 0)
     assert (requests[3].sampling.logit_bias, requests[3].sampling.stop) == ({5: 1}, ("x",))
     assert (requests[2].sampling.max_tokens, requests[2].job_class) == (4, JobClass.BATCH)
 
@@ -60,6 +60,7 @@ async def test_wrong_bodies(http, worker):
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"expires_in": -1}, "expires_in"),
+        ({"priority": -101}, "priority"),
     ):
         response = await http.post(JOBS, json={**BODY, **change})
         if param is None:

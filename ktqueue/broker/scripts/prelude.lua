@@ -52,7 +52,7 @@ end
 -- often, else back to its old place in the queue. `refund`: the try is not counted.
 local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, journal_ttl)
   local job = TAG .. 'job:' .. id
-  local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel')
+  local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift')
   if field[6] then
     return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
   elseif field[5] and tonumber(field[5]) <= now then
@@ -64,7 +64,7 @@ local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, jo
   end
   redis.call('HSET', job, 'state', 'queued')
   redis.call('HDEL', job, 'worker')
-  redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3], id)
+  redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3] + (field[7] or 0), id)
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
 end
 

@@ -1,6 +1,7 @@
 -- A job into its queue.
 -- ARGV: id, model, class, tenant, request, request hash, life in us ('' for ever), idempotency key ('' none),
---       idempotency TTL in ms, most jobs in the queue.
+--       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later (earlier where
+--       negative), rows of an engine that it takes.
 -- Replies {1, arrival, place} for a new job, {0, id, job} for one that is already there.
 -- Promises: the same id or idempotency key never makes a second job; another request under it is CONFLICT.
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
@@ -30,13 +31,15 @@ end
 local queue = TAG .. 'queue:' .. class .. ':' .. model
 local waiting = redis.call('ZCARD', queue)
 if waiting >= tonumber(ARGV[10]) then return redis.error_reply('QUEUE_FULL ' .. waiting) end
--- The place in the queue is the arrival; later than every waiting job even if the clock went back.
+-- The arrival is later than that of every live job, even if the clock went back.
 local order = now
-local newest = redis.call('ZREVRANGE', queue, 0, 0, 'WITHSCORES')
+local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
 if #newest > 0 and tonumber(newest[2]) >= order then order = tonumber(newest[2]) + 1 end
 local job = TAG .. 'job:' .. id
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'class', class, 'tenant', ARGV[4], 'request', ARGV[5],
   'hash', hash, 'order', digits(order), 'attempts', 0)
+if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
+if ARGV[12] ~= '1' then redis.call('HSET', job, 'rows', ARGV[12]) end
 if ARGV[7] ~= '' then
   local deadline = now + ARGV[7]
   redis.call('HSET', job, 'deadline', digits(deadline))
@@ -45,7 +48,7 @@ end
 if idempotency ~= '' then
   redis.call('SET', TAG .. 'idempotency:' .. idempotency, hash .. ' ' .. id, 'PX', ARGV[9])
 end
-redis.call('ZADD', queue, order, id)
+redis.call('ZADD', queue, order + ARGV[11], id)
 redis.call('ZADD', TAG .. 'live', order, id)
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 redis.call('PUBLISH', TAG .. 'wake:' .. model, class)

@@ -1,0 +1,57 @@
+"""What a worker is given: rows, not jobs; interactive jobs beyond the free rows."""
+
+from dataclasses import replace
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.request import JobClass, SamplingParams
+
+
+def ids(claims):
+    return [claim.job_id for claim in claims]
+
+
+async def test_a_job_takes_a_row_for_each_choice(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    for job_id, n in (("a", 3), ("b", 1), ("c", 4), ("d", 1)):
+        await broker.jobs.submit(make_request(sampling=SamplingParams(n=n)), job_id=job_id)
+    assert ids(await lease.claim(4)) == ["a", "b"]
+    assert ids(await lease.claim(2)) == ["c"]  # more than are free: it would wait for ever otherwise
+    assert ids(await lease.claim(2)) == ["d"]
+    await lease.close()
+
+
+async def test_only_interactive_jobs_go_beyond_the_free_rows(config, card, make_request):
+    async with await Broker.open(replace(config, batch_share=2)) as broker:
+        lease = await Lease.register(broker, card)
+        for name in ("b1", "b2", "b3"):
+            await broker.jobs.submit(make_request(job_class=JobClass.BATCH), job_id=name)
+        for name in ("i1", "i2", "i3", "i4"):
+            await broker.jobs.submit(make_request(), job_id=name)
+        assert ids(await lease.claim(0, 1)) == ["i1"]
+        assert ids(await lease.claim(2, 3)) == ["i2", "b1", "i3"]  # batch has its share of the free rows alone
+        assert ids(await lease.claim(0, 5)) == ["i4"]
+        assert ids(await lease.claim(0, 5)) == []
+        assert ids(await lease.claim(1, 5)) == ["b2"]
+        await lease.close()
+
+
+async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    await broker.jobs.submit(make_request(sampling=SamplingParams(n=3)), job_id="wide")
+    assert ids(await lease.claim(0, 2)) == []
+    assert (await broker.jobs.get("wide")).position == 1
+    assert ids(await lease.claim(0, 3)) == ["wide"]
+    await lease.close()
+
+
+async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(broker, card, make_request, proxy):
+    wire, config = proxy
+    async with await Broker.open(config) as cut:
+        lease = await Lease.register(cut, card)
+        names = [(await broker.jobs.submit(make_request())).id for _ in range(4)]
+        wire.lose_reply_to(lease.id)
+        assert ids(await lease.claim(0, 3)) == names[:3]
+        assert wire.lost == 1
+        assert ids(await lease.claim(0, 3)) == names[3:]
+        await lease.close()

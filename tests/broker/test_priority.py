@@ -1,0 +1,88 @@
+"""Priority: the order inside a class, worth so many seconds of waiting and no more."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.client import Client
+from ktqueue.core.codec import decode_request, dumps, encode_request, loads
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.request import JobClass
+
+
+async def test_lower_goes_first_and_equals_go_by_arrival(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    for job_id, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -100), ("f", 100)):
+        record = await broker.jobs.submit(make_request(priority=priority), job_id=job_id)
+        assert record.priority == priority
+    assert record.position == 6
+    assert (await broker.jobs.get("e")).position == 1
+    assert [claim.job_id for claim in await lease.claim(6)] == ["e", "c", "a", "d", "b", "f"]
+    await lease.close()
+
+
+async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(config, card, make_request):
+    async with await Broker.open(replace(config, priority_seconds=0.02)) as broker:
+        lease = await Lease.register(broker, card)
+        await broker.jobs.submit(make_request(priority=2), job_id="patient")
+        await asyncio.sleep(0.05)
+        await broker.jobs.submit(make_request(), job_id="late")
+        await broker.jobs.submit(make_request(priority=-100), job_id="urgent")
+        assert [claim.job_id for claim in await lease.claim(3)] == ["urgent", "patient", "late"]
+        await lease.close()
+
+
+async def test_a_job_that_comes_back_keeps_its_place(broker, card, make_request, outlive, eventually):
+    lease = await Lease.register(broker, card)
+    first = await broker.jobs.submit(make_request(), job_id="first")
+    await broker.jobs.submit(make_request(priority=3), job_id="last")
+    await broker.jobs.submit(make_request(priority=1), job_id="middle")
+    assert len(await lease.claim(3)) == 3
+    await lease.release(["last", "middle"])
+    assert (await broker.jobs.get("last")).position == 2
+    await lease.claim(2)
+    await outlive()
+    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", 1_000, 1_000)
+    heir = await Lease.register(broker, card)
+    assert [claim.job_id for claim in await heir.claim(3)] == ["first", "middle", "last"]
+    assert (await broker.jobs.get("first")).created_at == first.created_at
+    await heir.close()
+
+
+async def test_the_class_comes_before_the_priority(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    await broker.jobs.submit(make_request(priority=-100, job_class=JobClass.BATCH), job_id="batch")
+    await broker.jobs.submit(make_request(priority=100), job_id="interactive")
+    assert [claim.job_id for claim in await lease.claim(1)] == ["interactive"]
+    await lease.close()
+
+
+async def test_the_listing_and_the_record_go_by_arrival(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    records = [await broker.jobs.submit(make_request(priority=step)) for step in (50, 0, -50)]
+    assert [job.id for job in await broker.jobs.list()] == [job.id for job in reversed(records)]
+    told = [job.created_at for job in reversed(await broker.jobs.list())]
+    assert told == [job.created_at for job in records] == sorted(told)
+    await lease.close()
+
+
+async def test_a_client_says_it_by_keyword(broker, config, card):
+    lease = await Lease.register(broker, card)
+    async with Client(config=config) as client:
+        record = await client.submit(model="tale", prompt="Once", priority=-7)
+    assert (await broker.jobs.get(record.id)).request.priority == -7
+    await lease.close()
+
+
+def test_a_request_without_priority_has_none(make_request):
+    older = loads(encode_request(make_request(priority=9)))
+    del older["priority"]
+    assert decode_request(dumps(older)).priority == 0
+
+
+def test_the_worth_of_a_step_is_checked(config):
+    with pytest.raises(ConfigError, match=r"broker\.priority_seconds"):
+        replace(config, priority_seconds=-1.0)
