@@ -1,27 +1,23 @@
 """Child: one supervised process: started, watched, restarted with growing pauses, stopped.
 
-It dies with its parent, whatever kills that. Knows nothing of what the process does.
+Knows neither what the process does nor how it is made.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import os
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ktqueue.core.errors import KtqueueError
+from workers.process import Launch, Process
 
 FIRST_PAUSE = 0.25  # seconds before the second quick restart; the first is at once, later pauses double
 LONGEST_PAUSE = 10.0
-QUICK_DEATH = 10.0  # a process that dies sooner after its start died quickly
-MAX_QUICK_DEATHS = 5  # in a row
+QUICK_DEATH = 10.0  # seconds; a process that dies sooner after its start died quickly
+MAX_QUICK_DEATHS = 5  # in a row, the last of them by itself
 SHOWN_LOG_LINES = 8
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +29,28 @@ class ProcessFailed(KtqueueError):
 
 
 class Child:
-    """`final_codes` are exit codes that say that starting again would not help."""
+    """`final_codes` are exit codes that say that starting again would not help.
+
+    `quick_death`: seconds; the less a start costs, the less it has to be put off. A process that a signal ended is
+    always started again: what killed it may be a job, and a job does that only so often.
+    """
 
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
+        launch: Launch,
         *,
-        environment: Mapping[str, str],
         log_path: Path,
         final_codes: frozenset[int] = frozenset(),
+        quick_death: float = QUICK_DEATH,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self.deaths = 0
-        self._command = list(command)
-        self._environment = dict(environment)
+        self._launch = launch
         self._final_codes = final_codes
-        self._process: asyncio.subprocess.Process | None = None
+        self._quick_death = quick_death
+        self._process: Process | None = None
         self._stop = asyncio.Event()
         self._over = asyncio.Event()  # nothing runs, and nothing will
         self._over.set()
@@ -74,6 +74,8 @@ class Child:
         while not self._stop.is_set():
             began = time.monotonic()
             process = self._process = await self._start()
+            if process is None:
+                return
             if self._stop.is_set():  # told while the process came up
                 self.signal(signal.SIGTERM)
             code = await process.wait()
@@ -82,10 +84,10 @@ class Child:
             self.deaths += 1
             if code in self._final_codes:
                 raise ProcessFailed(f"{self.name} ended with code {code}{self._log_tail()}")
-            quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH else 0
-            if quick_deaths >= MAX_QUICK_DEATHS:
+            quick_deaths = quick_deaths + 1 if time.monotonic() - began < self._quick_death else 0
+            if quick_deaths >= MAX_QUICK_DEATHS and code >= 0:
                 raise ProcessFailed(
-                    f"{self.name} died {quick_deaths} times within {QUICK_DEATH:g} s of its start, "
+                    f"{self.name} died {quick_deaths} times within {self._quick_death:g} s of its start, "
                     f"last with {_cause(code)}{self._log_tail()}"
                 )
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (quick_deaths - 2)) if quick_deaths > 1 else 0.0
@@ -115,18 +117,19 @@ class Child:
             self.signal(signal.SIGKILL)
             await self._over.wait()
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        parent = os.getpid()
-        with self.log_path.open("ab") as sink:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops things in order
-                preexec_fn=lambda: _die_with(parent),
-            )
+    async def _start(self) -> Process | None:
+        """The process; None when told to stop before there was one."""
+        starting = asyncio.ensure_future(self._launch(self.log_path))
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return starting.result()
+        finally:
+            for one in (starting, stopped):
+                one.cancel()
+            await asyncio.gather(starting, stopped, return_exceptions=True)
+        return None
 
     def _log_tail(self) -> str:
         try:
@@ -134,17 +137,6 @@ class Child:
         except OSError:
             return ""
         return "".join(f"\n  {line}" for line in lines[-SHOWN_LOG_LINES:])
-
-
-_prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-
-def _die_with(parent: int) -> None:
-    """Run in the new process: have the kernel kill it when its parent dies."""
-    if _prctl is not None:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
 
 
 def _cause(code: int) -> str:

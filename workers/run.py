@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from ktqueue.broker.broker import Broker
@@ -28,7 +29,11 @@ def run(config: Config, progress: Progress | None = None, captured: Progress | N
     Must be called from the main thread. Raises ConfigError, CheckpointError or RuleError if the model cannot be
     served, Unavailable if there is no Redis.
     """
-    built = build(config.engine, progress, captured)
+    return serve(config, build(config.engine, progress, captured))
+
+
+def serve(config: Config, built: Built) -> int:
+    """The same with a model that is loaded, perhaps by the process that this one was forked from."""
     sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(_serve(config, built))
 
@@ -66,17 +71,27 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main() -> NoReturn:
-    """Serve with the settings of the environment; errors go to the log. Ends the process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+def conclude(work: Callable[[], int]) -> NoReturn:
+    """Do the work of the process and leave with its exit code; errors go to the log."""
     try:
-        leave(run(load_config(environment=os.environ)))
+        leave(work())
     except (ConfigError, CheckpointError, RuleError) as error:
         log.error("%s", error.message)
         leave(UNUSABLE)
     except Exception as error:
         log.error("%s", error, exc_info=None if isinstance(error, KtqueueError) else error)
         leave(BROKEN)
+
+
+def log_to_stderr() -> None:
+    """As all processes of a worker log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def main() -> NoReturn:
+    """Serve with the settings of the environment. Ends the process."""
+    log_to_stderr()
+    conclude(lambda: run(load_config(environment=os.environ)))
 
 
 if __name__ == "__main__":

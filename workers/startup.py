@@ -58,7 +58,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     tensor at fault.
     """
     _check(config)
-    config = replace(config, threads=_set_threads(config))
+    config = replace(config, threads=set_threads(config))
     dtype = compute_dtype(config)
     try:
         model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
@@ -118,7 +118,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     return Built(engine, tokenizer, card, model, resolved)
 
 
-def _set_threads(config: EngineConfig) -> int:
+def set_threads(config: EngineConfig) -> int:
     """Divide the CPUs; how many there are to divide.
 
     On a GPU worker the kernels are called by the hand-off's own thread, while Python's launches steps and waits for

@@ -22,16 +22,18 @@ import httpx
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
-from workers.child import Child, ProcessFailed
+from workers.child import QUICK_DEATH, Child, ProcessFailed
 from workers.exit_codes import UNUSABLE
+from workers.forks import Forks
 from workers.private_redis import PrivateRedis
+from workers.process import Command, Launch
 
 GATEWAY_START_SECONDS = 30.0
 WORKER_START_SECONDS = 1_800.0  # a large model takes its time to load
 STOP_MARGIN = 7.0  # seconds that a process has beyond its drain_seconds before it is killed
 POLL_SECONDS = 0.05
+QUICK_WORKER_DEATH = 2.0  # seconds; a forked worker serves after a tenth of one
 
-WORKER_COMMAND = [sys.executable, "-m", "workers.run"]
 GATEWAY_COMMAND = [
     sys.executable,
     "-c",
@@ -53,9 +55,11 @@ class Supervisor:
         self.config = config
         self.gateway: Child
         self.workers: list[Child] = []
+        self.fork_server: Child
         self._count = workers
         self._report = report or log.info
         self._redis: PrivateRedis | None = None
+        self._forks: Forks | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -124,6 +128,10 @@ class Supervisor:
             child.stop()
         drain = self.config.worker.drain_seconds + STOP_MARGIN
         await asyncio.gather(*(worker.ended(drain) for worker in self.workers))
+        if self._forks is not None:
+            self.fork_server.stop()
+            await self.fork_server.ended(STOP_MARGIN)
+            await self._forks.closed()
         if hasattr(self, "gateway"):
             await self.gateway.ended(self.config.gateway.drain_seconds + STOP_MARGIN)
         for task in self._tasks:
@@ -145,8 +153,14 @@ class Supervisor:
             threads = max(1, _physical_cores() // self._count)
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
-        self.workers = [self._child(f"worker-{i + 1}", WORKER_COMMAND, state) for i in range(self._count)]
-        self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in [self.gateway, *self.workers]]
+        self._forks = Forks(self._environment())
+        self.fork_server = self._supervised("fork-server", self._forks.launch, state)
+        self.workers = [
+            self._supervised(f"worker-{i + 1}", self._forks.fork, state, quick_death=QUICK_WORKER_DEATH)
+            for i in range(self._count)
+        ]
+        children = [self.gateway, self.fork_server, *self.workers]
+        self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in children]
         await self._until("the gateway", self.gateway, self._gateway_answers, GATEWAY_START_SECONDS)
         broker = await Broker.open(self.config.broker)
         try:
@@ -170,17 +184,17 @@ class Supervisor:
             self._tasks.append(asyncio.create_task(self._redis.run(), name="redis"))
 
     def _child(self, name: str, command: list[str], state: Path) -> Child:
+        return self._supervised(name, Command(command, self._environment()), state)
+
+    def _supervised(self, name: str, launch: Launch, state: Path, quick_death: float = QUICK_DEATH) -> Child:
         log_path = state / f"{name}.log"
         if log_path.exists():
             log_path.replace(log_path.with_suffix(".log.1"))
+        return Child(name, launch, log_path=log_path, final_codes=frozenset({UNUSABLE}), quick_death=quick_death)
+
+    def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX) or k in STANDALONE}
-        return Child(
-            name,
-            command,
-            environment={**kept, **config_environment(self.config)},
-            log_path=log_path,
-            final_codes=frozenset({UNUSABLE}),
-        )
+        return {**kept, **config_environment(self.config)}
 
     async def _until(self, what: str, child: Child, ready: Callable[[], Awaitable[bool]], within: float) -> None:
         self._report(f"waiting for {what}")

@@ -12,12 +12,13 @@ import pytest
 
 from workers import child as child_module
 from workers.child import Child, ProcessFailed
+from workers.process import Command
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
 def child_of(command: list[str], log_path: Path, **settings: frozenset[int]) -> Child:
-    return Child("thing", command, environment=dict(os.environ), log_path=log_path, **settings)
+    return Child("thing", Command(command, os.environ), log_path=log_path, **settings)
 
 
 async def running_pid(child: Child, other_than: int | None = None) -> int:
@@ -92,7 +93,8 @@ async def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
         "from workers.child import Child\n"
-        f"child = Child('thing', {SLEEPS!r}, environment=dict(os.environ), log_path=Path({str(tmp_path / 'log')!r}))\n"
+        "from workers.process import Command\n"
+        f"child = Child('thing', Command({SLEEPS!r}, os.environ), log_path=Path({str(tmp_path / 'log')!r}))\n"
         "async def main():\n"
         "    task = asyncio.create_task(child.run())\n"
         "    while child.pid is None: await asyncio.sleep(0.01)\n"

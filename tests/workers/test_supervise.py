@@ -38,12 +38,13 @@ async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp
     )
     told: list[str] = []
     up = Supervisor(config, report=told.append)
-    with pytest.raises(ProcessFailed, match=r"(?s)worker-1 ended with code 2.*nowhere.gguf"):
+    with pytest.raises(ProcessFailed, match=r"(?s)fork-server ended with code 2.*nowhere.gguf"):
         await up.__aenter__()
     assert told[0] == "waiting for the gateway"
     assert up.gateway.pid is None
     assert up.workers[0].pid is None
-    assert up.workers[0].deaths == 1
+    assert up.fork_server.pid is None
+    assert up.fork_server.deaths == 1
 
 
 async def test_a_port_that_is_taken_is_named(redis_url: str, tmp_path: Path) -> None:
