@@ -26,7 +26,7 @@ from ktqueue.core.errors import (
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass
 
-__all__ = ["JobRecord", "Jobs", "QueueDepth"]
+__all__ = ["JobRecord", "Jobs", "QueueDepth", "not_found"]
 
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
@@ -143,13 +143,14 @@ class Jobs:
         reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
         return _found(job_id, reply)
 
-    async def list(self, *, state: JobState | None = None, limit: int = 100) -> JobRecords:
+    async def list(self, *, state: JobState | None = None, limit: int = 100, tenant: str | None = None) -> JobRecords:
         """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big.
 
+        Those of one tenant, or of all. Looks at 2,000 live and 2,000 ended jobs, whosesoever they are.
         A record that another version wrote and this one cannot decode is left out; `get` says what is wrong with it.
         """
         reply = await self._scripts.call(
-            "list", min(limit, MAX_LISTED), "" if state is None else state.value, MAX_LISTED_BYTES
+            "list", min(limit, MAX_LISTED), "" if state is None else state.value, MAX_LISTED_BYTES, tenant or ""
         )
         records = []
         for job_id, described in reply:
@@ -196,8 +197,13 @@ def _digest(tenant: str, key: str) -> str:
 
 def _found(job_id: str, reply: Sequence[object] | None) -> JobRecord:
     if reply is None:
-        raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
+        raise not_found(job_id)
     return decode_job(job_id, reply)
+
+
+def not_found(job_id: str) -> JobNotFound:
+    """The error for an id that names no job, or none that the caller may see."""
+    return JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
 
 
 def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> KtqueueError:

@@ -63,7 +63,7 @@ def _talker(config: "Config", model: str | None, *, local: bool, base_url: str |
     if local:
         return talkers.local_talker(config.engine)
     if base_url is not None:
-        return talkers.HttpTalker(base_url, model, api_key or next(iter(config.gateway.api_keys), None))
+        return talkers.HttpTalker(base_url, model, api_key)
     from ktqueue.cli.connection import client, only_model
 
     return talkers.RedisTalker(client(config), model or only_model(config))

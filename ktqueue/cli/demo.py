@@ -48,6 +48,7 @@ def demo(common: CommonFlags, engine: EngineFlags) -> None:
 
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
     config = settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0))
+    config = replace(config, gateway=replace(config.gateway, api_keys=(), tenants=()))  # its own, for a minute
     if asyncio.run(_demo(config)):
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -71,7 +72,7 @@ async def _demo(config: Config) -> bool:
         model = (await served_models(config))[0]
         console.print(f"Redis, gateway and worker are up after {time.monotonic() - began:.1f} s.\n", markup=False)
         console.print(f"[bold]1  A tale over HTTP[/]  [dim]POST {supervisor.url}/v1/chat/completions[/]\n")
-        tale = await _stream_tale(supervisor.url, model, next(iter(config.gateway.api_keys), None))
+        tale = await _stream_tale(supervisor.url, model)
         source = Path(config.broker.state_dir) / "prompts.jsonl"
         lines = _write_prompts(source, model)
         console.print(f"[bold]2  A batch of {lines}[/]  [dim]ktqueue batch run {source} -o ...[/]\n", soft_wrap=True)
@@ -95,7 +96,7 @@ async def _demo(config: Config) -> bool:
     return False
 
 
-async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
+async def _stream_tale(url: str, model: str) -> Tale:
     """Ask for a tale and write it as it comes. Raises Unavailable, KtqueueError."""
     import httpx
 
@@ -112,14 +113,13 @@ async def _stream_tale(url: str, model: str, key: str | None) -> Tale:
         "seed": 4,
         "messages": [{"role": "user", "content": QUESTION}],
     }
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     page = Wrapped(results().width)
     began = time.monotonic()
     first: float | None = None
     tokens = 0
     try:
         async with (
-            httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as client,
+            httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client,
             client.stream("POST", "/v1/chat/completions", json=body) as response,
         ):
             response.raise_for_status()

@@ -215,10 +215,10 @@ class GatewayFlags:
     api_keys: Annotated[
         str | None,
         _option(
-            "--api-key",
-            say="Key that clients must send; several with commas.",
+            "--api-key-hash",
+            say="SHA-256 of a key that clients must send (see ktqueue keys new); several with commas.",
             default="none asked",
-            metavar="KEY",
+            metavar="HASH",
             panel="Gateway",
         ),
     ] = None

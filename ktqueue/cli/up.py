@@ -81,8 +81,8 @@ def _banner(supervisor: "Supervisor", models: list[str]) -> None:
     console = results()
     model = models[0] if models else "demo"
     config = supervisor.config
-    key = next(iter(config.gateway.api_keys), None)
-    header = f" -H 'Authorization: Bearer {key}'" if key else ""
+    asked = bool(config.gateway.api_keys or config.gateway.tenants)
+    header = " -H 'Authorization: Bearer KEY'" if asked else ""
     where = "" if config.broker.state_dir == BrokerConfig().state_dir else f" --state-dir {config.broker.state_dir}"
     console.print(f"[bold green]ready[/]  {', '.join(models)}  at  [bold]{supervisor.url}/v1[/]", soft_wrap=True)
     console.print(
@@ -91,7 +91,7 @@ def _banner(supervisor: "Supervisor", models: list[str]) -> None:
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "{STORY}"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{supervisor.url}/v1", api_key="{key or "none"}")
+  client = OpenAI(base_url="{supervisor.url}/v1", api_key="{"KEY" if asked else "none"}")
   messages = [{{"role": "user", "content": "{STORY}"}}]
   print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
 

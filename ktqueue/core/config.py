@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants, read_tenants, write_tenants
 from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
@@ -123,7 +124,8 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()  # empty: no authentication
+    api_keys: tuple[str, ...] = ()  # SHA-256 hashes; none here nor of tenants: no authentication
+    tenants: tuple[TenantConfig, ...] = ()
     max_body_bytes: int = 8 << 20
     max_connections: int = 2_000
     heartbeat_seconds: float = 15.0
@@ -131,6 +133,11 @@ class GatewayConfig:
     max_mailbox_bytes: int = 1 << 20  # a slower reader replays from the journal
     stall_seconds: float = 60.0  # a client that neither sends nor reads for so long is dropped
     drain_seconds: float = 10.0  # open streams may end by themselves before the gateway stops
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
+        check_tenants(self.tenants, self.api_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +192,14 @@ def config_environment(config: Config) -> dict[str, str]:
         for one in fields(kind):
             value = getattr(settings, one.name)
             if value != getattr(defaults, one.name):
-                text = ",".join(value) if isinstance(value, tuple) else str(value)
-                variables[f"{ENVIRONMENT_PREFIX}{section}_{one.name}".upper()] = text
+                variables[f"{ENVIRONMENT_PREFIX}{section}_{one.name}".upper()] = _text(value)
     return variables
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return write_tenants(value) if isinstance(value[0], TenantConfig) else ",".join(value)
 
 
 def _from_file(path: Path, values: dict[str, dict[str, Any]]) -> None:
@@ -226,6 +238,8 @@ def _nearest(word: str, known: Any) -> str:
 
 def _convert(value: Any, hint: Any, *, byte_size: bool) -> Any:
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    if hint == tuple[TenantConfig, ...]:
+        return read_tenants(value)
     if hint == tuple[str, ...]:
         parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
         return tuple(str(part) for part in parts)

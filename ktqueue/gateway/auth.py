@@ -1,36 +1,74 @@
-"""Who may call: an API key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. Knows no tenants and no quotas."""
+"""Who calls: an API key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, and the tenant that it belongs to.
+
+Keys are known by their hashes alone, and nothing here keeps or logs one.
+"""
 
 import hmac
-from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
+from ktqueue.broker.jobs import JobRecord, not_found
+from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import AuthenticationFailed
+from ktqueue.core.tenants import DEFAULT_TENANT
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # probes carry no keys
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who makes a request. `alone`: sees no other tenant's jobs; so is everybody once there are keys."""
+
+    name: str = DEFAULT_TENANT
+    alone: bool = False
+
+    def check_sees(self, record: JobRecord) -> JobRecord:
+        """The record, if it is this tenant's to see. Raises JobNotFound, in the words of a job that is not there."""
+        if self.alone and record.tenant != self.name:
+            raise not_found(record.id)
+        return record
+
+    @property
+    def view(self) -> str | None:
+        """The tenant whose jobs are listed; None: all jobs."""
+        return self.name if self.alone else None
 
 
 class Keys:
     """The API keys that are let in; none given: everybody is."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        # Digests have one length, so the comparison tells nothing of a key, not even how long it is.
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+    def __init__(self, config: GatewayConfig) -> None:
+        default = Tenant(alone=True)
+        self._owners = [(bytes.fromhex(one), default) for one in config.api_keys]
+        for settings in config.tenants:
+            tenant = Tenant(settings.name, alone=True)
+            self._owners += [(bytes.fromhex(one), tenant) for one in settings.keys]
 
-    def check(self, path: str, headers: Headers) -> None:
-        """Raises AuthenticationFailed unless `path` is open or a header carries a key."""
-        if not self._digests or path in OPEN_PATHS:
-            return
+    def tenant(self, path: str, headers: Headers) -> Tenant:
+        """Whose key a header carries. Raises AuthenticationFailed without one, unless `path` is open to all."""
+        if not self._owners or path in OPEN_PATHS:
+            return Tenant()
         key = _given(headers)
         if key is None:
             raise AuthenticationFailed(
                 "no API key: give it as Authorization: Bearer KEY, or as X-Api-Key: KEY", param="Authorization"
             )
         digest = sha256(key.encode()).digest()
-        # Every key is compared, in constant time: how long it takes does not tell which one was near.
-        if not sum(hmac.compare_digest(digest, known) for known in self._digests):
+        # Every hash is compared, in constant time: how long it takes does not tell which one was near.
+        owners = [owner for known, owner in self._owners if hmac.compare_digest(digest, known)]
+        if not owners:
             raise AuthenticationFailed("this API key is not known", param="Authorization")
+        return owners[0]
+
+
+def tenant_of(request: Request) -> Tenant:
+    """The tenant that the edge found for a request."""
+    tenant = request.scope["tenant"]
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
 def _given(headers: Headers) -> str | None:

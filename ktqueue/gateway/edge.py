@@ -70,7 +70,7 @@ class Edge:
                 raise TooManyConnections(
                     f"this gateway serves at most {limit} requests at once", limit=limit, value=self._active
                 )
-            self._gateway.keys.check(scope["path"], headers)
+            scope["tenant"] = self._gateway.keys.tenant(scope["path"], headers)
         except KtqueueError as error:
             await error_response(error)(scope, receive, send)
             return

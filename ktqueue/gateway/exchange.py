@@ -16,6 +16,7 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import JournalRegressed, KtqueueError
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest
+from ktqueue.gateway.auth import Tenant, tenant_of
 from ktqueue.gateway.faults import failure
 from ktqueue.gateway.feed import Batch, Feed
 from ktqueue.gateway.gateway import Gateway
@@ -39,20 +40,22 @@ async def answer(
     """The response to one request. Raises KtqueueError where the answer is an error with its own status."""
     gateway: Gateway = request.app.state.gateway
     key = idempotency_key(request.headers)
-    records = await submit(gateway, generations, key)
+    records = await submit(gateway, generations, key, tenant_of(request))
     exchange = Exchange(gateway, request, generations, records, make_reply(records[0]), keep=key is not None)
     if stream:
         return await exchange.stream(include_usage=include_usage)
     return await exchange.whole()
 
 
-async def submit(gateway: Gateway, generations: Sequence[GenerationRequest], key: str | None) -> list[JobRecord]:
+async def submit(
+    gateway: Gateway, generations: Sequence[GenerationRequest], key: str | None, tenant: Tenant
+) -> list[JobRecord]:
     """Submit all jobs of a request, or none: when one is refused, those before it are cancelled."""
     records: list[JobRecord] = []
     try:
         for place, generation in enumerate(generations):
             one = key if key is None or len(generations) == 1 else f"{key}#{place}"
-            records.append(await gateway.broker.jobs.submit(generation, idempotency_key=one))
+            records.append(await gateway.broker.jobs.submit(generation, idempotency_key=one, tenant=tenant.name))
     except BaseException as error:
         gateway.abandon(record.id for record in records)
         if isinstance(error, KtqueueError):

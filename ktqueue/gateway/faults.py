@@ -36,6 +36,13 @@ class MalformedBody(InvalidRequest):
     code = "invalid_json"
 
 
+class PermissionDenied(KtqueueError):
+    """The key is known, and does not open this."""
+
+    code = "permission_denied"
+    status = 403
+
+
 class UnsupportedMediaType(KtqueueError):
     """The body's content type is not JSON."""
 

@@ -23,7 +23,7 @@ class Gateway:
     def __init__(self, config: Config, broker: Broker | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.keys = Keys(config.gateway.api_keys)
+        self.keys = Keys(config.gateway)
         self.draining = False
         self._broker = broker
         self._feeds: set[Feed] = set()

@@ -5,8 +5,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from ktqueue import __version__
 from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.core.tenants import DEFAULT_TENANT
+from ktqueue.gateway.auth import tenant_of
 from ktqueue.gateway.cluster import queue_metrics, worker_metrics
-from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.faults import PermissionDenied, ShuttingDown
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
 from ktqueue.gateway.replies import json_response
@@ -31,7 +33,12 @@ async def readyz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format: this gateway's own metrics, and the cluster's as Redis tells them."""
+    """Prometheus' text format: this gateway's own metrics, and the cluster's as Redis tells them.
+
+    Raises PermissionDenied for a tenant's key: the figures are of all tenants.
+    """
+    if tenant_of(request).name != DEFAULT_TENANT:
+        raise PermissionDenied("metrics are for the keys of gateway.api_keys", param="Authorization")
     gateway: Gateway = request.app.state.gateway
     snapshot: list[Metric] = []
     up = gauge("broker_up", "Whether the broker answered.", ())

@@ -8,8 +8,10 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
+from ktqueue.gateway.auth import tenant_of
 from ktqueue.gateway.body import read_json
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
@@ -48,11 +50,19 @@ class JobEndpoint(HTTPEndpoint):
         return await cancel_job(request)
 
 
+async def find_job(request: Request) -> JobRecord:
+    """The job that the path names. Raises JobNotFound, also for another tenant's."""
+    gateway: Gateway = request.app.state.gateway
+    return tenant_of(request).check_sees(await gateway.broker.jobs.get(request.path_params["job_id"]))
+
+
 async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
     generation = parse_job(await read_json(request))
-    record = await gateway.broker.jobs.submit(generation, idempotency_key=idempotency_key(request.headers))
+    record = await gateway.broker.jobs.submit(
+        generation, idempotency_key=idempotency_key(request.headers), tenant=tenant_of(request).name
+    )
     return json_response(
         record_json(record), status=202, headers={"location": f"/v1/jobs/{record.id}", "x-job-id": record.id}
     )
@@ -73,14 +83,16 @@ async def list_jobs(request: Request) -> Response:
             limit=MAX_LISTED,
             value=limit[:80],
         )
-    records = await gateway.broker.jobs.list(state=None if state is None else JobState(state), limit=int(limit))
+    records = await gateway.broker.jobs.list(
+        state=None if state is None else JobState(state), limit=int(limit), tenant=tenant_of(request).view
+    )
     return json_response({"object": "list", "data": [record_json(record) for record in records]})
 
 
 async def get_job(request: Request) -> Response:
     """One job; with `result`, the text of its choices, once it has ended. Raises JobNotFound."""
     gateway: Gateway = request.app.state.gateway
-    record = await gateway.broker.jobs.get(request.path_params["job_id"])
+    record = await find_job(request)
     body = record_json(record)
     body["result"] = None
     if record.state.terminal:
@@ -92,7 +104,7 @@ async def get_job(request: Request) -> Response:
 async def cancel_job(request: Request) -> Response:
     """Cancel a job; once more is no error. Raises JobNotFound, JobConflict if it ended otherwise."""
     gateway: Gateway = request.app.state.gateway
-    record = await gateway.broker.jobs.cancel(request.path_params["job_id"])
+    record = await gateway.broker.jobs.cancel((await find_job(request)).id)
     if record.state.terminal and record.state is not JobState.CANCELLED:
         raise JobConflict(
             f"the job {record.id} is {record.state} already and cannot be cancelled",
@@ -111,7 +123,7 @@ async def stream_events(request: Request) -> Response:
     """
     gateway: Gateway = request.app.state.gateway
     after = last_seq(request.headers, request.query_params)
-    record = await gateway.broker.jobs.get(request.path_params["job_id"])
+    record = await find_job(request)
     if record.state.terminal:
         journal = await gateway.broker.journal.replay(record.id)
         if journal and journal[-1].seq == after:

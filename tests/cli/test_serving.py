@@ -1,5 +1,6 @@
 """`ktqueue gateway` and `ktqueue worker`, each alone, over a Redis that was there before."""
 
+import json
 import signal
 import socket
 import time
@@ -29,14 +30,16 @@ def _wait_for(url, process):
 def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_path):
     port = _free_port()
     base = f"http://127.0.0.1:{port}"
-    gateway = start("gateway", "--redis-url", redis_url, "--port", port, "--api-key", "sesame", cwd=tmp_path)
+    made = json.loads(ktqueue("keys", "new", "--json").stdout)
+    words = ("gateway", "--redis-url", redis_url, "--port", port, "--api-key-hash", made["sha256"])
+    gateway = start(*words, cwd=tmp_path)
     worker = start("worker", "--redis-url", redis_url, "--served-model-name", "tales", cwd=tmp_path)
     try:
         _wait_for(f"{base}/readyz", gateway)
         words = ("chat", "--base-url", base, "--max-tokens", 4, "--api-key")
         refused = ktqueue(*words, "wrong", stdin="hello\n")
         assert refused.returncode == 1
-        answered = ktqueue(*words, "sesame", stdin="hello\n")
+        answered = ktqueue(*words, made["key"], stdin="hello\n")
         assert (answered.returncode, answered.stderr) == (0, "")
         taken = ktqueue("gateway", "--redis-url", redis_url, "--port", port)
         assert taken.returncode == 1
@@ -45,9 +48,10 @@ def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_p
         worker.send_signal(signal.SIGINT)
         gateway.send_signal(signal.SIGINT)
         _, worker_log = worker.communicate(timeout=30)
-        gateway.communicate(timeout=30)
+        gateway_out, gateway_log = gateway.communicate(timeout=30)
     assert (worker.returncode, gateway.returncode) == (0, 0)
     assert "drained" in worker_log
+    assert made["key"] not in gateway_out + gateway_log + worker_log
     assert "loading: 18" in worker_log
 
 

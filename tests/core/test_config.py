@@ -7,6 +7,8 @@ import pytest
 from ktqueue.core.config import BrokerConfig, Config, config_environment, load_config
 from ktqueue.core.errors import ConfigError
 
+A, B = "a" * 64, "b" * 64
+
 
 def write(tmp_path, text):
     path = tmp_path / "ktqueue.toml"
@@ -34,14 +36,14 @@ def test_later_sources_win(tmp_path):
 
 def test_kinds_of_values(tmp_path):
     config = load_config(
-        write(tmp_path, '[gateway]\napi_keys = ["a", "b"]\nmax_body_bytes = "2MiB"\n'),
+        write(tmp_path, f'[gateway]\napi_keys = ["{A}", "{B}"]\nmax_body_bytes = "2MiB"\n'),
         {"KTQUEUE_ENGINE_ENABLE_PREFIX_CACHING": "No", "KTQUEUE_ENGINE_KV_CACHE_BYTES": "1g"},
     )
-    assert config.gateway.api_keys == ("a", "b")
+    assert config.gateway.api_keys == (A, B)
     assert config.gateway.max_body_bytes == 2 << 20
     assert config.engine.enable_prefix_caching is False
     assert config.engine.kv_cache_bytes == 1_000_000_000
-    assert load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": "a,b"}).gateway.api_keys == ("a", "b")
+    assert load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": f"{A},{B}"}).gateway.api_keys == (A, B)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_settings_reach_a_child_process():
     config = load_config(
         overrides={
             "broker": {"url": "redis://x", "lease_seconds": 0.5},
-            "gateway": {"api_keys": ["a", "b"], "port": 1},
+            "gateway": {"api_keys": [A, B], "port": 1},
             "engine": {"enable_prefix_caching": False, "num_pages": 7},
         }
     )

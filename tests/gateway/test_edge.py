@@ -9,13 +9,17 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from ktqueue import __version__
+from ktqueue.core.tenants import hash_of
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 async def test_keys(serve_with, worker, conforms):
-    async with serve_with(api_keys=("sésame", "other")) as (_, url), httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serve_with(api_keys=(hash_of("first"), hash_of("other"))) as (_, url),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         for headers in (
             {"authorization": "Bearer other"},
             {"authorization": "bearer  other"},

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from ktqueue.core.tenants import hash_of
+
 ROOT = Path(__file__).resolve().parents[2]
 GATEWAY = (
     "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
@@ -63,7 +65,7 @@ def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "KTQUEUE_BROKER_MAX_QUEUED_BATCH": "1",
         "KTQUEUE_ENGINE_MAX_MODEL_LEN": "256",
         "KTQUEUE_GATEWAY_PORT": str(port),
-        "KTQUEUE_GATEWAY_API_KEYS": KEY,
+        "KTQUEUE_GATEWAY_API_KEYS": hash_of(KEY),
         "KTQUEUE_GATEWAY_DRAIN_SECONDS": "1",
         "OMP_NUM_THREADS": "1",
     }

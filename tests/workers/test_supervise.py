@@ -15,6 +15,7 @@ from ktqueue.core.config import (
     load_config,
 )
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.tenants import TenantConfig
 from workers.child import ProcessFailed
 from workers.supervise import Supervisor
 
@@ -24,7 +25,9 @@ def test_settings_reach_a_child_through_its_environment() -> None:
         broker=BrokerConfig(url="redis://:secret@127.0.0.1:7/0", lease_seconds=3.5),
         engine=EngineConfig(threads=3, enable_prefix_caching=False, kv_cache_bytes=12_345, dtype="float32"),
         worker=WorkerConfig(drain_seconds=0.0),
-        gateway=GatewayConfig(api_keys=("one", "two"), host="::1"),
+        gateway=GatewayConfig(
+            api_keys=("1" * 64, "2" * 64), tenants=(TenantConfig(name="acme", keys=("3" * 64,)),), host="::1"
+        ),
     )
     assert load_config(environment=config_environment(config)) == config
     assert config_environment(Config()) == {}

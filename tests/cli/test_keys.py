@@ -1,0 +1,34 @@
+"""`ktqueue keys new`: a key, and settings that take it."""
+
+import hashlib
+import json
+import tomllib
+
+from ktqueue.core.config import load_config
+
+
+def test_the_settings_that_it_shows_take_the_key(ktqueue, tmp_path):
+    for words in ((), ("--tenant", "acme")):
+        done = ktqueue("keys", "new", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+        key, rest = done.stdout.split("\n", 1)
+        assert key not in rest
+        settings = rest[rest.index("\n[") :].strip().partition("\n\n")[0]
+        tomllib.loads(settings)
+        path = tmp_path / "ktqueue.toml"
+        path.write_text(settings)
+        gateway = load_config(path).gateway
+        hashed = hashlib.sha256(key.encode()).hexdigest()
+        if words:
+            assert [(one.name, one.keys) for one in gateway.tenants] == [("acme", (hashed,))]
+        else:
+            assert gateway.api_keys == (hashed,)
+    first, second = (json.loads(ktqueue("keys", "new", "--json").stdout) for _ in range(2))
+    assert first["key"] != second["key"]
+    assert first["sha256"] == hashlib.sha256(first["key"].encode()).hexdigest()
+
+
+def test_a_tenant_that_settings_would_refuse_is_refused(ktqueue):
+    refused = ktqueue("keys", "new", "--tenant", "a b")
+    assert refused.returncode == 2
+    assert (refused.stdout, "a tenant's name" in refused.stderr) == ("", True)

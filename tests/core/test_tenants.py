@@ -1,0 +1,68 @@
+"""Tenants in the settings: how they come in, and what is refused; no message repeats a key."""
+
+import json
+
+import pytest
+
+from ktqueue.core.config import GatewayConfig, config_environment, load_config
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.tenants import TenantConfig, hash_of
+
+A, B, C = hash_of("a"), hash_of("b"), hash_of("c")
+
+
+def tables(*tenants):
+    return [{"name": name, "keys": keys} for name, keys in tenants]
+
+
+def test_from_a_file_and_the_environment(tmp_path):
+    path = tmp_path / "ktqueue.toml"
+    first = f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}", "{B}"]\n'
+    path.write_text(f'{first}[[gateway.tenants]]\nname = "b.c"\nkeys = ["{C}"]\n')
+    config = load_config(path)
+    wanted = (TenantConfig(name="acme", keys=(A, B)), TenantConfig(name="b.c", keys=(C,)))
+    assert config.gateway.tenants == wanted
+    assert load_config(environment=config_environment(config)) == config
+    given = {"KTQUEUE_GATEWAY_TENANTS": json.dumps(tables(("acme", [A, B]), ("b.c", [C])))}
+    assert load_config(environment=given).gateway.tenants == wanted
+    assert load_config(environment={"KTQUEUE_GATEWAY_TENANTS": ""}).gateway.tenants == ()
+
+
+@pytest.mark.parametrize(
+    ("tenants", "message"),
+    [
+        (tables(("acme", ["secret"])), "number 1 is not the SHA-256 of a key"),
+        (tables(("acme", [A, A.upper()])), "number 2 is not the SHA-256 of a key"),
+        (tables(("acme", [])), "acme has no keys"),
+        (tables(("acme", "secret")), "must be a list"),
+        (tables(("a b", [A])), "a tenant's name must be"),
+        (tables((5, [A])), "a tenant's name must be"),
+        (tables(("default", [A])), "not 'default'"),
+        (tables(("acme", [A]), ("acme", [B])), "two tenants are named acme"),
+        (tables(("acme", [A]), ("other", [A])), "has another owner"),
+        (tables(("acme", [C])), "has another owner"),
+        ([{"name": "acme"}], "a tenant has no keys"),
+        ([{"keys": [A]}], "a tenant has no name"),
+        ([{"name": "acme", "keys": [A], "limit": 5}], "unknown key 'limit'"),
+        (["secret"], "must be tables"),
+        ({"secret": 1}, "must be tables"),
+        ("secret", "not JSON"),
+    ],
+)
+def test_wrong_ones_are_named(tenants, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"gateway": {"tenants": tenants, "api_keys": [C]}})
+    assert message in caught.value.message
+    assert "secret" not in caught.value.message
+    assert caught.value.param.startswith("gateway.tenants")
+
+
+def test_a_plain_key_is_refused_without_being_repeated():
+    for make in (
+        lambda: GatewayConfig(api_keys=("secret",)),
+        lambda: load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": f"{A},secret"}),
+    ):
+        with pytest.raises(ConfigError, match="ktqueue keys new") as caught:
+            make()
+        assert "secret" not in caught.value.message
+        assert caught.value.value is None
