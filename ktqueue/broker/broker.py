@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from ktqueue.broker.connection import Connection, ReplyError
+from ktqueue.broker.connection import Connection
 from ktqueue.broker.hub import Hub
 from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
@@ -15,7 +15,6 @@ from ktqueue.broker.server import running_url
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
-LOWEST_VERSION = (6, 2)
 MAILBOX_BYTES = 1 << 20  # of one journal reader, unless said otherwise
 
 
@@ -34,9 +33,9 @@ class Broker:
 
     @classmethod
     async def open(cls, config: BrokerConfig, *, max_mailbox_bytes: int = MAILBOX_BYTES) -> Self:
-        """Connect and check the server: version 6.2 at least, nothing evicted.
+        """Find the server and check it: 6.2 at least, evicting nothing, no replica, as durable as the settings ask.
 
-        Without a URL: the private server that runs on the state folder. Raises Unavailable.
+        Without a URL: the private server that runs on the state folder. Raises Unavailable, ConfigError.
         """
         url = config.url or running_url(config.state_dir)
         if url is None:
@@ -44,18 +43,9 @@ class Broker:
                 f"no broker.url is set and no private server runs in {config.state_dir}; start one with `ktqueue up`",
                 param="broker.url",
             )
-        connection = Connection(url, config)
+        connection = Connection(url, config, Keys(config.prefix).tag)
         try:
-            try:
-                facts = await connection.facts()
-            except ReplyError as error:
-                raise Unavailable(f"Redis refuses INFO: {error}", param="broker.url") from error
-            version = tuple(int(part) for part in str(facts["redis_version"]).split(".")[:2])
-            if version < LOWEST_VERSION:
-                raise Unavailable(f"Redis is {facts['redis_version']}, 6.2 is needed", limit="6.2")
-            policy = facts["maxmemory_policy"]
-            if policy != "noeviction":
-                raise Unavailable(f"Redis has maxmemory-policy {policy}, noeviction is needed", limit="noeviction")
+            await connection.open()
         except BaseException:
             await connection.close()
             raise

@@ -1,174 +1,174 @@
-"""The door to Redis (the only importer of redis): a connection pool, and raw connections for subscriptions.
+"""A process's way to the server that has the data, wherever that is now. Knows no keys and no scripts.
 
-Knows no keys and no scripts. No redis-py default is relied upon, and redis-py itself never retries: its callers know
-what may be sent twice. Errors of redis-py come out as Unavailable or ReplyError.
+A call that fails is not sent again from here, but for the one case in which nothing was run (MOVED): the callers know
+what may be sent twice. Their next try finds the server anew.
 """
 
 import asyncio
+import contextlib
 from typing import Any
 
-import redis
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
+from ktqueue.broker.address import Endpoint, Kind, parse_address
+from ktqueue.broker.checks import check
+from ktqueue.broker.node import Lost, Moved, Node, ReadOnly, Subscriber
+from ktqueue.broker.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
-MAX_CONNECTIONS = 16  # per process; calls beyond it wait their turn
-
-_AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
-_AWAY_CODES = frozenset({"MISCONF", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY"})
-
-
-class OutOfMemory(Unavailable):
-    """The server is at its memory limit: reads work, nothing new is taken."""
-
-
-class ReplyError(Exception):
-    """The server answered with an error; its text begins with a code word."""
-
-
-def connect(url: str, config: BrokerConfig) -> "Redis":
-    """A client with every option said. Nothing is sent yet. Raises ConfigError for a URL that is none."""
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=config.operation_timeout,
-            protocol=2,
-            decode_responses=False,
-            encoding="utf-8",
-            encoding_errors="strict",
-            # With a timeout redis-py sends under asyncio.wait_for, which in Python 3.11 may swallow a cancel, and in a
-            # task of its own, which may meet a closed connection. Our own timeouts are around whole calls.
-            socket_timeout=None,
-            socket_connect_timeout=config.connect_timeout,
-            retry=Retry(NoBackoff(), 0),
-            retry_on_timeout=False,
-            retry_on_error=[],
-            health_check_interval=0,
-            client_name=None,
-            lib_name=None,
-            lib_version=None,
-        )
-    except ValueError as error:
-        raise ConfigError(f"broker.url is not a Redis URL: {error}", param="broker.url") from error
-    return Redis.from_pool(pool)
-
-
-def _translate(error: Exception) -> Exception:
-    if isinstance(error, AuthenticationError):
-        return ConfigError("Redis refuses the password", param="broker.url")
-    if isinstance(error, OutOfMemoryError) or " -OOM " in str(error):  # the latter from within a script, Redis 6.2
-        return OutOfMemory("Redis has no memory left", retry_after=5.0)
-    if isinstance(error, _AWAY) or str(error).partition(" ")[0] in _AWAY_CODES:
-        return Unavailable(f"Redis is away: {str(error) or 'no answer in time'}", retry_after=1.0)
-    return ReplyError(str(error))
+WATCH_SECONDS = 1.0  # how often a process asks whether the data has moved on; a hanging server says nothing itself
+MAX_MOVES = 5  # in one call
+DISK_SHARE = 0.8  # of the time of a call may be spent on waiting for the disk
 
 
 class Connection:
-    """All connections of one process to one server; opened as they are needed."""
+    """All connections of one process to one installation; opened as they are needed."""
 
-    def __init__(self, url: str, config: BrokerConfig) -> None:
-        self._redis = connect(url, config)
+    def __init__(self, url: str, config: BrokerConfig, tag: str) -> None:
+        """`tag`: what all keys begin with. Sends nothing yet. Raises ConfigError for a URL that is none."""
+        self._address = parse_address(url)
+        self._config = config
+        self._tag = tag
         self._timeout = config.operation_timeout
+        self._topology = make_topology(self._address, tag, config)
+        self._node: Node | None = None  # the one to use; None: unknown
+        self._last: Node | None = None  # the one that was used last
+        self._hint: Endpoint | None = None  # what a node of the cluster said
+        self._wait_for_disk = False
+        self._search: asyncio.Task[Node] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
-    async def evaluate(self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...]) -> Any:
-        """Run a Lua script once, by its SHA-1 or, where the server does not know that, by its source.
+    async def open(self) -> None:
+        """Find the server and check it. Raises Unavailable, ConfigError."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._find()
+        except TimeoutError as error:
+            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
 
-        Raises Unavailable: then it may have run or not. Raises ReplyError with the script's own words.
+    async def evaluate(
+        self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...], *, durable: bool = False
+    ) -> Any:
+        """Run a Lua script once. `durable`: what it wrote is on disk afterwards, if the settings ask for that.
+
+        Raises Unavailable: then it may have run or not. Raises ReplyError with the script's own words, ConfigError.
         """
+        node: Node | None = None
         try:
             async with asyncio.timeout(self._timeout):  # its TimeoutError is an OSError
+                for _ in range(MAX_MOVES):
+                    node = self._node or await self._find()
+                    try:
+                        reply = await node.evaluate(digest, source, key, arguments)
+                        if durable and self._wait_for_disk:
+                            await self._sync(node)
+                        return reply
+                    except Moved as moved:
+                        await self._follow(node, moved)
+        except TimeoutError as error:
+            await self._lose(node)
+            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
+        except Lost as error:
+            await self._lose(node, entirely=isinstance(error, ReadOnly))
+            raise
+        raise Unavailable("Redis is away: the nodes of the cluster do not agree", retry_after=1.0)
+
+    async def subscriber(self) -> Subscriber:
+        """A connection of its own for subscriptions, opened. Raises Unavailable, ConfigError.
+
+        In a cluster a PUBLISH reaches subscribers of every node, first those of the node that publishes, which is the
+        owner of the slot. SPUBLISH, which would spare the other nodes, is not in 6.2.
+        """
+        node: Node | None = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                node = self._node or await self._find()
+                subscriber = Subscriber(node)
                 try:
-                    return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
-                except NoScriptError:  # a new or restarted server; nothing was run
-                    return await self._redis.execute_command("EVAL", source, 1, key, *arguments)  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
-            raise _translate(error) from error
-
-    async def facts(self) -> dict[str, Any]:
-        """The server's INFO: `redis_version`, `maxmemory_policy` ... Raises Unavailable, ConfigError, ReplyError."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                return {**await self._redis.info("server"), **await self._redis.info("memory")}
-        except (RedisError, OSError) as error:
-            raise _translate(error) from error
-
-    def subscriber(self) -> "Subscriber":
-        """A connection of its own for subscriptions, not yet opened."""
-        pool = self._redis.connection_pool
-        return Subscriber(pool.connection_class(**pool.connection_kwargs), self._timeout)
+                    await subscriber.connect()
+                except BaseException:
+                    await subscriber.close()
+                    raise
+                return subscriber
+        except TimeoutError as error:
+            await self._lose(node)
+            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
+        except Lost:
+            await self._lose(node)
+            raise
 
     async def close(self) -> None:
-        """Close the pool; subscribers are closed by their owners."""
-        await self._redis.aclose()
+        """Drop all connections; subscribers are closed by their owners."""
+        for task in (self._watcher, self._search):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._last is not None:
+            await self._last.close()
+        await self._topology.close()
 
+    async def _find(self) -> Node:
+        """One search for all who wait."""
+        if self._search is None or self._search.done():
+            self._search = asyncio.create_task(self._look(), name="ktqueue-find-redis")
+        return await asyncio.shield(self._search)
 
-class Subscriber:
-    """One raw connection for subscriptions: send and receive may run in different tasks.
-
-    Every call raises Unavailable once the connection is lost; then make a new one.
-    """
-
-    def __init__(self, connection: AbstractConnection, timeout: float) -> None:
-        self._connection = connection
-        self._timeout = timeout  # seconds, to connect and log in
-
-    async def connect(self) -> None:
-        """Open it and log in."""
+    async def _look(self) -> Node:
+        endpoint, self._hint = self._hint or await self._topology.find(), None
+        old, node = self._last, self._last
+        if node is None or node.endpoint != endpoint:
+            node = Node(
+                endpoint,
+                self._address.login,
+                self._address.tls,
+                self._address.database,
+                connect=self._config.connect_timeout,
+                operate=self._timeout,
+            )
         try:
             async with asyncio.timeout(self._timeout):
-                await self._connection.connect()  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
-            raise _lost(error) from error
+                self._wait_for_disk = await check(node, self._address.kind, self._config)
+        except BaseException as error:
+            if node is not old:
+                await node.close()
+            if isinstance(error, TimeoutError):
+                raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
+            raise
+        self._node = self._last = node
+        if old is not None and old is not node:
+            await old.close()
+        if self._topology.moves and self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch(), name="ktqueue-watch-redis")
+        return node
 
-    async def send(self, *words: str) -> None:
-        """Send one command without waiting for its reply."""
-        if not self._connection.is_connected:  # redis-py would connect anew, without our subscriptions
-            raise Unavailable("Redis is away", retry_after=1.0)
-        try:
-            await self._connection.send_command(*words, check_health=False)
-        except (RedisError, OSError) as error:
-            raise _lost(error) from error
+    async def _lose(self, node: Node | None, *, entirely: bool = False) -> None:
+        """The next call finds the server anew. `entirely`: whoever still uses this one must do so too."""
+        if node is None or node is not self._last:
+            return
+        self._node = None
+        if entirely:  # perhaps the name leads elsewhere now, which open connections do not see
+            self._last = None
+            await node.close()
 
-    async def receive(self, seconds: float) -> list[Any] | None:
-        """The next push or reply; None when nothing came within `seconds`."""
-        try:
-            reply: list[Any] | None = await self._connection.read_response(timeout=seconds)
-        except (RedisError, OSError) as error:
-            raise _lost(error) from error
-        return reply
+    async def _follow(self, node: Node, moved: Moved) -> None:
+        if self._address.kind is not Kind.CLUSTER:
+            raise ConfigError("Redis is a cluster: say redis+cluster:// in broker.url", param="broker.url") from moved
+        if node is self._node:
+            self._hint = moved.endpoint
+            await self._lose(node)
 
-    async def close(self) -> None:
-        """Drop the connection."""
-        await self._connection.disconnect(nowait=True)
+    async def _sync(self, node: Node) -> None:
+        """Wait until all that was written is on disk. The write of its own makes that hold for a repeated call too."""
+        local = await node.sync(f"{self._tag}:synced", int(self._timeout * DISK_SHARE * 1000))
+        if local < 1:
+            raise Unavailable("Redis has not written to its disk in time", retry_after=1.0)
 
-
-def _lost(error: Exception) -> Unavailable:
-    return Unavailable(f"Redis is away: {error}", retry_after=1.0)
-
-
-def probe(url: str) -> bool:
-    """Does a server answer PING at the URL, now? Blocking; one second at most."""
-    client = redis.Redis.from_url(
-        url, protocol=2, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None, retry_on_timeout=False,
-        health_check_interval=0, lib_name=None, lib_version=None, single_connection_client=False,
-    )  # fmt: skip
-    try:
-        return bool(client.ping())
-    except (RedisError, OSError):
-        return False
-    finally:
-        client.close()
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            node = self._node
+            if node is None:
+                continue  # the next call looks
+            with contextlib.suppress(Unavailable, ConfigError):
+                endpoint = await self._topology.find()
+                if node is self._node and endpoint != node.endpoint:
+                    await self._lose(node, entirely=True)

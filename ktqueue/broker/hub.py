@@ -7,11 +7,12 @@ overflowed) is told by `Mail.missed`: the reader must look at the source again.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from ktqueue.broker.connection import Subscriber
-from ktqueue.core.errors import Unavailable
+from ktqueue.broker.node import Subscriber
+from ktqueue.broker.pauses import jittered
+from ktqueue.core.errors import ConfigError, Unavailable
 
 QUIET_SECONDS = 5.0  # then a PING; as long again without an answer and the connection is given up
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between tries to reconnect
@@ -79,7 +80,7 @@ class _Topic:
 class Hub:
     """Shares one connection among all mailboxes; reconnects for ever while there is any."""
 
-    def __init__(self, open_subscriber: Callable[[], Subscriber]) -> None:
+    def __init__(self, open_subscriber: Callable[[], Awaitable[Subscriber]]) -> None:
         self._open = open_subscriber
         self._topics: dict[str, _Topic] = {}
         self._subscriber: Subscriber | None = None
@@ -141,18 +142,16 @@ class Hub:
     async def _run(self) -> None:
         pause = FIRST_PAUSE
         while True:
-            subscriber = self._open()
-            try:
-                await subscriber.connect()
-                await self._resubscribe(subscriber)
-                pause = FIRST_PAUSE
-                await self._receive(subscriber)
-            except Unavailable:
-                pass
-            finally:
-                self._subscriber = None
-                await subscriber.close()
-            await asyncio.sleep(pause)
+            with contextlib.suppress(Unavailable, ConfigError):
+                subscriber = await self._open()
+                try:
+                    await self._resubscribe(subscriber)
+                    pause = FIRST_PAUSE
+                    await self._receive(subscriber)
+                finally:
+                    self._subscriber = None
+                    await subscriber.close()
+            await asyncio.sleep(jittered(pause))
             pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _resubscribe(self, subscriber: Subscriber) -> None:

@@ -19,6 +19,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
 | tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
+| synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | wake:MODEL               | channel    | a job was queued                              |                           |
 """
 

@@ -9,10 +9,12 @@ import hashlib
 from importlib import resources
 from typing import Any
 
-from ktqueue.broker.connection import Connection, OutOfMemory, ReplyError
+from ktqueue.broker.connection import Connection
 from ktqueue.broker.keys import Keys
+from ktqueue.broker.node import NotPermitted, OutOfMemory, ReplyError
+from ktqueue.broker.pauses import jittered
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import LeaseLost, Unavailable
+from ktqueue.core.errors import ConfigError, LeaseLost, Unavailable
 
 NAMES = (
     "submit",
@@ -30,6 +32,7 @@ NAMES = (
     "release",
     "reap",
 )
+DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between tries
 
 
@@ -59,21 +62,25 @@ class Scripts:
 
         While Redis is away the call is repeated for `patience` seconds. None: for the connect timeout, and not at all
         while Redis is out of memory.
-        Raises Refused, LeaseLost, Unavailable.
+        Raises Refused, LeaseLost, Unavailable; ConfigError where Redis refuses its user the script.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._patience if patience is None else patience)
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._connection.evaluate(self._digests[name], self._sources[name], self._tag, arguments)
+                return await self._connection.evaluate(
+                    self._digests[name], self._sources[name], self._tag, arguments, durable=name in DURABLE
+                )
             except Unavailable as error:
                 if loop.time() + pause > end or (isinstance(error, OutOfMemory) and patience is None):
                     raise
+            except NotPermitted as error:
+                raise ConfigError(f"Redis refuses the user of broker.url: {error}", param="broker.url") from error
             except ReplyError as error:
                 code, _, detail = str(error).partition(" ")
                 if code == "LEASE_LOST":
                     raise LeaseLost(f"the lease of {detail} has lapsed") from error
                 raise Refused(code, detail) from error
-            await asyncio.sleep(pause)
+            await asyncio.sleep(jittered(pause))
             pause = min(pause * 2, LONGEST_PAUSE)

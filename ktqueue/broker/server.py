@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
-from ktqueue.broker.connection import probe
+from ktqueue.broker.node import probe
 from ktqueue.core.errors import Unavailable
 
 PROGRAMS = ("valkey-server", "redis-server")

@@ -19,6 +19,7 @@ from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 CPU_CACHE_BYTES = 256 << 20
+DURABILITIES = ("process", "fsync")
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
 
 
@@ -40,6 +41,7 @@ class BrokerConfig:
     url: str | None = None  # None: find or start a private server
     state_dir: str = ".ktqueue"  # the private server's data, pid file and password
     prefix: str = "ktq"
+    durability: str = "process"  # process | fsync: what is acknowledged survives a crash of Redis | of its host
     lease_seconds: float = 2.0
     max_attempts: int = 3
     priority_seconds: float = 30.0  # what one step of a job's priority is worth in seconds of waiting
@@ -63,6 +65,13 @@ class BrokerConfig:
         for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
             _at_least(self, name, 1)
         _at_least(self, "priority_seconds", 0)
+        if self.durability not in DURABILITIES:
+            raise ConfigError(
+                f"broker.durability must be one of {', '.join(DURABILITIES)}, got {self.durability!r}",
+                param="broker.durability",
+                limit=", ".join(DURABILITIES),
+                value=self.durability,
+            )
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.prefix):
             raise ConfigError(
                 f"broker.prefix must be 1 to 64 letters, digits or _ . -, got {self.prefix!r}",

@@ -1,0 +1,184 @@
+"""What `broker.url` says: one server, the sentinels of a service, or the nodes of a cluster. Sends nothing.
+
+    redis://[user:password@]host[:port][/DB]          rediss:// with TLS         unix:///path.sock[?db=DB]
+    redis+sentinel://[user:password@]host[:port],host[:port].../SERVICE[/DB]     rediss+sentinel:// with TLS
+    redis+cluster://[user:password@]host[:port],host[:port]...                   rediss+cluster:// with TLS
+
+Query parameters: `username`, `password` and `db` in place of those in the URL, `sentinel_username` and
+`sentinel_password` of the sentinels themselves, and with TLS those of TLS_PARAMETERS.
+"""
+
+import difflib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from ktqueue.core.errors import ConfigError
+
+SERVER_PORT, SENTINEL_PORT = 6379, 26379
+PARAMETERS = ("username", "password", "db")
+SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
+TLS_PARAMETERS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+CERTIFICATE_CHECKS = ("required", "none")
+
+
+class Kind(StrEnum):
+    """What is behind the URL."""
+
+    SERVER = "server"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens. Port 0: a unix socket at the path `host`."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """For people."""
+        if self.port == 0:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A user of a server; without a name the default user."""
+
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """How a server proves who it is, and, where it asks for that, we. Paths of PEM files."""
+
+    ca_certs: str | None = None  # None: the authorities that the system trusts
+    certfile: str | None = None
+    keyfile: str | None = None
+    verify: bool = True
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A URL, taken apart. `endpoints`: the server, the sentinels, or some nodes of the cluster."""
+
+    kind: Kind
+    endpoints: tuple[Endpoint, ...]
+    service: str = ""  # the sentinels' name of the master
+    login: Login = Login()
+    sentinel_login: Login = Login()
+    database: int = 0
+    tls: Tls | None = None
+
+
+def parse_address(url: str) -> Address:
+    """Raises ConfigError that names the part at fault; passwords are never in it."""
+    scheme, _, rest = url.partition(":")
+    transport, _, suffix = scheme.partition("+")
+    kinds = {"": Kind.SERVER, "sentinel": Kind.SENTINEL, "cluster": Kind.CLUSTER}
+    over_tcp = transport in ("redis", "rediss") and suffix in kinds and rest.startswith("//")
+    if not over_tcp and scheme != "unix":
+        raise _fault("it begins with redis://, rediss:// or unix://; for fleets redis+sentinel:// or redis+cluster://")
+    kind = kinds[suffix]
+    try:
+        parts = urlsplit(f"x:{rest}")
+    except ValueError as error:
+        raise _fault(str(error)) from error
+    secure = transport == "rediss"
+    options = _options(parts.query, kind, secure=secure)
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    path = unquote(parts.path)
+    if not over_tcp:
+        endpoints: tuple[Endpoint, ...] = (Endpoint(path, 0),)
+        words = []
+        if not path:
+            raise _fault("unix:// wants the path of a socket")
+    else:
+        port = SENTINEL_PORT if kind is Kind.SENTINEL else SERVER_PORT
+        endpoints = tuple(_endpoint(host, port) for host in hosts.split(","))
+        words = [word for word in path.split("/") if word]
+    service = ""
+    if kind is Kind.SENTINEL:
+        if not words:
+            raise _fault("after the sentinels comes the name of the service: redis+sentinel://host:26379/mymaster")
+        service = words.pop(0)
+    elif kind is Kind.SERVER and len(endpoints) > 1:
+        raise _fault("several hosts are given: say redis+sentinel:// or redis+cluster://")
+    database = options.get("db") or (words.pop(0) if words else "0")
+    if words or not database.isdecimal():
+        raise _fault("its path ends with the number of a database")
+    if kind is Kind.CLUSTER and int(database) != 0:
+        raise _fault("a cluster has database 0 only")
+    return Address(
+        kind=kind,
+        endpoints=endpoints,
+        service=service,
+        login=Login(
+            options.get("username") or unquote(username) or None, options.get("password") or unquote(password) or None
+        ),
+        sentinel_login=Login(options.get("sentinel_username"), options.get("sentinel_password")),
+        database=int(database),
+        tls=_tls(options) if secure else None,
+    )
+
+
+def _endpoint(text: str, default_port: int) -> Endpoint:
+    try:
+        parts = urlsplit(f"x://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise _fault(f"{text!r} is no host:port") from error
+    if not host and text:
+        raise _fault(f"{text!r} is no host:port")
+    return Endpoint(unquote(host or "localhost"), default_port if port is None else port)
+
+
+def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
+    known: tuple[str, ...] = PARAMETERS
+    if kind is Kind.SENTINEL:
+        known += SENTINEL_PARAMETERS
+    if secure:
+        known += TLS_PARAMETERS
+    options = {}
+    for name, value in parse_qsl(query):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            if name in TLS_PARAMETERS:
+                hint = " without TLS: say rediss"
+            raise _fault(f"unknown parameter {name!r}{hint}")
+        options[name] = value
+    return options
+
+
+def _tls(options: dict[str, str]) -> Tls:
+    checks = options.get("ssl_cert_reqs", "required")
+    if checks not in CERTIFICATE_CHECKS:
+        raise _fault(f"ssl_cert_reqs is one of {', '.join(CERTIFICATE_CHECKS)}, got {checks!r}")
+    hostname = options.get("ssl_check_hostname", "true").lower()
+    if hostname not in ("true", "false"):
+        raise _fault(f"ssl_check_hostname is true or false, got {hostname!r}")
+    if ("ssl_certfile" in options) != ("ssl_keyfile" in options):
+        raise _fault("ssl_certfile and ssl_keyfile come together")
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options and not Path(options[name]).is_file():
+            raise _fault(f"{name}: there is no file {options[name]!r}")
+    verify = checks == "required"
+    return Tls(
+        ca_certs=options.get("ssl_ca_certs"),
+        certfile=options.get("ssl_certfile"),
+        keyfile=options.get("ssl_keyfile"),
+        verify=verify,
+        check_hostname=verify and hostname == "true",
+    )
+
+
+def _fault(reason: str) -> ConfigError:
+    return ConfigError(f"broker.url: {reason}", param="broker.url")

@@ -1,0 +1,262 @@
+"""The door to Redis (the only importer of redis): the connections of one process to one server.
+
+Knows no keys and no scripts, and nothing of other servers. No redis-py default is relied upon, and redis-py itself
+never retries: its callers know what may be sent twice. Errors of redis-py come out as Unavailable, Moved, ConfigError
+or ReplyError.
+"""
+
+import contextlib
+from typing import Any, cast
+
+import redis
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection as PlainConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from ktqueue.broker.address import Endpoint, Login, Tls
+from ktqueue.core.errors import ConfigError, Unavailable
+
+MAX_CONNECTIONS = 16  # per process and server; calls beyond it wait their turn
+
+_LOST = (RedisConnectionError, RedisTimeoutError, OSError)
+_LOST_CODES = frozenset({"MASTERDOWN", "CLUSTERDOWN"})
+_AWAY_CODES = frozenset({"MISCONF", "NOREPLICAS", "BUSY"})
+_MOVING_CODES = frozenset({"ASK", "TRYAGAIN"})
+
+
+class OutOfMemory(Unavailable):
+    """The server is at its memory limit: reads work, nothing new is taken."""
+
+
+class Lost(Unavailable):
+    """The server does not answer, or not for the data: perhaps another one does now."""
+
+
+class ReadOnly(Lost):
+    """The server is a replica."""
+
+
+class Moved(Exception):
+    """The data lies with another node of the cluster. Nothing was run."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(f"moved to {endpoint}")
+        self.endpoint = endpoint
+
+
+class ReplyError(Exception):
+    """The server answered with an error; its text begins with a code word."""
+
+
+class NotPermitted(ReplyError):
+    """The user may not do this."""
+
+
+class Node:
+    """A pool of connections to one server, and the subscriptions there; opened as they are needed."""
+
+    def __init__(
+        self, endpoint: Endpoint, login: Login, tls: Tls | None, database: int, *, connect: float, operate: float,
+        connections: int = MAX_CONNECTIONS,
+    ) -> None:  # fmt: skip
+        """Sends nothing yet. `connect` and `operate` are seconds."""
+        self.endpoint = endpoint
+        self._options = _options(endpoint, login, tls, database, connect)
+        self._pool = BlockingConnectionPool(max_connections=connections, timeout=cast(int, operate), **self._options)
+        self._redis = Redis.from_pool(self._pool)
+        self._raw: set[AbstractConnection] = set()
+        self._closed = False
+
+    async def execute(self, *words: bytes | str | int) -> Any:
+        """One command. Raises Unavailable, Moved, ConfigError, ReplyError. The caller sets a time limit."""
+        try:
+            return await self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise _translate(error, self.endpoint) from error
+        finally:
+            await self._close_late()
+
+    async def evaluate(self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...]) -> Any:
+        """Run a Lua script once, by its SHA-1 or, where the server does not know that, by its source.
+
+        Raises Unavailable: then it may have run or not. Raises Moved, and ReplyError with the script's own words.
+        """
+        try:
+            try:
+                return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
+            except NoScriptError:  # a new or restarted server; nothing was run
+                return await self._redis.execute_command("EVAL", source, 1, key, *arguments)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise _translate(error, self.endpoint) from error
+        finally:
+            await self._close_late()
+
+    async def sync(self, key: str, milliseconds: int) -> int:
+        """Write the key (it lives a minute) and wait so long until that is on the server's disk; 0: it is not yet.
+
+        Raises Unavailable, ReplyError.
+        """
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:  # WAITAOF is about its own connection
+                pipeline.execute_command("SET", key, "", "PX", 60_000)
+                pipeline.execute_command("WAITAOF", 1, 0, milliseconds)
+                return int((await pipeline.execute())[1][0])
+        except (RedisError, OSError) as error:
+            raise _translate(error, self.endpoint) from error
+
+    def raw(self) -> AbstractConnection:
+        """A connection of its own for subscriptions, not yet opened. Give it back by `drop`."""
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        self._raw.add(connection)
+        return connection
+
+    async def drop(self, connection: AbstractConnection) -> None:
+        """Disconnect what `raw` gave."""
+        self._raw.discard(connection)
+        await connection.disconnect(nowait=True)
+
+    async def close(self) -> None:
+        """Disconnect everything: calls under way and subscriptions break."""
+        self._closed = True
+        for connection in tuple(self._raw):
+            await self.drop(connection)
+        with contextlib.suppress(RedisError, OSError):  # a paused server takes no goodbye
+            await self._redis.aclose()
+
+    async def _close_late(self) -> None:
+        if self._closed:  # a call that waited for its turn meanwhile has opened a connection again
+            with contextlib.suppress(RedisError, OSError):
+                await self._redis.aclose()
+
+
+class Subscriber:
+    """One raw connection for subscriptions: send and receive may run in different tasks.
+
+    Every call raises Unavailable once the connection is lost; then make a new one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._connection = node.raw()
+
+    async def connect(self) -> None:
+        """Open it and log in. The caller sets a time limit."""
+        try:
+            await self._connection.connect()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise _lost(error) from error
+
+    async def send(self, *words: str) -> None:
+        """Send one command without waiting for its reply."""
+        if not self._connection.is_connected:  # redis-py would connect anew, without our subscriptions
+            raise Lost("Redis is away", retry_after=1.0)
+        try:
+            await self._connection.send_command(*words, check_health=False)
+        except (RedisError, OSError) as error:
+            raise _lost(error) from error
+
+    async def receive(self, seconds: float) -> list[Any] | None:
+        """The next push or reply; None when nothing came within `seconds`."""
+        try:
+            reply: list[Any] | None = await self._connection.read_response(timeout=seconds)
+        except (RedisError, OSError) as error:
+            raise _lost(error) from error
+        return reply
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        await self._node.drop(self._connection)
+
+
+def _translate(error: Exception, endpoint: Endpoint) -> Exception:
+    """What an error of redis-py, or of the system, means to us."""
+    text = str(error)
+    code = text.partition(" ")[0]
+    if isinstance(error, AuthenticationError):
+        return ConfigError("Redis refuses the password", param="broker.url")
+    if code == "MOVED":  # MOVED 3999 127.0.0.1:6381; without a host: the one that answered
+        host, _, port = text.split(" ")[2].rpartition(":")
+        return Moved(Endpoint(host or endpoint.host, int(port)))
+    if code in _MOVING_CODES:
+        # The slot is on its way to another node, key by key, and a script that runs on either sees a part of the data.
+        # ASK is therefore not followed: once the slot has moved as a whole, the answer is MOVED.
+        return Unavailable("Redis is away: the slot moves between nodes of the cluster", retry_after=1.0)
+    if isinstance(error, OutOfMemoryError) or " -OOM " in text:  # the latter from within a script, Redis 6.2
+        return OutOfMemory("Redis has no memory left", retry_after=5.0)
+    if isinstance(error, ReadOnlyError) or " -READONLY " in text:
+        return ReadOnly(f"Redis is away: {endpoint} is a replica", retry_after=1.0)
+    if isinstance(error, _LOST) or code in _LOST_CODES:
+        return Lost(f"Redis is away: {text or 'no answer in time'}", retry_after=1.0)
+    if code in _AWAY_CODES:
+        return Unavailable(f"Redis is away: {text}", retry_after=1.0)
+    if isinstance(error, NoPermissionError) or "ACL failure in script" in text or "executing the script can't" in text:
+        return NotPermitted(text)
+    return ReplyError(text)
+
+
+def _lost(error: Exception) -> Unavailable:
+    return Lost(f"Redis is away: {error}", retry_after=1.0)
+
+
+def _options(endpoint: Endpoint, login: Login, tls: Tls | None, database: int, connect: float) -> dict[str, Any]:
+    """Every option of a connection, said."""
+    options: dict[str, Any] = {
+        "username": login.username,
+        "password": login.password,
+        "db": database,
+        "protocol": 2,
+        "decode_responses": False,
+        "encoding": "utf-8",
+        "encoding_errors": "strict",
+        # With a timeout redis-py sends under asyncio.wait_for, which in Python 3.11 may swallow a cancel, and in a
+        # task of its own, which may meet a closed connection. Our own timeouts are around whole calls.
+        "socket_timeout": None,
+        "socket_connect_timeout": connect,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "retry_on_error": [],
+        "health_check_interval": 0,
+        "client_name": None,
+        "lib_name": None,
+        "lib_version": None,
+    }
+    if endpoint.port == 0:
+        return {**options, "connection_class": UnixDomainSocketConnection, "path": endpoint.host}
+    options |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
+    if tls is None:
+        return {**options, "connection_class": PlainConnection}
+    return {
+        **options,
+        "connection_class": SSLConnection,
+        "ssl_ca_certs": tls.ca_certs,
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_cert_reqs": "required" if tls.verify else "none",
+        "ssl_check_hostname": tls.check_hostname,
+    }
+
+
+def probe(url: str) -> bool:
+    """Does a server answer PING at the URL, now? Blocking; one second at most."""
+    client = redis.Redis.from_url(
+        url, protocol=2, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None, retry_on_timeout=False,
+        health_check_interval=0, lib_name=None, lib_version=None, single_connection_client=False,
+    )  # fmt: skip
+    try:
+        return bool(client.ping())
+    except (RedisError, OSError):
+        return False
+    finally:
+        client.close()
