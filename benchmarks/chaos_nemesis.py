@@ -1,0 +1,122 @@
+"""The nemesis of the kill loop: kills, stops and drains processes of an installation, at times drawn from a seed."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import redis
+import redis.asyncio
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.errors import Unavailable
+from workers.child import Child
+from workers.supervise import Supervisor
+
+WORKER_KILL, WORKER_STOP, WORKER_DRAIN = "worker kill -9", "worker SIGSTOP past its lease", "worker drain"
+REDIS_KILL, GATEWAY_KILL, FORK_SERVER_KILL = "Redis kill -9", "gateway kill -9", "fork server kill -9"
+# Mean seconds between two of a kind. A supervisor gives Redis up when it dies within 10 s of its start time and again.
+PACE = {
+    WORKER_KILL: 1.7, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
+    FORK_SERVER_KILL: 120.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What was done, when (s of the monotonic clock) and to which running jobs."""
+
+    kind: str
+    at: float
+    jobs: frozenset[str] = field(default=frozenset())
+
+
+class Nemesis:
+    """`run` until cancelled; every blow is in `blows`."""
+
+    def __init__(self, up: Supervisor, broker: Broker, seed: int, pace: Mapping[str, float]) -> None:
+        self._up = up
+        self._broker = broker
+        self._seed = seed
+        self._pace = pace
+        self._stopped: set[int] = set()
+        self.blows: list[Blow] = []
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Blows by kind."""
+        return Counter(blow.kind for blow in self.blows)
+
+    async def run(self) -> None:
+        """Until cancelled; then every process that was stopped goes on."""
+        deeds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+            WORKER_KILL: lambda draw: self._signal_worker(draw, WORKER_KILL, signal.SIGKILL),
+            WORKER_DRAIN: lambda draw: self._signal_worker(draw, WORKER_DRAIN, signal.SIGTERM),
+            WORKER_STOP: self._stop_worker,
+            REDIS_KILL: lambda draw: self._kill(REDIS_KILL, self._up.redis_pid),
+            GATEWAY_KILL: lambda draw: self._kill(GATEWAY_KILL, self._up.gateway.pid),
+            FORK_SERVER_KILL: lambda draw: self._kill(FORK_SERVER_KILL, self._up.fork_server.pid),
+        }
+        try:
+            async with asyncio.TaskGroup() as group:
+                for kind, seconds in self._pace.items():
+                    group.create_task(self._repeat(kind, seconds, deeds[kind]))
+        finally:
+            for pid in self._stopped:
+                _send(pid, signal.SIGCONT)
+
+    async def _repeat(self, kind: str, seconds: float, deed: Callable[[random.Random], Awaitable[None]]) -> None:
+        draw = random.Random(f"{self._seed} {kind}")
+        spread = 0.1 if kind == REDIS_KILL else 0.8
+        while True:
+            await asyncio.sleep(draw.uniform(1 - spread, 1 + spread) * seconds)
+            await deed(draw)
+
+    async def _kill(self, kind: str, pid: int | None) -> None:
+        if pid is not None:
+            self.blows.append(Blow(kind, time.monotonic()))
+            _send(pid, signal.SIGKILL)
+
+    async def _signal_worker(self, draw: random.Random, kind: str, number: signal.Signals) -> None:
+        victim = await self._at_work(draw)
+        if victim is not None:
+            worker, jobs = victim
+            self.blows.append(Blow(kind, time.monotonic(), jobs))
+            worker.signal(number)
+
+    async def _stop_worker(self, draw: random.Random) -> None:
+        victim = await self._at_work(draw)
+        if victim is None or victim[0].pid is None:
+            return
+        pid = victim[0].pid
+        self.blows.append(Blow(WORKER_STOP, time.monotonic(), victim[1]))
+        self._stopped.add(pid)
+        _send(pid, signal.SIGSTOP)
+        await asyncio.sleep(self._up.config.broker.lease_seconds + draw.uniform(0.5, 1.5))
+        _send(pid, signal.SIGCONT)
+        self._stopped.discard(pid)
+
+    async def _at_work(self, draw: random.Random) -> tuple[Child, frozenset[str]] | None:
+        """A worker whose lease lives, and the jobs that it has; none while Redis is away."""
+        try:
+            leases = {one.pid: one.worker_id for one in await self._broker.models.workers()}
+            workers = [one for one in self._up.workers if one.pid in leases]
+            if not workers:
+                return None
+            worker = draw.choice(workers)
+            assert worker.pid is not None
+            running = f"{self._broker.keys.tag}:running:{leases[worker.pid]}"
+            async with redis.asyncio.from_url(self._up.broker_url) as client:  # type: ignore[no-untyped-call]
+                return worker, frozenset(job.decode() for job in await client.hkeys(running))
+        except (Unavailable, redis.RedisError, OSError):
+            return None
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
