@@ -82,6 +82,7 @@ class EngineThread:
                 job.prompt_token_ids,
                 job.request.sampling,
                 job_class=job.request.job_class,
+                arrival=job.rank,
                 emitted=job.emitted if job.resumed else (),
             )
         except Exception as error:  # one bad request ends one job

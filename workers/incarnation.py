@@ -13,6 +13,7 @@ from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
 from ktqueue.core.events import JobState
+from ktqueue.core.request import JobClass
 from workers.admission import Refused, Tokeniser
 from workers.engine_thread import EngineThread
 from workers.heartbeat import Heartbeat
@@ -42,6 +43,7 @@ class Incarnation:
         self._tokeniser = tokeniser
         self._config = config
         self._rows = rows
+        self._batch_floor = config.engine.batch_floor(rows)
         self._draining = draining
         self._drain_over = False
         self._intake_over = False
@@ -95,30 +97,31 @@ class Incarnation:
 
     async def _intake(self) -> None:
         while not self._draining.is_set():
-            free = self._free_rows()
-            if free <= 0:
-                await self._until_drain(self._rows_freed.wait())
+            free, interactive = self._room()
+            claims = await self._lease.claim(free, interactive) if interactive > 0 else []
+            if claims:
+                await self._take(claims)
                 continue
-            claims = await self._lease.claim(free)
-            if not claims:
-                await self._until_drain(self._lease.wait_for_work(IDLE_SECONDS))
-                continue
-            await self._take(claims, free)
+            events: list[Coroutine[Any, Any, Any]] = []
+            if interactive > 0:
+                events.append(self._lease.wait_for_work(IDLE_SECONDS, interactive_only=free == 0))
+            if free == 0:
+                events.append(self._rows_freed.wait())
+            await self._until_drain(*events)
         self._intake_over = True
         self._wake.set()
 
-    async def _take(self, claims: list[Claim], free: int) -> None:
-        accepted, surplus = [], []
-        for claim in claims:
-            if free <= 0:  # earlier claims have several choices: they took the rows
-                surplus.append(claim.job_id)
-                continue
-            job = RunningJob(claim)
-            free -= job.rows
-            self._jobs[job.id] = job
-            accepted.append(job)
-        if surplus:
-            await self._lease.release(surplus)
+    def _room(self) -> tuple[int, int]:
+        """Rows for any job, and rows for interactive ones: beside the free ones those that the engine would take from
+        batch jobs. No more is claimed, so that nothing waits inside the engine for a row that others use."""
+        self._rows_freed.clear()
+        batch = sum(job.rows for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
+        interactive = sum(job.rows for job in self._jobs.values()) - batch
+        return max(0, self._rows - interactive - batch), self._rows - interactive - min(batch, self._batch_floor)
+
+    async def _take(self, claims: list[Claim]) -> None:
+        accepted = [RunningJob(claim) for claim in claims]
+        self._jobs.update((job.id, job) for job in accepted)
         self._expire()
         for job in accepted:
             if not self._drain_over:
@@ -136,12 +139,9 @@ class Incarnation:
         self._admitted.append(job)
         self._wake.set()
 
-    def _free_rows(self) -> int:
-        self._rows_freed.clear()
-        return self._rows - sum(job.rows for job in self._jobs.values())
-
-    async def _until_drain(self, waiting: Coroutine[Any, Any, Any]) -> None:
-        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._draining.wait())]
+    async def _until_drain(self, *events: Coroutine[Any, Any, Any]) -> None:
+        """Wait for the first of the events, or for the drain."""
+        tasks = [asyncio.ensure_future(one) for one in (*events, self._draining.wait())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -17,6 +17,7 @@ class RunningJob:
         self.id = claim.job_id
         self.request: GenerationRequest = claim.request
         self.deadline = claim.deadline  # Unix seconds
+        self.rank = claim.rank
         self.prompt_token_ids: list[int] = []
         self.ended = False
         self._seq = claim.events[-1].seq if claim.events else 0

@@ -206,13 +206,19 @@ def on_gpu(config: EngineConfig) -> bool:
 
 
 def _check(config: EngineConfig) -> None:
-    at_least_one = ("threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+    at_least_one = (
+        "threads",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "page_size",
+        "num_pages",
+        "batch_share",
+    )
     for name in at_least_one:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise _wrong(name, value, "at least 1", 1)
-    if config.ageing_seconds < 0:
-        raise _wrong("ageing_seconds", config.ageing_seconds, "0 or more seconds", 0)
     if config.step_tokens < config.max_num_seqs:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"

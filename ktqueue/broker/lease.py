@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card,
 from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
-from ktqueue.core.request import GenerationRequest
+from ktqueue.core.request import GenerationRequest, JobClass
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
@@ -33,13 +34,17 @@ WAKE_BYTES = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job to run. `events` is its journal so far: go on at the next seq. `deadline` in Unix seconds."""
+    """A job to run. `events` is its journal so far: go on at the next seq. `deadline` in Unix seconds.
+
+    `rank` orders the jobs of a class, the lowest first: the arrival in Unix seconds, shifted by the priority.
+    """
 
     job_id: str
     request: GenerationRequest
     attempt: int
     events: list[TokenEvent]
     deadline: float | None
+    rank: float
 
 
 class Lease:
@@ -112,7 +117,7 @@ class Lease:
             )
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
-        for job_id, request, attempt, deadline, entries in reply:
+        for job_id, request, attempt, deadline, rank, entries in reply:
             numbered = [(int(key.split(b"-")[0]), fields[1]) for key, fields in entries]
             try:
                 claims.append(
@@ -122,6 +127,7 @@ class Lease:
                         attempt=attempt,
                         events=[decode_event(seq, event) for seq, event in numbered],
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
+                        rank=int(rank) / MICROSECONDS,
                     )
                 )
             except KtqueueError as fault:
@@ -164,9 +170,13 @@ class Lease:
         finally:
             await self._broker.hub.unsubscribe(self._mailbox)
 
-    async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109
-        """Return when a job was queued since the last call, or after `timeout` seconds."""
-        await self._mailbox.take(timeout)
+    async def wait_for_work(self, timeout: float, *, interactive_only: bool = False) -> None:  # noqa: ASYNC109
+        """Return when a job (an interactive one) was queued since the last call, or after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while (left := end - time.monotonic()) > 0:
+            mail = await self._mailbox.take(left)
+            if mail.missed or JobClass.INTERACTIVE.encode() in mail.messages or not interactive_only:
+                return
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal

@@ -100,13 +100,17 @@ class EngineConfig:
     num_pages: int | None = None  # overrides kv_cache_bytes
     kv_cache_dtype: str = "auto"  # auto (as dtype) | fp8
     enable_prefix_caching: bool = True
-    ageing_seconds: float = 10.0  # a waiting batch request older than this ranks as interactive
+    batch_share: int = 8  # one row in so many is not taken from a batch job that runs, however much else waits
     gpu_memory_utilization: float = 0.9  # the part of a GPU's memory that this worker may fill
     gpu_expert_memory_bytes: int = 0  # GPU memory for experts
     attention_backend: str = "auto"  # auto | flashinfer | triton | torch: on a GPU
     cuda_graphs: bool = True
     handoff: str = "auto"  # auto | flags | host_functions | direct: routed tokens from the GPU to the CPU and back
     expert_streaming: str = "auto"  # auto | on | off: long steps copy experts to the GPU
+
+    def batch_floor(self, rows: int) -> int:
+        """How many of so many rows interactive work takes from no batch job."""
+        return -(-rows // self.batch_share)
 
     @property
     def host_cache_bytes(self) -> int:

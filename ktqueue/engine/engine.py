@@ -69,7 +69,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.step_tokens,
             prefix_caching=config.enable_prefix_caching,
-            ageing_seconds=config.ageing_seconds,
+            batch_floor=config.batch_floor(config.max_num_seqs),
         )
         self._admission = Admission(
             vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
@@ -180,7 +180,7 @@ class Engine:
         """Run the model once over what the scheduler picks; the news of every sequence that got on."""
         outputs, self._early = self._early, []
         began = time.perf_counter()
-        plan = self._scheduler.schedule(self._clock())
+        plan = self._scheduler.schedule()
         for sequence in plan.hopeless:
             outputs.append(self._fail(sequence, self._too_long(sequence)))
         if not plan.rows:

@@ -1,11 +1,11 @@
 """Who runs next, with how many tokens, on which pages.
 
 A step has a token budget and a number of seats. Decode rows come first, then prefill chunks, then
-waiting sequences, each in order of rank: class (a batch request that is old enough ranks as
-interactive), arrival, order of coming. Pages are taken as tokens come. When they are short, the
-sequence of lowest rank is preempted: it gives all its pages back and is computed again later; one
-that nobody needs pages from only stands still. The first in rank can take pages from all others, so
-it always gets on, and everybody becomes the first in time: nothing starves.
+waiting sequences, each in order of rank: class, arrival, order of coming. The first few of the batch
+class rank as interactive: they have the seats that are batch's own. Pages are taken as tokens come.
+When they are short, the sequence of lowest rank is preempted: it gives all its pages back and is
+computed again later; one that nobody needs pages from only stands still. The first in rank can take
+pages from all others, so it always gets on, and everybody becomes the first in time: nothing starves.
 
 A seat is held by each running sequence and by each sibling that waits for a running leader's
 prompt. A waiting sequence is let in when the pages for all its known tokens are there, which
@@ -15,6 +15,7 @@ lower class only. Knows nothing of sampling or of tensors.
 
 from bisect import insort
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
@@ -41,7 +42,7 @@ def _arrival(sequence: Sequence) -> tuple[float, int, int]:
 
 
 class Scheduler:
-    """Owns the waiting and running sequences and their pages."""
+    """Owns the waiting and running sequences and their pages. `batch_floor` seats are batch's while it needs them."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool,
-        ageing_seconds: float,
+        batch_floor: int,
     ) -> None:
         self.pages = pages
         self.seats = min(max_num_seqs, max_num_batched_tokens)  # a budget smaller than the rows would starve some
@@ -63,8 +64,8 @@ class Scheduler:
         self._page_size = page_size
         self._budget = max_num_batched_tokens
         self._prefix_caching = prefix_caching
-        self._ageing = ageing_seconds
-        self._now = 0.0
+        self._batch_floor = batch_floor
+        self._kept: set[Sequence] = set()  # of the batch class, but ranked as interactive
 
     @property
     def waiting(self) -> int:
@@ -94,9 +95,10 @@ class Scheduler:
             sequence.forks, first.forks = [], others
             self.add(first)
 
-    def schedule(self, now: float) -> Plan:
-        """Plan a step at time `now` (seconds, the clock of the arrivals)."""
-        self._now = now
+    def schedule(self) -> Plan:
+        """Plan a step."""
+        batch = [one for one in self.running if one.request.job_class is JobClass.BATCH]
+        self._kept = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
         self.running.sort(key=self._rank)
         plan = Plan()
         decoding = [one for one in self.running if one.remaining == 1]
@@ -155,8 +157,7 @@ class Scheduler:
         return self._class(sequence), request.arrival, request.serial, sequence.index
 
     def _class(self, sequence: Sequence) -> int:
-        request = sequence.request
-        return int(request.job_class is JobClass.BATCH and self._now - request.arrival < self._ageing)
+        return int(sequence.request.job_class is JobClass.BATCH and sequence not in self._kept)
 
     def _head(self) -> Sequence | None:
         heads = [queue[0] for queue in self._waiting.values() if queue]
@@ -169,9 +170,11 @@ class Scheduler:
             self.remove(sequence)
             plan.hopeless.append(sequence)
             return True
+        lower = sum(_seats(one) for one in self.running if self._class(one) > self._class(sequence))
+        if self.seats_taken - lower + _seats(sequence) > self.seats:
+            return False
         while self.seats_taken + _seats(sequence) > self.seats:
-            if not self._preempt_below(sequence, plan):
-                return False
+            self._preempt_below(sequence, plan)
         found = self._lookup(sequence)
         while self.pages.available - self.pages.idle_among(found) < needed - len(found):
             if not self._preempt_below(sequence, plan):

@@ -44,7 +44,7 @@ def test_random_lives(make_model, vocabulary, make_engine, run, gather_outputs, 
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
         enable_prefix_caching=noise.random() < 0.7,
-        ageing_seconds=noise.choice([0.0, 5.0, 1e9]),
+        batch_share=noise.choice([1, 3, 1000]),
     )
     asked, results, aborted = {}, {}, set()
     stems = [[noise.randrange(96) for _ in range(20)] for _ in range(3)]
@@ -107,7 +107,7 @@ def test_decode_rows_are_never_held_up_by_a_long_prompt(model, vocabulary, make_
 
 def test_interactive_goes_first_and_takes_seats_from_batch(model, vocabulary, make_engine, run):
     clock = Clock()
-    engine = make_engine(model, vocabulary, max_num_seqs=2, clock=clock, ageing_seconds=60.0)
+    engine = make_engine(model, vocabulary, max_num_seqs=2, clock=clock)
     for i in range(3):
         engine.add(f"b{i}", [i], SamplingParams(max_tokens=30, ignore_eos=True), job_class=BATCH)
     assert names(engine.step()) == {"b0", "b1"}
@@ -117,46 +117,63 @@ def test_interactive_goes_first_and_takes_seats_from_batch(model, vocabulary, ma
     assert engine.stats().preemptions == 1
     engine.add("i1", [8], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.add("i2", [9], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert names(engine.step()) == {"i0", "i1"}, "equals take no seats from each other"
+    assert names(engine.step()) == {"b0", "i0"}, "equals take no seats from each other, and b0 has batch's own"
     run(engine)
 
 
-def test_an_old_batch_request_ranks_as_interactive(model, vocabulary, make_engine, gather_outputs):
+def test_batch_keeps_its_rows(model, vocabulary, make_engine):
+    """Of 8 rows with a share of 4, two are the two oldest batch requests', and go to the next ones in line."""
     clock = Clock()
-    engine = make_engine(model, vocabulary, max_num_seqs=1, clock=clock, ageing_seconds=10.0)
-    results = {}
-    engine.add("batch", [1], SamplingParams(max_tokens=4, ignore_eos=True), job_class=BATCH)
-    order = []
-    for i in range(20):  # a steady stream of interactive work that would fill the engine for ever
-        engine.add(f"i{i}", [2], SamplingParams(max_tokens=2, ignore_eos=True))
-        for _ in range(2):
-            clock.now += 1.0
-            outputs = engine.step()
-            gather_outputs(results, outputs)
-            order += [one.request_id for one in outputs if one.finish_reason]
-    assert 3 <= order.index("batch") <= 8
-    never = make_engine(model, vocabulary, max_num_seqs=1, clock=clock, ageing_seconds=1e9)
-    never.add("batch", [1], SamplingParams(max_tokens=4, ignore_eos=True), job_class=BATCH)
-    for i in range(20):
-        never.add(f"i{i}", [2], SamplingParams(max_tokens=2, ignore_eos=True))
-        for _ in range(2):
-            assert "batch" not in names(never.step()) or i == 0
+    engine = make_engine(model, vocabulary, max_num_seqs=8, num_pages=400, clock=clock, batch_share=4)
+    for i in range(8):
+        clock.now += 1
+        engine.add(f"b{i}", [i], SamplingParams(max_tokens=5 if i < 2 else 90, ignore_eos=True), job_class=BATCH)
+    assert len(names(engine.step())) == 8
+    for i in range(9):  # more than there are rows
+        clock.now += 1
+        engine.add(f"i{i}", [i], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert names(engine.step()) == {"b0", "b1", *(f"i{i}" for i in range(6))}
+    assert engine.stats().preemptions == 6
+    for _ in range(3):
+        assert names(engine.step()) >= {"b0", "b1"}
+    assert names(engine.step()) == {"b2", "b3", *(f"i{i}" for i in range(6))}
+    for _ in range(50):
+        assert names(engine.step()) == {"b2", "b3", *(f"i{i}" for i in range(6))}
+
+
+def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(model, vocabulary, make_engine):
+    engine = make_engine(model, vocabulary, max_num_seqs=3, batch_share=3)
+    for name, arrival in (("b5", 5.0), ("b3", 3.0), ("b4", 4.0)):
+        engine.add(name, [1], SamplingParams(max_tokens=50, ignore_eos=True), job_class=BATCH, arrival=arrival)
+    assert names(engine.step()) == {"b3", "b4", "b5"}
+    engine.add("i", [1], SamplingParams(max_tokens=50, ignore_eos=True), arrival=9.0)
+    assert names(engine.step()) == {"b3", "b4", "i"}
+
+
+def test_nobody_is_preempted_for_one_that_cannot_run_then(model, vocabulary, make_engine):
+    engine = make_engine(model, vocabulary, max_num_seqs=4, batch_share=4)
+    for i in range(4):
+        engine.add(f"b{i}", [i], SamplingParams(max_tokens=8, ignore_eos=True), job_class=BATCH)
+    engine.step()
+    engine.add("wide", [9], SamplingParams(n=4, max_tokens=8, ignore_eos=True))
+    assert len(names(engine.step())) == 4
+    assert engine.stats().preemptions == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_takes_the_lowest_class_then_the_youngest(
     model, vocabulary, make_engine, run, gather_outputs, scores, caching
 ):
-    """Three sequences of 5 pages in the end share 9 pages: the interactive one and the oldest are never set back."""
+    """Three sequences of 5 pages in the end and one of 4, batch's own, share 13: the youngest of the lowest class is
+    set back, the oldest never."""
     clock = Clock()
-    engine = make_engine(model, vocabulary, num_pages=9, clock=clock, enable_prefix_caching=caching, ageing_seconds=1e9)
-    greedy = SamplingParams(temperature=0.0, max_tokens=16)
-    results, waits = {}, {"batch": 0, "young": 0, "old": 0}
-    engine.add("batch", [1, 2, 3], greedy, job_class=BATCH)
-    clock.now += 1
-    engine.add("old", [4, 5, 6], greedy)
-    clock.now += 1
-    engine.add("young", [7, 8, 9], greedy)
+    engine = make_engine(model, vocabulary, num_pages=13, clock=clock, enable_prefix_caching=caching, max_num_seqs=4)
+    prompts = {"kept": [1], "batch": [1, 2, 3], "old": [4, 5, 6], "young": [7, 8, 9]}
+    results, waits = {}, dict.fromkeys(prompts, 0)
+    for name, prompt in prompts.items():
+        clock.now += 1
+        greedy = SamplingParams(temperature=0.0, max_tokens=15 if name == "kept" else 16)
+        engine.add(name, prompt, greedy, job_class=BATCH if name in ("kept", "batch") else INTERACTIVE)
     while engine.has_work:
         outputs = engine.step()
         gather_outputs(results, outputs)
@@ -164,10 +181,10 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
         for name in waits:
             if name not in names(outputs) and not ((name, 0) in results and results[name, 0].ended):
                 waits[name] += 1
-    assert waits["old"] == 0 and waits["young"] <= waits["batch"] and waits["batch"] > 0
+    assert waits["kept"] == waits["old"] == 0 and waits["young"] <= waits["batch"] and waits["batch"] > 0
     assert engine.stats().preemptions > 0
-    for name, prompt in (("batch", [1, 2, 3]), ("old", [4, 5, 6]), ("young", [7, 8, 9])):
-        assert results[name, 0].token_ids == continue_greedily(scores, prompt, 16)
+    for name, prompt in prompts.items():
+        assert results[name, 0].token_ids == continue_greedily(scores, prompt, 15 if name == "kept" else 16)
 
 
 def test_cached_pages_are_not_counted_as_room_twice(model, vocabulary, make_engine, run):

@@ -28,7 +28,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"dtype": "float8"}, "engine.dtype"),
         ({"device": "toaster"}, "engine.device"),
         ({"served_model_name": ""}, "engine.served_model_name"),
-        ({"ageing_seconds": -1.0}, "engine.ageing_seconds"),
+        ({"batch_share": 0}, "engine.batch_share"),
         ({"max_model_len": 100_000}, "engine.max_model_len"),
         ({"kv_cache_bytes": 100}, "engine.kv_cache_bytes"),
         ({"kv_cache_dtype": "fp8"}, "engine.kv_cache_dtype"),

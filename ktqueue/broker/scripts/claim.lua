@@ -1,7 +1,7 @@
 -- A worker takes jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
 --       expired event, job TTL in ms, journal TTL in ms.
--- Replies a list of {id, request, attempt, deadline or false, journal entries}.
+-- Replies a list of {id, request, attempt, deadline or false, place in the order of its class, journal entries}.
 -- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.
 -- A job takes a row for each of its choices; the last one may take more than are left, or it would never find its
 -- moment. Rows beyond those for any class are taken from running batch jobs: an interactive job gets them if all of
@@ -55,7 +55,8 @@ else
 end
 local reply = {}
 for _, id in ipairs(taken) do
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline')
-  reply[#reply + 1] = { id, at[1], tonumber(at[2]), at[3], redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+') }
+  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift')
+  local rank = digits(at[4] + (at[5] or 0))
+  reply[#reply + 1] = { id, at[1], tonumber(at[2]), at[3], rank, redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+') }
 end
 return reply

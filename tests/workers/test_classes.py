@@ -1,0 +1,108 @@
+"""Interactive jobs take rows from batch jobs that run, but never the rows that are batch's own."""
+
+import asyncio
+from typing import Any
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.events import JobState
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+
+ROWS, FLOOR = 8, 1  # of the conftest's engine
+
+
+def ask(max_tokens: int, job_class: JobClass = JobClass.INTERACTIVE, n: int = 1) -> GenerationRequest:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=max_tokens, ignore_eos=True, n=n)
+    return GenerationRequest(model="demo", prompt="Once upon a time", sampling=sampling, job_class=job_class)
+
+
+async def submit(broker: Broker, count: int, request: GenerationRequest, name: str) -> list[str]:
+    return [(await broker.jobs.submit(request, job_id=f"{name}{i}")).id for i in range(count)]
+
+
+async def until_states(broker: Broker, **counts: int) -> None:
+    """Wait until so many jobs are in each state."""
+    async with asyncio.timeout(20.0):
+        while True:
+            jobs = await broker.jobs.list(limit=1000)
+            if all(sum(job.state == state for job in jobs) == count for state, count in counts.items()):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_an_interactive_job_does_not_wait_for_batch_jobs(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
+    long = ask(150, JobClass.BATCH)
+    expected = model.undisturbed(long)
+    async with start_worker() as running:
+        batch = await submit(broker, ROWS + 4, long, "batch")
+        await until_states(broker, running=ROWS)
+        (job,) = await submit(broker, 1, ask(3), "interactive")
+        assert (await finished(job)).state is JobState.DONE
+        states = [(await broker.jobs.get(one)).state for one in batch]
+        assert states == [JobState.RUNNING] * ROWS + [JobState.QUEUED] * 4
+        assert running.engine.stats().preemptions >= 1
+        for one in batch:
+            seen = await finished(one)
+            assert seen.choices == expected
+            assert (await broker.jobs.get(one)).attempts == 1
+
+
+async def test_no_more_is_claimed_than_the_engine_can_run(broker: Broker, start_worker: Any, finished: Any) -> None:
+    async with start_worker() as running:
+        batch = await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch")
+        await until_states(broker, running=ROWS)
+        interactive = await submit(broker, 2 * ROWS, ask(400), "interactive")
+        await until_states(broker, running=2 * ROWS - FLOOR)
+        before = len(await broker.journal.replay(batch[0]))
+        async with asyncio.timeout(20.0):  # the oldest batch job goes on beside them
+            async for _ in broker.journal.follow(batch[0], before + 20):
+                break
+        (depth,) = await broker.jobs.depth()
+        assert (depth.running, depth.batch_running, depth.interactive) == (2 * ROWS - FLOOR, ROWS, ROWS + FLOOR)
+        assert running.engine.stats().running == ROWS
+        for one in [*batch[1:], *interactive]:
+            await broker.jobs.cancel(one)
+        assert (await finished(batch[0])).state is JobState.DONE
+    assert running.engine.stats().free_pages == running.engine.stats().total_pages
+
+
+async def test_choices_take_a_row_each(broker: Broker, start_worker: Any, finished: Any) -> None:
+    async with start_worker():
+        await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch")
+        await until_states(broker, running=ROWS)
+        wide = await submit(broker, 3, ask(400, n=3), "wide")
+        await until_states(broker, running=ROWS + 2)  # 6 of the 7 rows that batch gives up
+        assert (await broker.jobs.get(wide[2])).state is JobState.QUEUED
+        for job in await broker.jobs.list():
+            await broker.jobs.cancel(job.id)
+        await until_states(broker, running=0, queued=0)
+
+
+async def test_batch_goes_on_however_much_interactive_work_comes(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    async with start_worker():
+        await submit(broker, 40, ask(20), "interactive")
+        batch = await submit(broker, 3, ask(4, JobClass.BATCH), "batch")
+        for one in batch:
+            await finished(one)
+        depth = (await broker.jobs.depth())[0]
+        assert depth.interactive + depth.running > 0, "batch waited for all interactive work"
+
+
+async def test_a_dead_worker_that_had_preempted_loses_nothing(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
+    requests = {"batch": ask(60, JobClass.BATCH), "interactive": ask(50)}
+    async with start_worker() as running:
+        jobs = await submit(broker, ROWS, requests["batch"], "batch")
+        await until_states(broker, running=ROWS)
+        jobs += await submit(broker, 3, requests["interactive"], "interactive")
+        await until_states(broker, running=ROWS + 3)
+        await running.killed()
+    expected = {name: model.undisturbed(request) for name, request in requests.items()}
+    async with start_worker():
+        for job in jobs:
+            assert (await finished(job)).choices == expected[job.rstrip("0123456789")]
+            assert (await broker.jobs.get(job)).attempts == 2
