@@ -5,7 +5,6 @@ Asked of every server that the process comes to use, also after a failover.
 
 from typing import Any
 
-from ktqueue.broker.address import Kind
 from ktqueue.broker.node import Node, NotPermitted, ReadOnly, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
@@ -14,7 +13,7 @@ LOWEST_VERSION = (6, 2)
 WAITAOF_VERSION = (7, 2)  # Valkey tells it as its `redis_version` too
 
 
-async def check(node: Node, kind: Kind, config: BrokerConfig) -> bool:
+async def check(node: Node, config: BrokerConfig) -> bool:
     """Must a call that is to be on disk wait for it (WAITAOF)? False: the server writes before it answers, or need not.
 
     Raises Unavailable that says what is wrong with the server, and ConfigError where its user may not ask.
@@ -36,8 +35,6 @@ async def check(node: Node, kind: Kind, config: BrokerConfig) -> bool:
             param="broker.url",
             retry_after=1.0,
         )
-    if kind is Kind.CLUSTER and facts.get("cluster_enabled") == 0:
-        raise Unavailable(f"Redis at {node.endpoint} is no cluster: say redis:// in broker.url", param="broker.url")
     policy = facts.get("maxmemory_policy", "unknown")
     if policy != "noeviction":
         raise Unavailable(

@@ -126,7 +126,7 @@ class Connection:
             )
         try:
             async with asyncio.timeout(self._timeout):
-                self._wait_for_disk = await check(node, self._address.kind, self._config)
+                self._wait_for_disk = await check(node, self._config)
         except BaseException as error:
             if node is not old:
                 await node.close()

@@ -229,6 +229,20 @@ class ClusterFleet:
         """Who has the slot, as a living node sees it."""
         return self.owner_as_seen_by(next(one for one in self.servers if one._process))
 
+    def move_slot(self, target: Server, *, between: Callable[[], None]) -> None:
+        """Give the slot to another master, key by key; `between` is called when half of the keys are there."""
+        source = self.owner
+        target("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.identity(source))
+        source("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.identity(target))
+        keys = source("CLUSTER", "GETKEYSINSLOT", self.slot, 10_000)
+        half = len(keys) // 2
+        source("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys[:half])
+        between()
+        rest = source("CLUSTER", "GETKEYSINSLOT", self.slot, 10_000)
+        source("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *rest)
+        for one in (target, source):
+            one("CLUSTER", "SETSLOT", self.slot, "NODE", self.identity(target))
+
     @property
     def direct_url(self) -> str:
         """Of the owner."""

@@ -1,0 +1,131 @@
+"""A cluster of three masters, all real: the owner of the slot dies, or the slot moves to another node."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis_fleet import ClusterFleet, Server, free_ports, until
+from teller import Teller, read
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.keys import Keys
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.topology import key_slot
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.events import JobState
+
+LENGTH = 60
+TAG = Keys("ktq").tag
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ClusterFleet]:
+    fleet = ClusterFleet(tmp_path, TAG, replicas=getattr(request, "param", 0))
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def config(fleet: ClusterFleet) -> BrokerConfig:
+    """A call may take longer than a test: what hangs must be found out otherwise."""
+    return BrokerConfig(url=fleet.url, lease_seconds=0.5, operation_timeout=100.0)
+
+
+def test_slots_of_keys():
+    # The first is the check value of CRC-16/XMODEM, 0x31C3.
+    assert key_slot("123456789") == 0x31C3
+    assert key_slot("{user1000}.following") == key_slot("user1000")
+    assert key_slot("foo{}{bar}") != key_slot("bar")
+    assert key_slot("foo{{bar}}zap") == key_slot("{bar")
+
+
+async def submit_some(broker, card, make_request):
+    await (await Lease.register(broker, card)).close()  # from now on the model is known
+    return [(await broker.jobs.submit(make_request())).id for _ in range(5)]
+
+
+async def all_told(broker, jobs):
+    for job in jobs:
+        assert (await broker.jobs.get(job)).state is JobState.DONE
+        assert [event.seq for event in await broker.journal.replay(job)] == list(range(1, LENGTH + 1))
+
+
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_workers_and_readers_go_on_with_the_new_owner(fleet, config, card, make_request, number):
+    async with await Broker.open(config) as broker:
+        teller = Teller(broker, card, length=LENGTH)
+        jobs = await submit_some(broker, card, make_request)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            seen: list[list[int]] = [[] for _ in jobs]
+            readers = [group.create_task(read(broker, job, view)) for job, view in zip(jobs, seen, strict=True)]
+            work = group.create_task(teller.run())
+            await asyncio.to_thread(until, lambda: min(map(len, seen)) >= LENGTH // 3)
+            await teller.halt()
+            old = fleet.owner
+            replica = fleet.servers[-1]
+            await asyncio.to_thread(until, lambda: _offset(old) == _offset(replica))
+            old.signal(number)
+            teller.going.set()
+            assert [await one for one in readers] == [list(range(1, LENGTH + 1))] * len(jobs)
+            work.cancel()
+        await all_told(broker, jobs)
+        assert fleet.owner_as_seen_by(replica) is replica
+        assert len(teller.made) == len(set(teller.made))
+
+
+def _offset(server: Server) -> int:
+    return int(server("INFO", "replication")["master_repl_offset"])
+
+
+async def test_a_slot_that_moves_is_waited_for_and_then_followed(fleet, config, card, make_request):
+    one_node = next(one for one in fleet.servers if one is not fleet.owner)
+    config = replace(config, url=f"redis+cluster://127.0.0.1:{one_node.port}")
+    async with await Broker.open(config) as broker:
+        teller = Teller(broker, card, length=LENGTH)
+        jobs = await submit_some(broker, card, make_request)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            seen: list[list[int]] = [[] for _ in jobs]
+            readers = [group.create_task(read(broker, job, view)) for job, view in zip(jobs, seen, strict=True)]
+            work = group.create_task(teller.run())
+            await asyncio.to_thread(until, lambda: min(map(len, seen)) >= LENGTH // 3)
+            half = []
+
+            def between() -> None:
+                half.append(len(teller.made))
+                time.sleep(0.3)
+                half.append(len(teller.made))
+
+            old = fleet.owner
+            target = next(one for one in fleet.servers if one not in (old, one_node))
+            await asyncio.to_thread(fleet.move_slot, target, between=between)
+            assert half[1] - half[0] <= len(jobs), "steps were made while the data was in two places"
+            assert [await one for one in readers] == [list(range(1, LENGTH + 1))] * len(jobs)
+            work.cancel()
+        await all_told(broker, jobs)
+        assert old("DBSIZE") == 0
+        assert target("DBSIZE") > 0
+        assert teller.incarnations == 1
+
+
+async def test_what_is_wrong_is_said(fleet, config):
+    with pytest.raises(ConfigError, match=r"redis\+cluster://"):
+        async with await Broker.open(replace(config, url=f"redis://127.0.0.1:{_stranger(fleet).port}")) as broker:
+            await broker.jobs.depth()
+    with pytest.raises(ConfigError, match="cluster support disabled"):
+        await Broker.open(replace(config, url=f"redis+cluster://127.0.0.1:{_plain(fleet).port}"))
+
+
+def _stranger(fleet: ClusterFleet) -> Server:
+    return next(one for one in fleet.servers if one is not fleet.owner)
+
+
+def _plain(fleet: ClusterFleet) -> Server:
+    server = Server(fleet.servers[0].folder.parent / "plain", free_ports(1)[0])
+    fleet.servers.append(server)  # ends with the others
+    return server
