@@ -56,8 +56,9 @@ async def test_no_more_is_claimed_than_the_engine_can_run(broker: Broker, start_
         await until_states(broker, running=2 * ROWS - FLOOR)
         before = len(await broker.journal.replay(batch[0]))
         async with asyncio.timeout(20.0):  # the oldest batch job goes on beside them
-            async for _ in broker.journal.follow(batch[0], before + 20):
-                break
+            async for event in broker.journal.follow(batch[0], before):
+                if event.seq >= before + 20:
+                    break
         (depth,) = await broker.jobs.depth()
         assert (depth.running, depth.batch_running, depth.interactive) == (2 * ROWS - FLOOR, ROWS, ROWS + FLOOR)
         assert running.engine.stats().running == ROWS
