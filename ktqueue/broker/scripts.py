@@ -25,6 +25,7 @@ NAMES = (
     "read",
     "models",
     "workers",
+    "memory",
     "register",
     "beat",
     "claim",

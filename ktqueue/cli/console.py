@@ -61,3 +61,11 @@ def plain_text(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def span(seconds: float, *, digits: int = 0) -> str:
+    """A time span in two digits or so: 12 s, 3 min, 5 h. `digits` after the point, below ten seconds."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.{digits if seconds < 10 else 0}f} s"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.console import results, table, write_json
+from ktqueue.cli.console import results, span, table, write_json
 from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.core.errors import JobNotFound
@@ -61,7 +61,7 @@ def list_jobs(
             _state(record),
             record.job_class.value,
             record.model,
-            _age(now - record.created_at),
+            span(now - record.created_at),
             tokens,
             str(record.attempts),
         )
@@ -153,11 +153,3 @@ def _lines(document: object, prefix: str = "") -> list[tuple[str, str]]:
     if document is None or document == () or document == []:
         return []
     return [(prefix, str(document))]
-
-
-def _age(seconds: float) -> str:
-    """A time span in two digits or so: 12 s, 3 min, 5 h."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

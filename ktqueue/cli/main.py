@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import batch, bench, chat, convert, demo, doctor, gateway, inspect, jobs, keys, submit, up, worker
+from ktqueue.cli import batch, bench, chat, convert, demo, doctor, gateway, inspect, jobs, keys, submit, top, up, worker
 from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, report
 
 
@@ -45,6 +45,7 @@ def application() -> typer.Typer:
     app.command("worker", rich_help_panel=serving)(worker.worker)
     app.add_typer(keys.application(), name="keys", rich_help_panel=serving)
     app.command("submit", rich_help_panel=using)(submit.submit)
+    app.command("top", rich_help_panel=using)(top.top)
     app.add_typer(jobs.application(), name="jobs", rich_help_panel=using)
     app.add_typer(batch.application(), name="batch", rich_help_panel=using)
     app.command("chat", rich_help_panel=using)(chat.chat)

@@ -1,0 +1,136 @@
+"""What `ktqueue top` shows of a Snapshot: tables for people, a document for machines. Pure; asks nobody."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ktqueue.cli.console import span
+from ktqueue.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from ktqueue.broker.jobs import QueueDepth
+    from ktqueue.broker.models import WorkerInfo
+    from ktqueue.broker.snapshot import Snapshot
+
+FIXED_LINES = 5  # of a frame: the summary, a remark, an empty line, two heads
+
+
+def document(snapshot: "Snapshot") -> dict[str, Any]:
+    """A snapshot as JSON values. Times in seconds."""
+    return {
+        "time": snapshot.taken_at,
+        "tokens_per_second": snapshot.tokens_per_second,
+        "redis": {"memory_used": snapshot.memory_used, "memory_limit": snapshot.memory_limit or None},
+        "workers": [
+            {
+                "id": worker.worker_id,
+                "model": worker.model,
+                "host": worker.host,
+                "pid": worker.pid,
+                "started_at": worker.started_at,
+                "lease_left": worker.lease_left,
+                "step_age": worker.step_age,
+                "jobs": worker.running,
+                "seats": worker.max_num_seqs,
+                "stats": dict(worker.stats),
+            }
+            for worker in snapshot.workers
+        ],
+        "queues": [
+            {"model": depth.model, "job_class": job_class, "waiting": waiting, "running": running, "oldest_wait": wait}
+            for depth in snapshot.depths
+            for job_class, waiting, running, wait in _classes(depth)
+        ],
+    }
+
+
+def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "Group":
+    """The tables under a summary; with `lines`, so much of them as fits. The remark stands below the summary."""
+    from rich.console import Group
+    from rich.text import Text
+
+    queues = [(depth.model, *row) for depth in snapshot.depths for row in _classes(depth)]
+    shown_workers: Sequence[WorkerInfo] = snapshot.workers
+    if lines is not None:
+        room = max(lines - FIXED_LINES, 4)
+        queues = queues[: max(room // 2, room - len(shown_workers))]
+        shown_workers = shown_workers[: room - len(queues)]
+    hidden = len(snapshot.workers) - len(shown_workers) + 2 * len(snapshot.depths) - len(queues)
+    if hidden:
+        remark = f"({hidden} lines do not fit)  {remark}"
+    return Group(
+        Text(_summary(snapshot), style="bold", no_wrap=True, overflow="ellipsis"),
+        Text(remark, style="yellow", no_wrap=True, overflow="ellipsis"),
+        _workers(shown_workers),
+        Text(),
+        _queues(queues),
+    )
+
+
+def _summary(snapshot: "Snapshot") -> str:
+    workers = snapshot.workers
+    rows = sum(int(worker.stats.get("running", 0)) for worker in workers)
+    seats = sum(worker.max_num_seqs for worker in workers)
+    limit = f" of {format_bytes(snapshot.memory_limit)}" if snapshot.memory_limit else ""
+    return "  ".join(
+        (
+            time.strftime("%H:%M:%S", time.localtime(snapshot.taken_at)),
+            f"{len(workers)} worker{'' if len(workers) == 1 else 's'}",
+            f"{rows}/{seats} rows",
+            f"{_rate(snapshot.tokens_per_second)} tok/s",
+            f"Redis {format_bytes(snapshot.memory_used)}{limit}",
+        )
+    )
+
+
+def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
+    made = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
+    for worker in workers:
+        stats = worker.stats
+        pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
+        made.add_row(
+            "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # without the host, which has a column
+            worker.model,
+            worker.host,
+            span(worker.lease_left, digits=1),
+            f"{stats.get('running', 0):.0f}/{worker.max_num_seqs}",
+            pages,
+            _rate(stats.get("generation_tokens_per_second", 0.0)),
+            "draining" if stats.get("draining") else "" if worker.step_age is None else span(worker.step_age, digits=1),
+        )
+    return made
+
+
+def _queues(queues: Sequence[tuple[str, str, int, int, float | None]]) -> "Table":
+    made = _table(("queue", "class"), ("waiting", "running", "oldest wait"))
+    for model, job_class, waiting, running, wait in queues:
+        oldest = "" if wait is None else span(wait, digits=1)
+        made.add_row(model, job_class, f"{waiting:,}", f"{running:,}", oldest)
+    return made
+
+
+def _classes(depth: "QueueDepth") -> list[tuple[str, int, int, float | None]]:
+    """Class, waiting, running, seconds that the oldest has waited."""
+    return [
+        ("interactive", depth.interactive, depth.running - depth.batch_running, depth.interactive_wait),
+        ("batch", depth.batch, depth.batch_running, depth.batch_wait),
+    ]
+
+
+def _table(words: Sequence[str], numbers: Sequence[str]) -> "Table":
+    """Numbers always fit; words give way, for a terminal of 80 columns is enough."""
+    from rich.table import Table
+
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in words:
+        made.add_column(name, overflow="ellipsis", no_wrap=False)
+    for name in numbers:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,143 @@
+"""`ktqueue top` against a real stack: frames, JSON, a terminal, a Redis that goes and comes back."""
+
+import io
+import json
+import signal
+import time
+from itertools import islice
+
+import pytest
+from rich.console import Console
+
+from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.models import WorkerInfo
+from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.snapshot import Snapshot
+from ktqueue.cli.top_view import frame
+
+LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
+
+
+def test_one_frame_is_plain_text(ktqueue, stack):
+    done = ktqueue("top", "--once", *stack.flags)
+    assert done.returncode == 0, done.stderr
+    summary, _, heads, worker, *_ = done.stdout.splitlines()
+    assert "1 worker  " in summary
+    assert "of 2.0 GiB" in summary
+    assert heads.split() == ["worker", "model", "host", "lease", "rows", "pages", "tok/s", "last", "step"]
+    assert "demo" in worker
+    queues = done.stdout.partition("queue ")[2].splitlines()
+    assert [line.split()[:4] for line in queues[1:]] == [["demo", "interactive", "0", "0"], ["demo", "batch", "0", "0"]]
+    assert "\033" not in done.stdout
+
+
+def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue, start, stack, tmp_path):
+    submitted = ktqueue("submit", "hello", "--max-tokens", 4000, "-n", 3, "-d", "--job-id", "cli-top", *stack.flags)
+    assert submitted.returncode == 0, submitted.stderr
+    process = start("top", "--json", "--interval", 0.2, *stack.flags, cwd=tmp_path)
+    busy = None
+    for line in islice(process.stdout, 200):
+        look = json.loads(line)
+        (worker,) = look["workers"]
+        if worker["stats"]["running"] == 3 and look["tokens_per_second"] > 0 and worker["step_age"] is not None:
+            busy = look
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert ktqueue("jobs", "cancel", "cli-top", *stack.flags).returncode == 0
+    assert busy is not None
+    assert 0 < worker["lease_left"] <= 2
+    assert (worker["jobs"], worker["seats"]) == (1, 32)
+    assert busy["tokens_per_second"] == worker["stats"]["generation_tokens_per_second"]
+    assert [(one["job_class"], one["waiting"], one["running"]) for one in busy["queues"]] == [
+        ("interactive", 0, 1),
+        ("batch", 0, 0),
+    ]
+    assert busy["redis"]["memory_used"] > 100_000
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word(start, stack, tmp_path):
+    process = start("top", "--json", "--interval", 0.1, *stack.flags, cwd=tmp_path)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=30) == 0
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_a_terminal_is_given_back(terminal, stack):
+    shown = terminal("top", "--interval", 0.2, *stack.flags)
+    shown.wait_for("last step")
+    shown.wait_for("interactive")
+    shown.wait_for("last step")  # a second frame
+    assert LEAVES_SCREEN not in shown.screen
+    shown.type("\x03")
+    assert shown.end() == 0
+    assert LEAVES_SCREEN in shown.screen
+    assert shown.screen.rindex(SHOWS_CURSOR) > shown.screen.rindex("\x1b[?25l")
+    assert "Traceback" not in shown.screen
+
+
+def test_no_redis_at_the_start_is_an_error(ktqueue, tmp_path):
+    done = ktqueue("top", "--once", "--state-dir", tmp_path / "none")
+    assert done.returncode == 3
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [("--json",), ()])
+def test_redis_may_go_and_come_back(start, tmp_path, words):
+    first = PrivateServer()
+    first.start(tmp_path / "state")
+    process = start("top", "--interval", 0.1, *words, "--state-dir", tmp_path / "state", cwd=tmp_path)
+    wait_for_line(process, "memory_used" if words else "0 workers")
+    first.stop()
+    wait_for_line(process, '"error"' if words else "without an answer")
+    second = PrivateServer()
+    second.start(tmp_path / "state")
+    wait_for_line(process, "memory_used" if words else "Redis is back after")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    second.stop()
+
+
+def wait_for_line(process, text):
+    deadline = time.monotonic() + 60
+    for line in process.stdout:
+        if text in line:
+            return
+        assert time.monotonic() < deadline
+    raise AssertionError(f"it ended: {process.communicate()}")
+
+
+def worker(number: int) -> WorkerInfo:
+    """A worker with wide figures."""
+    return WorkerInfo(
+        worker_id=f"long-host-name-{1000000 + number}-ab12cd34", model="Qwen3-Coder-480B-A35B-Instruct-Q4_K_M",
+        max_num_seqs=256, running=255, host="long-host-name.rack-7.example", pid=1000000 + number, started_at=0.0,
+        stats={"running": 256, "free_pages": 0, "total_pages": 9, "draining": 1,
+               "generation_tokens_per_second": 12345.6},
+        lease_left=119.0, step_age=3.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 40])
+@pytest.mark.parametrize("models", [1, 30])
+def test_a_frame_fits_a_small_terminal(workers, models):
+    depths = [
+        QueueDepth(f"Qwen3-Coder-480B-A35B-Instruct-{n}", 2000, 100000, 9000, 9, 3500.0, 86000.0) for n in range(models)
+    ]
+    listed = [worker(n) for n in range(workers)]
+    snapshot = Snapshot(taken_at=0.0, workers=listed, depths=depths, memory_used=1 << 40, memory_limit=1 << 40)
+    written = io.StringIO()
+    console = Console(file=written, width=80, height=24, force_terminal=False)
+    console.print(frame(snapshot, "x" * 100, lines=24))
+    lines = written.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert max(len(line) for line in lines) <= 80
+    text = "\n".join(lines)
+    for figure in ("12,346", "256/256", "100%", "draining", "100,000", "119 s", "24 h"):
+        assert figure in text
+    assert "1000000-a" in text
+    assert ("lines do not fit" in text) == (workers + models > 2)
