@@ -18,8 +18,10 @@ log = logging.getLogger(__name__)
 class PrivateRedis:
     """A server on the state folder, brought back with its data when it dies."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, durability: str) -> None:
+        """`durability` as in the settings."""
         self._state_dir = state_dir
+        self._durability = durability
         self._server = PrivateServer()
         # The kernel ends the server with the thread that started it, so that thread is ours and lives on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
@@ -56,6 +58,6 @@ class PrivateRedis:
 
     async def _start(self, port: int | None) -> str:
         def start() -> str:
-            return self._server.start(self._state_dir, port=port)
+            return self._server.start(self._state_dir, port=port, durability=self._durability)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)

@@ -178,7 +178,7 @@ class Supervisor:
     async def _find_redis(self, state: Path) -> None:
         if self.config.broker.url is None:
             self._report("starting a private Redis")
-            self._redis = PrivateRedis(state)
+            self._redis = PrivateRedis(state, self.config.broker.durability)
             url = await self._redis.start()
             self.config = replace(self.config, broker=replace(self.config.broker, url=url))
             self._tasks.append(asyncio.create_task(self._redis.run(), name="redis"))

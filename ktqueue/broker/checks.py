@@ -51,9 +51,11 @@ async def _wait_for_disk(node: Node, facts: dict[str, Any], version: tuple[int, 
     except ReplyError:  # the user may not, or the host of the server has taken CONFIG away
         policy = "unknown, since CONFIG GET is refused"
     else:
-        policy = str(dict(reply).get("appendfsync", "unknown"))
+        policy = reply[1].decode() if reply else "unknown"
     if policy == "always":
         return False
+    if policy == "no":  # the system writes to the disk when it likes, and the server never knows
+        raise _not_durable(f"Redis at {node.endpoint} has appendfsync no")
     if version < WAITAOF_VERSION:
         raise _not_durable(
             f"Redis at {node.endpoint} is {'.'.join(map(str, version))} (WAITAOF came with 7.2), "

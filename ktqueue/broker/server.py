@@ -96,11 +96,18 @@ class PrivateServer:
         """Of the server, while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self, state_dir: str | Path, *, port: int | None = None, max_memory: int = DEFAULT_MEMORY) -> str:
+    def start(
+        self,
+        state_dir: str | Path,
+        *,
+        port: int | None = None,
+        max_memory: int = DEFAULT_MEMORY,
+        durability: str = "process",
+    ) -> str:
         """Start the server and wait until it answers; returns its URL, password included.
 
         A unix socket inside `state_dir`, unless its path is too long or a `port` is given (0: any free one); then
-        the loopback interface. Call it from a thread that lives on: the kernel ends the server with that thread.
+        the loopback interface. `durability` as in the settings. Call it from a thread that lives on: the kernel ends the server with that thread.
         Raises Unavailable naming the log file; also when a server runs on the folder already.
         """
         folder = Path(state_dir).resolve()
@@ -109,13 +116,14 @@ class PrivateServer:
         if self._lock is None:
             self._lock = _take_lock(folder)
         try:
-            self.url = _configure(folder, port, max_memory)
+            self.url = _configure(folder, port, max_memory, "always" if durability == "fsync" else "no")
             self._process = _spawn(program, folder, self._lock)
             self._wait_until_ready(folder)
         except BaseException:
             self.stop()
             raise
-        self._disk.start(folder)
+        if durability == "process":
+            self._disk.start(folder)
         _write_private(folder / "url", self.url + "\n")
         return self.url
 
@@ -211,7 +219,7 @@ def _take_lock(folder: Path) -> int:
             return lock
 
 
-def _configure(folder: Path, port: int | None, max_memory: int) -> str:
+def _configure(folder: Path, port: int | None, max_memory: int, fsync: str) -> str:
     """Write redis.conf; returns the URL. The password stays the same as long as the folder does."""
     for stale in ("url", "redis.sock", "redis.pid"):
         (folder / stale).unlink(missing_ok=True)
@@ -232,7 +240,7 @@ def _configure(folder: Path, port: int | None, max_memory: int) -> str:
         listen
         + f"dir {_quoted(folder)}\npidfile {_quoted(folder / 'redis.pid')}\nlogfile {_quoted(folder / 'redis.log')}\n"
         + f"requirepass {password}\ndaemonize no\nmaxmemory {max_memory}\nmaxmemory-policy noeviction\n"
-        + 'appendonly yes\nappendfsync no\naof-load-truncated yes\nsave ""\n'
+        + f'appendonly yes\nappendfsync {fsync}\naof-load-truncated yes\nsave ""\n'
         + "timeout 0\nclient-output-buffer-limit pubsub 32mb 8mb 60\n",
     )
     return url

@@ -1,0 +1,86 @@
+"""`broker.durability: fsync`: what is acknowledged is on disk, or the server is refused."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis_fleet import Server, free_ports
+
+from ktqueue.broker import checks
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.server import PrivateServer
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import ConfigError, Unavailable
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "server", free_ports(1)[0], "appendonly yes")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def config(server: Server) -> BrokerConfig:
+    return BrokerConfig(url=f"redis://127.0.0.1:{server.port}", durability="fsync")
+
+
+def waits(server: Server) -> int:
+    """WAITAOF calls so far."""
+    return int(server("INFO", "commandstats").get("cmdstat_waitaof", {"calls": 0})["calls"])
+
+
+async def submit_one(config: BrokerConfig, card, make_request) -> None:
+    async with await Broker.open(config) as broker:
+        lease = await Lease.register(broker, card)
+        job = await broker.jobs.submit(make_request())
+        await broker.jobs.cancel(job.id)
+        await lease.close()
+
+
+async def test_submits_and_cancels_wait_for_the_disk(server, config, card, make_request):
+    await submit_one(config, card, make_request)
+    assert waits(server) == 2
+    assert 0 < server("PTTL", "{ktq:s0}:synced") <= 60_000
+    server("CONFIG", "SET", "appendfsync", "always")  # the server itself writes before it answers
+    await submit_one(config, card, make_request)
+    await submit_one(replace(config, durability="process"), card, make_request)
+    assert waits(server) == 2
+
+
+async def test_a_disk_that_does_not_write_is_told(server, config, card, make_request):
+    async with await Broker.open(replace(config, operation_timeout=0.5, connect_timeout=0.01)) as broker:
+        await Lease.register(broker, card)
+        server("CONFIG", "SET", "appendfsync", "no")
+        with pytest.raises(Unavailable, match="disk"):
+            await broker.jobs.submit(make_request(), job_id="a")
+        server("CONFIG", "SET", "appendfsync", "everysec")
+    async with await Broker.open(config) as broker:
+        assert (await broker.jobs.submit(make_request(), job_id="a")).id == "a"  # it was taken; the wait is made up for
+    assert waits(server) >= 2
+
+
+@pytest.mark.parametrize("settings", [{"appendonly": "no"}, {"appendfsync": "no"}])
+async def test_a_server_that_cannot_is_refused(server, config, settings):
+    for name, value in settings.items():
+        server("CONFIG", "SET", name, value)
+        with pytest.raises(ConfigError, match=f"{name} {value}"):
+            await Broker.open(config)
+
+
+async def test_an_old_server_is_refused(config, monkeypatch):
+    monkeypatch.setattr(checks, "WAITAOF_VERSION", (99, 0))
+    with pytest.raises(ConfigError, match="appendfsync is everysec"):
+        await Broker.open(config)
+
+
+async def test_the_private_server_writes_always(tmp_path, card, make_request):
+    server = PrivateServer()
+    try:
+        url = server.start(tmp_path / "state", durability="fsync")
+        assert "appendfsync always" in (tmp_path / "state" / "redis.conf").read_text()
+        await submit_one(BrokerConfig(url=url, durability="fsync"), card, make_request)
+    finally:
+        server.stop()
