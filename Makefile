@@ -78,7 +78,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/compiler.stamp pyproject.toml $(
 	@echo "installing ktqueue and compiling its kernels (about 2 minutes)"
 	@if [ -d "$(ZIG)" ]; then \
 		export CXX="$(ZIG)/c++" CMAKE_ARGS="-DCMAKE_AR=$(ZIG)/ar -DCMAKE_RANLIB=$(ZIG)/ranlib"; fi; \
-	$(PIP) install --editable '.[gateway,worker,embedded]'
+	$(PIP) install --editable '.[gateway,worker,embedded,arq]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp

@@ -1,4 +1,4 @@
-"""Supervisor: the processes of `ktqueue up`: a private Redis, the gateway, the workers.
+"""Supervisor: the processes of `ktqueue up`: a private Redis, the gateway, the workers, arq's helpers.
 
 They start in order, are restarted when they die, stop in order, and never outlive this process. A library: it
 installs no signal handlers unless `run_until_signal` is called. Knows the processes only by their commands.
@@ -41,6 +41,8 @@ GATEWAY_COMMAND = [
     "serve(load_config(environment=os.environ))",
 ]
 
+BRIDGE_COMMAND = [sys.executable, "-m", "workers.bridge"]
+
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +58,7 @@ class Supervisor:
         self.gateway: Child
         self.workers: list[Child] = []
         self.fork_server: Child
+        self.helpers: list[Child] = []  # arq's workers, where the configuration wants them
         self._count = workers
         self._report = report or log.info
         self._redis: PrivateRedis | None = None
@@ -108,7 +111,7 @@ class Supervisor:
 
         def stop() -> None:
             if stopped.is_set():
-                for child in [self.gateway, *self.workers]:
+                for child in [self.gateway, *self.helpers, *self.workers]:
                     child.signal(signal.SIGKILL)
             stopped.set()
 
@@ -123,11 +126,11 @@ class Supervisor:
 
     async def stop(self) -> None:
         """The gateway stops accepting, the workers drain, Redis goes last. Does nothing the second time."""
-        children = [*([self.gateway] if hasattr(self, "gateway") else []), *self.workers]
+        children = [*([self.gateway] if hasattr(self, "gateway") else []), *self.helpers, *self.workers]
         for child in children:
             child.stop()
         drain = self.config.worker.drain_seconds + STOP_MARGIN
-        await asyncio.gather(*(worker.ended(drain) for worker in self.workers))
+        await asyncio.gather(*(child.ended(drain) for child in [*self.helpers, *self.workers]))
         if self._forks is not None:
             self.fork_server.stop()
             await self.fork_server.ended(STOP_MARGIN)
@@ -159,7 +162,9 @@ class Supervisor:
             self._supervised(f"worker-{i + 1}", self._forks.fork, state, quick_death=QUICK_WORKER_DEATH)
             for i in range(self._count)
         ]
-        children = [self.gateway, self.fork_server, *self.workers]
+        if self.config.bridge.enabled:
+            self.helpers.append(self._child("bridge", BRIDGE_COMMAND, state))
+        children = [self.gateway, self.fork_server, *self.workers, *self.helpers]
         self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in children]
         await self._until("the gateway", self.gateway, self._gateway_answers, GATEWAY_START_SECONDS)
         broker = await Broker.open(self.config.broker)

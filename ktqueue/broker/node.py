@@ -74,8 +74,8 @@ class Node:
         """Sends nothing yet. `connect` and `operate` are seconds."""
         self.endpoint = endpoint
         self._options = _options(endpoint, login, tls, database, connect)
-        self._pool = BlockingConnectionPool(max_connections=connections, timeout=cast(int, operate), **self._options)
-        self._redis = Redis.from_pool(self._pool)
+        self.pool = BlockingConnectionPool(max_connections=connections, timeout=cast(int, operate), **self._options)
+        self._redis = Redis.from_pool(self.pool)
         self._raw: set[AbstractConnection] = set()
         self._closed = False
 
@@ -118,7 +118,7 @@ class Node:
 
     def raw(self) -> AbstractConnection:
         """A connection of its own for subscriptions, not yet opened. Give it back by `drop`."""
-        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        connection = self.pool.connection_class(**self.pool.connection_kwargs)
         self._raw.add(connection)
         return connection
 

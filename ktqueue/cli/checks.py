@@ -25,6 +25,7 @@ PYTHONS = ((3, 11), (3, 12))
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
 GATEWAY_PACKAGES = ("starlette", "uvicorn", "pydantic")
 WORKER_PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "numpy", "pyyaml")
+ARQ_PACKAGES = ("arq", "pydantic")
 LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to its file
 
 
@@ -52,6 +53,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _packages("client packages", CLIENT_PACKAGES, Level.FAIL, "pip install ktqueue")
     yield _packages("gateway packages", GATEWAY_PACKAGES, Level.WARN, "pip install 'ktqueue[gateway]'")
     yield _packages("worker packages", WORKER_PACKAGES, Level.WARN, "pip install 'ktqueue[worker]'")
+    yield _packages("arq packages", ARQ_PACKAGES, Level.WARN, "pip install 'ktqueue[arq]'; only the bridge needs them")
     yield _kernels()
     yield _cores()
     yield _memory(config)

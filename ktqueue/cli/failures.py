@@ -58,7 +58,8 @@ def line(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
-        extra = "gateway" if error.name.partition(".")[0] in GATEWAY_PACKAGES else "worker"
+        package = error.name.partition(".")[0]
+        extra = "arq" if package == "arq" else "gateway" if package in GATEWAY_PACKAGES else "worker"
         text = f"this needs the package {error.name}: pip install 'ktqueue[{extra}]'"
     else:
         text = f"unexpected {type(error).__name__}: {error} (--debug shows where)"

@@ -9,7 +9,23 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import batch, bench, chat, convert, demo, doctor, gateway, inspect, jobs, keys, submit, top, up, worker
+from ktqueue.cli import (
+    arq,
+    batch,
+    bench,
+    chat,
+    convert,
+    demo,
+    doctor,
+    gateway,
+    inspect,
+    jobs,
+    keys,
+    submit,
+    top,
+    up,
+    worker,
+)
 from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, report
 
 
@@ -43,6 +59,7 @@ def application() -> typer.Typer:
     app.command("up", rich_help_panel=serving)(up.up)
     app.command("gateway", rich_help_panel=serving)(gateway.gateway)
     app.command("worker", rich_help_panel=serving)(worker.worker)
+    app.command("bridge", rich_help_panel=serving)(arq.bridge)
     app.add_typer(keys.application(), name="keys", rich_help_panel=serving)
     app.command("submit", rich_help_panel=using)(submit.submit)
     app.command("top", rich_help_panel=using)(top.top)

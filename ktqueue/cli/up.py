@@ -1,6 +1,7 @@
 """`ktqueue up`: everything on this machine: a private Redis, the gateway, the workers."""
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,11 +22,15 @@ def up(
     engine: EngineFlags,
     gateway: GatewayFlags,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
+    bridge: Annotated[bool, typer.Option("--bridge", help="Serve arq's clients, too.")] = False,
 ) -> None:
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
 
-    asyncio.run(_up(settings(common, engine=engine, gateway=gateway), workers))
+    config = settings(common, engine=engine, gateway=gateway)
+    if bridge:
+        config = replace(config, bridge=replace(config.bridge, enabled=True))
+    asyncio.run(_up(config, workers))
 
 
 async def _up(config: Config, workers: int) -> None:

@@ -23,12 +23,12 @@ DURABILITIES = ("process", "fsync")
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
 
 
-def _at_least(config: object, name: str, low: float) -> None:
+def _at_least(config: object, name: str, low: float, section: str = "broker") -> None:
     value = getattr(config, name)
     if not low <= value < math.inf:  # NaN fails both
         raise ConfigError(
-            f"broker.{name} must be a number from {low:g} on, got {value!r}",
-            param=f"broker.{name}",
+            f"{section}.{name} must be a number from {low:g} on, got {value!r}",
+            param=f"{section}.{name}",
             limit=low,
             value=value,
         )
@@ -154,6 +154,25 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeConfig:
+    """Jobs of arq's clients. Times in seconds."""
+
+    enabled: bool = False  # `ktqueue up` runs one
+    redis_url: str | None = None  # where arq's clients are; None: the broker's
+    queue: str = "arq:queue"
+    max_jobs: int = 64  # that run at once; the rest waits in arq's queue
+    poll_seconds: float = 0.05
+    keep_result: float = 3_600.0  # arq blocks a job's id for so long, too
+    tenant: str = "default"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        _at_least(self, "max_jobs", 1, "bridge")
+        _at_least(self, "poll_seconds", 0.001, "bridge")
+        _at_least(self, "keep_result", 0.01, "bridge")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings of one process."""
 
@@ -161,6 +180,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    bridge: BridgeConfig = field(default_factory=BridgeConfig)
 
 
 _SECTIONS: dict[str, type] = {
@@ -168,6 +188,7 @@ _SECTIONS: dict[str, type] = {
     "engine": EngineConfig,
     "worker": WorkerConfig,
     "gateway": GatewayConfig,
+    "bridge": BridgeConfig,
 }
 
 

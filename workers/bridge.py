@@ -1,0 +1,191 @@
+"""The bridge: arq's `enqueue_job("generate", {...})` as a job of ours, its answer as arq's `Job.result()`.
+
+An arq job submits ours under its own id and waits for its end; it computes nothing. So it may die, be run again or be
+run twice: whoever runs it finds the job that is there. Also a module to execute (`python -m workers.bridge`).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.broker.server import running_url
+from ktqueue.core.completion import Completion, completion_of
+from ktqueue.core.config import Config, load_config
+from ktqueue.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    JobNotFound,
+    JournalRegressed,
+    KtqueueError,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.request import GenerationRequest
+from ktqueue.gateway.openai_jobs import parse_job
+from ktqueue.gateway.openai_replies import usage_json
+from workers.arq_worker import SteadyWorker, serve
+from workers.exit_codes import BROKEN, DRAINED, UNUSABLE
+
+MAX_ATTEMPTS = 3  # a job whose journal is gone before its end was seen is run again so often
+PAUSE = 0.5  # seconds, where a refusal does not say when to come back
+
+_JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,120}")
+
+log = logging.getLogger(__name__)
+
+
+def generation_id(arq_id: str, attempt: int = 0) -> str:
+    """The id of our job: arq's own where we allow it, else a digest of it."""
+    name = arq_id if _JOB_ID.fullmatch(arq_id) else f"arq-{hashlib.sha256(arq_id.encode()).hexdigest()}"
+    return f"{name}:again{attempt}" if attempt else name
+
+
+class Bridge(SteadyWorker):
+    """Serves `generate` on arq's queue of the configuration."""
+
+    def __init__(self, broker: Broker, config: Config, url: str) -> None:
+        super().__init__(
+            {"generate": self.generate},
+            url=config.bridge.redis_url or url,
+            config=config.broker,
+            queue=config.bridge.queue,
+            max_jobs=config.bridge.max_jobs,
+            keep_result=config.bridge.keep_result,
+            poll_seconds=config.bridge.poll_seconds,
+        )
+        self._broker = broker
+        self._tenant = config.bridge.tenant
+
+    async def generate(self, context: dict[str, Any], *given: Any, **named: Any) -> dict[str, Any]:
+        """The arq job: one body as of POST /v1/jobs, or its fields as keywords. Returns `result_json`.
+
+        Raises what the submission or the job itself failed with; the code goes to arq's client.
+        """
+        if len(given) > 1 or not isinstance(given[0] if given else named, dict) or (given and named):
+            raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
+        request = parse_job(given[0] if given else named)
+        arq_id = str(context["job_id"])
+        for attempt in range(MAX_ATTEMPTS):
+            job_id = generation_id(arq_id, attempt)
+            try:
+                await self._submit(request, job_id)
+                events = await self._follow(job_id)
+            except asyncio.CancelledError:
+                if arq_id in self.aborting_tasks:  # else it is this process that ends, and the job goes on
+                    await self._cancel(job_id)
+                raise
+            if events and events[0].seq == 1:
+                return result_json(request, completion_of(job_id, request.sampling.n, events))
+        raise KtqueueError(f"the journal of job {job_id} was lost {MAX_ATTEMPTS} times")
+
+    async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
+        """An arq job that ends before it begins: aborted while no bridge ran it, say. Ours must not go on."""
+        with contextlib.suppress(JobNotFound):
+            if (await self._broker.jobs.get(generation_id(job_id))).tenant == self._tenant:
+                await self._broker.jobs.cancel(generation_id(job_id))
+        await super().finish_failed_job(job_id, result_data)
+
+    async def _submit(self, request: GenerationRequest, job_id: str) -> JobRecord:
+        while True:
+            call = asyncio.ensure_future(self._broker.jobs.submit(request, job_id=job_id, tenant=self._tenant))
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:  # what was sent must not arrive after the cancel
+                with contextlib.suppress(KtqueueError):
+                    await call
+                raise
+            except KtqueueError as error:
+                if error.status not in (429, 503):
+                    raise
+                await asyncio.sleep(error.retry_after or PAUSE)
+
+    async def _follow(self, job_id: str) -> list[TokenEvent]:
+        """All events of a job to its last one; none if they are gone."""
+        events: list[TokenEvent] = []
+        while True:
+            try:
+                async for event in self._broker.journal.follow(job_id, events[-1].seq if events else 0):
+                    events.append(event)  # noqa: PERF401 # what came before an outage is kept
+                return events
+            except (JobNotFound, JournalRegressed):
+                return []
+            except Unavailable as error:
+                await asyncio.sleep(error.retry_after or PAUSE)
+
+    async def _cancel(self, job_id: str) -> None:
+        while True:
+            try:
+                await self._broker.jobs.cancel(job_id)
+            except JobNotFound:
+                return
+            except Unavailable as error:
+                await asyncio.sleep(error.retry_after or PAUSE)
+            else:
+                return
+
+
+def result_json(request: GenerationRequest, completion: Completion) -> dict[str, Any]:
+    """What `Job.result()` gives: the first choice's text, ids and finish reason, all choices, and the token counts."""
+    choices: list[dict[str, Any]] = [
+        {"index": index, "text": text, "token_ids": list(token_ids), "finish_reason": reason}
+        for index, (text, token_ids, reason) in enumerate(
+            zip(completion.texts, completion.token_ids, completion.finish_reasons, strict=True)
+        )
+    ]
+    if request.sampling.logprobs is not None:
+        for choice, positions in zip(choices, completion.logprobs, strict=True):
+            choice["logprobs"] = [
+                {
+                    "token_id": one.chosen.token_id,
+                    "logprob": one.chosen.logprob,
+                    "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in one.top],
+                }
+                for one in positions
+            ]
+    first = {key: value for key, value in choices[0].items() if key in ("text", "token_ids", "finish_reason")}
+    usage = None if completion.usage is None else usage_json(completion.usage)
+    return {"job_id": completion.job_id, "model": request.model, **first, "choices": choices, "usage": usage}
+
+
+async def open_broker(config: Config) -> Broker:
+    """A broker, as soon as there is a Redis. Raises ConfigError."""
+    while True:
+        try:
+            return await Broker.open(config.broker)
+        except Unavailable as error:
+            log.warning("%s", error.message)
+        await asyncio.sleep(PAUSE)
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT; waits for Redis where it is away. Raises ConfigError."""
+    async with await open_broker(config) as broker:
+        url = config.broker.url or running_url(config.broker.state_dir)
+        assert url is not None  # Broker.open would have said so
+        log.info("serving arq's queue %s", config.bridge.queue)
+        await serve(Bridge(broker, config, url))
+
+
+def main() -> int:
+    """Serve with the settings of the environment; errors go to the log. Gives the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(run(load_config(environment=os.environ)))
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return UNUSABLE
+    except KtqueueError as error:
+        log.error("%s", error.message)
+        return BROKEN
+    return DRAINED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
