@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ktqueue.broker.limits import Standing
 from ktqueue.core.codec import decode_event, decode_request
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import JobState, Usage
@@ -16,7 +17,8 @@ class JobRecord:
     """One job. Times are Unix seconds by the server's clock.
 
     `position` is its place in its class's queue, from 1, while it is queued. `attempts` counts the workers that
-    began it, those that gave it back aside. `usage` and `error` are those of its last event.
+    began it, those that gave it back aside. `usage` and `error` are those of its last event. `standing`, where `submit`
+    made the job just now, is what its tenant has left.
     """
 
     id: str
@@ -35,6 +37,7 @@ class JobRecord:
     usage: Usage | None = None
     error: ErrorInfo | None = None
     cancel_requested: bool = False
+    standing: Standing | None = None
 
     @property
     def priority(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
+from ktqueue.broker.limits import Cost, check_size, limit_error, limit_words, standing
 from ktqueue.broker.scripts import Refused, Scripts
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import encode_request
@@ -24,9 +25,11 @@ from ktqueue.core.errors import (
     Unavailable,
 )
 from ktqueue.core.events import JobState
+from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.tenants import DEFAULT_TENANT
 
-__all__ = ["JobRecord", "Jobs", "QueueDepth", "not_found"]
+__all__ = ["JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
 
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
@@ -53,6 +56,16 @@ class QueueDepth:
     batch_wait: float | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TenantLoad:
+    """Jobs of a tenant that count for its limits: waiting and running ones, waiting ones and the bytes of these."""
+
+    tenant: str
+    live: int
+    queued: int
+    queued_bytes: int
+
+
 JobRecords = list[JobRecord]  # inside Jobs, `list` is a method
 QueueDepths = list[QueueDepth]
 
@@ -71,15 +84,20 @@ class Jobs:
         *,
         job_id: str | None = None,
         idempotency_key: str | None = None,
-        tenant: str = "default",
+        tenant: str = DEFAULT_TENANT,
+        limits: TenantLimits | None = None,
     ) -> JobRecord:
         """Put a job into its queue. Once this has returned, the job ends in exactly one terminal state.
 
         The same `job_id`, or the same `idempotency_key` of a tenant, returns the job that is there already.
         A request without a seed is given one, so that a resumed job repeats its noise.
 
-        Raises ModelNotFound; Unavailable while no model is known; QueueFull; RequestTooLarge; IdempotencyConflict
-        when the id or key was used with another request; JobConflict when the key's job has been forgotten.
+        With `limits`, even where all of them are None, the job counts among its tenant's, and reserves tokens until
+        its end tells how many it took. A submission sent twice counts once.
+
+        Raises ModelNotFound; Unavailable while no model is known; QueueFull; TenantLimitReached; RateLimitExceeded;
+        RequestTooLarge; IdempotencyConflict when the id or key was used with another request; JobConflict when the
+        key's job has been forgotten.
         """
         body = encode_request(request)
         if len(body) > self._config.max_request_bytes:
@@ -93,6 +111,9 @@ class Jobs:
         if request.sampling.seed is None:
             stored = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
             stored_body = encode_request(stored)
+        cost = Cost.of(request)
+        if limits is not None:
+            check_size(limits, cost, len(stored_body))
         cap = {
             JobClass.INTERACTIVE: self._config.max_queued_interactive,
             JobClass.BATCH: self._config.max_queued_batch,
@@ -112,9 +133,12 @@ class Jobs:
                 cap,
                 round(request.priority * self._config.priority_seconds * MICROSECONDS),
                 request.sampling.n,
+                self._config.max_queued_bytes,
+                limit_words(limits, cost),
             )
         except Refused as refused:
-            raise _submit_error(refused, request, cap) from refused
+            error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
+            raise error or _submit_error(refused, request, cap) from refused
         if reply[0] == 0:
             return decode_job(reply[1].decode(), reply[2])
         created_at = int(reply[1]) / MICROSECONDS
@@ -128,6 +152,7 @@ class Jobs:
             deadline=None if request.expires_in is None else created_at + request.expires_in,
             position=reply[2] + 1,
             request=stored,
+            standing=standing(limits, reply[3:]),
         )
 
     async def get(self, job_id: str) -> JobRecord:
@@ -165,6 +190,11 @@ class Jobs:
             seconds = None if wait is None else wait / MICROSECONDS
             by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds)
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
+
+    async def tenant_loads(self, tenants: Sequence[str]) -> Sequence[TenantLoad]:
+        """What these tenants have in work."""
+        reply = await self._scripts.call("tenants", *tenants)
+        return [TenantLoad(name, *numbers) for name, numbers in zip(tenants, reply, strict=True)]
 
 
 def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None]]) -> QueueDepth:
@@ -208,6 +238,14 @@ def not_found(job_id: str) -> JobNotFound:
 
 def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> KtqueueError:
     match refused.code:
+        case "QUEUE_BYTES":
+            waiting, limit = (int(word) for word in refused.detail.split())
+            return QueueFull(
+                f"requests of {waiting} bytes wait, at most {limit} may",
+                limit=limit,
+                value=waiting,
+                retry_after=RETRY_AFTER[request.job_class],
+            )
         case "CONFLICT":
             return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")
         case "GONE":

@@ -10,6 +10,8 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | queue:CLASS:MODEL        | zset       | waiting job ids by arrival and priority       | while jobs wait           |
 | live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
+| waiting                  | string     | bytes of all requests that wait               | while jobs wait           |
+| tenant:NAME              | hash       | its live and queued jobs, bytes, rates        | until its rates are full  |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
 | backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |

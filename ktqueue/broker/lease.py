@@ -150,7 +150,7 @@ class Lease:
                 self._steps += 1
                 arguments: list[bytes | str | int] = []
                 for job_id, event in events[start : start + MAX_EVENTS]:
-                    arguments += (job_id, event.seq, encode_event(event), event.state or "")
+                    arguments += (job_id, event.seq, encode_event(event), _end(event))
                 reply = await self._call(
                     "commit", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
                 )
@@ -200,3 +200,10 @@ class Lease:
             raise LeaseLost(f"the lease of {self.id} has lapsed: {error}") from error
         except Refused as refused:  # a hole in a journal: the server has lost what it had acknowledged
             raise LeaseLost(f"the journal does not fit: {refused}") from refused
+
+
+def _end(event: TokenEvent) -> str:
+    """What the script needs to know of a job's end: its state and the tokens that it used, "done 42"."""
+    if event.state is None or event.usage is None:
+        return event.state or ""
+    return f"{event.state.value} {event.usage.prompt_tokens + event.usage.completion_tokens}"

@@ -22,6 +22,7 @@ NAMES = (
     "job",
     "list",
     "depth",
+    "tenants",
     "read",
     "models",
     "workers",

@@ -48,6 +48,7 @@ class BrokerConfig:
     batch_share: int = 8  # one free row in so many is for batch, however much interactive work waits
     max_queued_interactive: int = 2_000
     max_queued_batch: int = 100_000
+    max_queued_bytes: int = 1 << 30  # of all requests that wait
     max_request_bytes: int = 4 << 20
     job_ttl: float = 3_600.0  # job records, counted from the job's end
     journal_ttl: float = 600.0  # journals, counted from the job's end
@@ -65,6 +66,7 @@ class BrokerConfig:
         for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
             _at_least(self, name, 1)
         _at_least(self, "priority_seconds", 0)
+        _at_least(self, "max_queued_bytes", self.max_request_bytes)
         if self.durability not in DURABILITIES:
             raise ConfigError(
                 f"broker.durability must be one of {', '.join(DURABILITIES)}, got {self.durability!r}",

@@ -99,7 +99,7 @@ class JobConflict(KtqueueError):
 
 
 class RequestTooLarge(KtqueueError):
-    """The body is larger than the limit."""
+    """The body, or what it asks for, is larger than a limit."""
 
     code = "request_too_large"
     status = 413
@@ -113,9 +113,23 @@ class IdempotencyConflict(KtqueueError):
 
 
 class QueueFull(KtqueueError):
-    """The queue of this class holds as many jobs as it may."""
+    """The queue of this class holds as many jobs, or all queues as many bytes, as they may."""
 
     code = "queue_full"
+    status = 429
+
+
+class TenantLimitReached(KtqueueError):
+    """The tenant has as many jobs, or bytes of them, as it may."""
+
+    code = "tenant_limit_reached"
+    status = 429
+
+
+class RateLimitExceeded(KtqueueError):
+    """The tenant has used the requests or tokens of its minute; `retry_after` says when this one would be let in."""
+
+    code = "rate_limit_exceeded"
     status = 429
 
 

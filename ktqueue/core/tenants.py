@@ -1,7 +1,7 @@
-"""Tenants as the settings name them: who they are, by the hashes of their keys. Knows no HTTP and no Redis.
+"""Tenants as the settings name them: who they are, by the hashes of their keys, and what they may use.
 
 A key itself is never in the settings: only its SHA-256, in hexadecimal. No message of an error repeats what stands
-where a hash should be, since it may be a key.
+where a hash should be, since it may be a key. Knows no HTTP and no Redis.
 """
 
 import json
@@ -12,6 +12,8 @@ from hashlib import sha256
 from typing import Any, Self
 
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.limits import TenantLimits
+from ktqueue.core.units import parse_bytes
 
 DEFAULT_TENANT = "default"  # that of jobs without a tenant, and of the keys in gateway.api_keys
 
@@ -20,8 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantConfig:
-    """One `[[gateway.tenants]]` table. `keys`: SHA-256 hashes of its API keys, at least one.
+class TenantConfig(TenantLimits):
+    """One `[[gateway.tenants]]` table. `keys`: SHA-256 hashes of its API keys, at least one. Its limits beside them.
 
     Raises ConfigError naming the tenant and the field.
     """
@@ -30,6 +32,7 @@ class TenantConfig:
     keys: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        TenantLimits.__post_init__(self)  # super() does not see itself in a class with slots
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == DEFAULT_TENANT:
             raise ConfigError(
                 f"a tenant's name must be 1 to 64 letters, digits or _ . - and not {DEFAULT_TENANT!r}, "
@@ -57,7 +60,16 @@ class TenantConfig:
                 raise ConfigError(f"a tenant has no {key}", param=f"gateway.tenants.{key}")
         if not isinstance(table["keys"], list | tuple):
             raise ConfigError("a tenant's keys must be a list", param="gateway.tenants.keys")
-        return cls(**{**table, "keys": tuple(table["keys"])})
+        settings = {**table, "keys": tuple(table["keys"])}
+        if settings.get("max_queued_bytes") is not None:
+            try:
+                settings["max_queued_bytes"] = parse_bytes(settings["max_queued_bytes"])
+            except ValueError as error:
+                raise ConfigError(
+                    f"a tenant's max_queued_bytes must be a size such as 64MiB: {error}",
+                    param="gateway.tenants.max_queued_bytes",
+                ) from error
+        return cls(**settings)
 
 
 def hash_of(key: str) -> str:

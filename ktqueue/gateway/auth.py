@@ -13,6 +13,7 @@ from starlette.requests import Request
 from ktqueue.broker.jobs import JobRecord, not_found
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import AuthenticationFailed
+from ktqueue.core.limits import TenantLimits
 from ktqueue.core.tenants import DEFAULT_TENANT
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # probes carry no keys
@@ -20,10 +21,15 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # probes carry no keys
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who makes a request. `alone`: sees no other tenant's jobs; so is everybody once there are keys."""
+    """Who makes a request. `alone`: sees no other tenant's jobs; so is everybody once there are keys.
+
+    `limits`, of a tenant of the settings, may be without a limit; the operator and, without keys, everybody have none,
+    and their jobs are not counted.
+    """
 
     name: str = DEFAULT_TENANT
     alone: bool = False
+    limits: TenantLimits | None = None
 
     def check_sees(self, record: JobRecord) -> JobRecord:
         """The record, if it is this tenant's to see. Raises JobNotFound, in the words of a job that is not there."""
@@ -44,7 +50,7 @@ class Keys:
         default = Tenant(alone=True)
         self._owners = [(bytes.fromhex(one), default) for one in config.api_keys]
         for settings in config.tenants:
-            tenant = Tenant(settings.name, alone=True)
+            tenant = Tenant(settings.name, alone=True, limits=settings)
             self._owners += [(bytes.fromhex(one), tenant) for one in settings.keys]
 
     def tenant(self, path: str, headers: Headers) -> Tenant:

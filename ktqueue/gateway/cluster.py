@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.jobs import QueueDepth, TenantLoad
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.gateway.metrics import Metric, counter, gauge
 
@@ -40,6 +40,18 @@ def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
         queued.add_metric((depth.model, "batch"), depth.batch)
         running.add_metric((depth.model,), depth.running)
     return [queued, running]
+
+
+def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:
+    """What tenants of the settings have in work."""
+    live = gauge("tenant_jobs_live", "Jobs of a tenant that wait or run.", ("tenant",))
+    queued = gauge("tenant_jobs_queued", "Jobs of a tenant that wait.", ("tenant",))
+    size = gauge("tenant_queued_bytes", "Bytes of a tenant's requests that wait.", ("tenant",))
+    for load in loads:
+        live.add_metric((load.tenant,), load.live)
+        queued.add_metric((load.tenant,), load.queued)
+        size.add_metric((load.tenant,), load.queued_bytes)
+    return [live, queued, size]
 
 
 def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:

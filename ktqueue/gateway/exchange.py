@@ -20,7 +20,7 @@ from ktqueue.gateway.auth import Tenant, tenant_of
 from ktqueue.gateway.faults import failure
 from ktqueue.gateway.feed import Batch, Feed
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import idempotency_key
+from ktqueue.gateway.headers import idempotency_key, rate_headers
 from ktqueue.gateway.openai_choices import Choices
 from ktqueue.gateway.openai_replies import Reply
 from ktqueue.gateway.sse import DONE, PING, EventStream, frame, watch
@@ -55,7 +55,7 @@ async def submit(
     try:
         for place, generation in enumerate(generations):
             one = key if key is None or len(generations) == 1 else f"{key}#{place}"
-            records.append(await gateway.broker.jobs.submit(generation, idempotency_key=one, tenant=tenant.name))
+            records.append(await gateway.submit(tenant, generation, idempotency_key=one))
     except BaseException as error:
         gateway.abandon(record.id for record in records)
         if isinstance(error, KtqueueError):
@@ -85,6 +85,7 @@ class Exchange:
         self._reply = reply
         self._keep = keep
         self._job_ids = [record.id for record in records]
+        self._rates = rate_headers(records[-1].standing)
         self._choices = Choices(len(records), generations[0].sampling.n)
         self._stopwatch = Stopwatch(gateway.metrics, generations[0].model)
         self._open = set(range(len(records)))
@@ -95,7 +96,7 @@ class Exchange:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-job-id": ",".join(self._job_ids)}
+        return {"x-job-id": ",".join(self._job_ids), **self._rates}
 
     async def whole(self) -> Response:
         """The body once all jobs are done."""

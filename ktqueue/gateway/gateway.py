@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
-from ktqueue.core.errors import KtqueueError, Unavailable
-from ktqueue.gateway.auth import Keys
+from ktqueue.core.errors import KtqueueError, RateLimitExceeded, TenantLimitReached, Unavailable
+from ktqueue.core.request import GenerationRequest
+from ktqueue.gateway.auth import Keys, Tenant
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.metrics import Metrics
@@ -42,6 +44,19 @@ class Gateway:
             return False
         self._broker = await Broker.open(self.config.broker, max_mailbox_bytes=self.config.gateway.max_mailbox_bytes)
         return True
+
+    async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
+        """Submit a tenant's job, within its limits. Raises what `Jobs.submit` raises."""
+        try:
+            record = await self.broker.jobs.submit(
+                generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
+            )
+        except (TenantLimitReached, RateLimitExceeded) as error:
+            self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
+            raise
+        if record.standing is not None:
+            self.metrics.tenant_jobs.labels(tenant.name).inc()
+        return record
 
     @contextmanager
     def feed(self, job_ids: Sequence[str], *, after: int = 0) -> Iterator[Feed]:

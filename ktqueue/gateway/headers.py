@@ -1,10 +1,12 @@
-"""Request headers that carry meaning: the request id, the idempotency key, where a reader stopped."""
+"""Headers that carry meaning: the request id, the idempotency key, where a reader stopped; what a tenant has left."""
 
 import re
+from math import ceil
 from uuid import uuid4
 
 from starlette.datastructures import Headers, QueryParams
 
+from ktqueue.broker.limits import Standing
 from ktqueue.core.errors import InvalidRequest
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -44,3 +46,28 @@ def last_seq(headers: Headers, query: QueryParams) -> int:
                 )
             return int(given)
     return 0
+
+
+def rate_headers(standing: Standing | None) -> dict[str, str]:
+    """OpenAI's `x-ratelimit-*`: of each rate the most at once, what is left, and when all of it will be again."""
+    headers: dict[str, str] = {}
+    if standing is not None:
+        for what, rate in (("requests", standing.requests), ("tokens", standing.tokens)):
+            if rate is not None:
+                headers[f"x-ratelimit-limit-{what}"] = str(rate.limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
+                headers[f"x-ratelimit-reset-{what}"] = duration(rate.reset)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Seconds as OpenAI writes them, in whole milliseconds rounded up: "120ms", "6.5s", "1h0m2s"."""
+    milliseconds = ceil(seconds * 1_000)
+    if milliseconds < 1_000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    last = f"{rest / 1_000:.3f}".rstrip("0").rstrip(".") + "s"
+    if hours:
+        return f"{hours}h{minutes}m{last}"
+    return f"{minutes}m{last}" if minutes else last

@@ -16,7 +16,7 @@ from ktqueue.gateway.body import read_json
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import idempotency_key, last_seq
+from ktqueue.gateway.headers import idempotency_key, last_seq, rate_headers
 from ktqueue.gateway.openai_jobs import parse_job
 from ktqueue.gateway.openai_records import event_json, record_json, result_json
 from ktqueue.gateway.replies import json_response
@@ -60,12 +60,9 @@ async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
     generation = parse_job(await read_json(request))
-    record = await gateway.broker.jobs.submit(
-        generation, idempotency_key=idempotency_key(request.headers), tenant=tenant_of(request).name
-    )
-    return json_response(
-        record_json(record), status=202, headers={"location": f"/v1/jobs/{record.id}", "x-job-id": record.id}
-    )
+    record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
+    headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
+    return json_response(record_json(record), status=202, headers=headers)
 
 
 async def list_jobs(request: Request) -> Response:

@@ -50,6 +50,15 @@ class Metrics:
             ["model_name", "code"],
             registry=self._registry,
         )
+        self.tenant_jobs = Counter(
+            "ktqueue:tenant_jobs", "Jobs taken from a tenant of the settings.", ["tenant"], registry=self._registry
+        )
+        self.tenant_refusals = Counter(
+            "ktqueue:tenant_refusals",
+            "Requests refused by a limit of their tenant.",
+            ["tenant", "code"],
+            registry=self._registry,
+        )
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From submission to the first token.", LATENCY
         )

@@ -28,6 +28,19 @@ def test_from_a_file_and_the_environment(tmp_path):
     assert load_config(environment={"KTQUEUE_GATEWAY_TENANTS": ""}).gateway.tenants == ()
 
 
+def test_limits_beside_the_keys(tmp_path):
+    path = tmp_path / "ktqueue.toml"
+    path.write_text(
+        f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}"]\nmax_live_jobs = 8\nmax_queued_bytes = "2MiB"\n'
+        "requests_per_minute = 60\ntokens_per_minute = 9000\ntokens_burst = 1000\n"
+    )
+    config = load_config(path)
+    (tenant,) = config.gateway.tenants
+    assert (tenant.max_live_jobs, tenant.max_queued_jobs, tenant.max_queued_bytes) == (8, None, 2 << 20)
+    assert (tenant.most_requests, tenant.most_tokens) == (60, 1000)
+    assert load_config(environment=config_environment(config)) == config
+
+
 @pytest.mark.parametrize(
     ("tenants", "message"),
     [
@@ -44,6 +57,10 @@ def test_from_a_file_and_the_environment(tmp_path):
         ([{"name": "acme"}], "a tenant has no keys"),
         ([{"keys": [A]}], "a tenant has no name"),
         ([{"name": "acme", "keys": [A], "limit": 5}], "unknown key 'limit'"),
+        ([{"name": "acme", "keys": [A], "max_live_jobs": 0}], "max_live_jobs must be a positive integer"),
+        ([{"name": "acme", "keys": [A], "tokens_per_minute": "5"}], "tokens_per_minute must be a positive integer"),
+        ([{"name": "acme", "keys": [A], "requests_burst": 5}], "requests_burst needs requests_per_minute"),
+        ([{"name": "acme", "keys": [A], "max_queued_bytes": "much"}], "must be a size"),
         (["secret"], "must be tables"),
         ({"secret": 1}, "must be tables"),
         ("secret", "not JSON"),

@@ -324,3 +324,19 @@ async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(http, worker, monke
     assert response.status_code == 500
     assert "secret" not in response.text
     assert response.headers["x-request-id"] in response.json()["error"]["message"]
+
+
+async def test_deadline_passes_before_any_worker_claims(http, broker, tools):
+    worker = tools.ScriptedWorker(broker)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    task.cancel()  # the model stays known
+    await asyncio.gather(task, return_exceptions=True)
+    for path, body in ((CHAT, BODY), (COMPLETE, {"model": "tale", "prompt": "Once"})):
+        for stream in (False, True):
+            response = await http.post(path, json={**body, "expires_in": 0.01, "stream": stream})
+            if stream and response.status_code == 200:  # the reaper came later than the wait for a first event
+                assert '"code":"deadline_exceeded"' in response.text
+                continue
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "deadline_exceeded"

@@ -1,9 +1,11 @@
 """Tenants over HTTP: each sees its own jobs alone, and nothing logs a key."""
 
 import logging
+import re
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from ktqueue.core.tenants import TenantConfig, hash_of
@@ -13,6 +15,25 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT_BODY: dict[str, Any] = {"model": "tale", "messages": MESSAGES}
 JOB: dict[str, Any] = {"model": "tale", "prompt": "Once", "sampling": {"max_tokens": 9}}
 TENANTS = tuple(TenantConfig(name=name, keys=(hash_of(f"key-{name}"),)) for name in ("acme", "zeta"))
+
+LIMITED = TenantConfig(
+    name="acme",
+    keys=(hash_of("key-acme"),),
+    requests_per_minute=60,
+    requests_burst=3,
+    tokens_per_minute=6_000,
+    tokens_burst=1_000,
+    max_live_jobs=2,
+)
+
+
+@pytest.fixture
+async def limited(serve_with):
+    """A client of a tenant with limits."""
+    async with serve_with(tenants=(LIMITED,), api_keys=(hash_of("key-operator"),)) as (_, url):
+        headers = {"x-api-key": "key-acme"}
+        async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as client:
+            yield client
 
 
 @pytest.fixture
@@ -96,3 +117,76 @@ async def test_nothing_logs_a_key(doors, worker, caplog, capfd, monkeypatch):
     assert "key-" not in "\n".join(said)
     captured = capfd.readouterr()
     assert "key-" not in captured.out + captured.err
+
+
+async def test_what_is_left_is_told(limited, worker):
+    chat = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 200})
+    job = await limited.post(JOBS, json={**JOB, "sampling": {"max_tokens": 99}})
+    streamed = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 9, "stream": True})
+    assert (chat.status_code, job.status_code, streamed.status_code) == (200, 202, 200)
+    lefts = []
+    for response in (chat, job, streamed):
+        headers = {key: value for key, value in response.headers.items() if key.startswith("x-ratelimit-")}
+        assert len(headers) == 6
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-limit-tokens"]) == ("3", "1000")
+        assert re.fullmatch(r"[0-9.]+m?s", headers["x-ratelimit-reset-requests"])
+        lefts.append((int(headers["x-ratelimit-remaining-requests"]), int(headers["x-ratelimit-remaining-tokens"])))
+    assert lefts[0][0] == 2
+    assert 700 < lefts[0][1] < 800
+    assert lefts[2][1] > 850  # the chat took 8 of its 200 and more
+
+
+async def test_a_refusal_says_when_to_come_back(limited, worker, conforms, broker):
+    body = {**JOB, "sampling": {"max_tokens": 800}}
+    worker.script = endless
+    assert (await limited.post(JOBS, json=body)).status_code == 202
+    for path, again in ((JOBS, body), (CHAT, {**CHAT_BODY, "max_tokens": 800})):
+        refused = await limited.post(path, json=again)
+        assert refused.status_code == 429
+        conforms(refused.json(), "ErrorResponse")
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert (error["param"], error["limit"]) == ("tokens_per_minute", 1_000)
+        assert 700 < error["value"] <= 801
+        assert 1 <= int(refused.headers["retry-after"]) <= 7  # 600 tokens and more at 100 a second
+    assert (await limited.post(JOBS, json=JOB)).status_code == 202
+    refused = await limited.post(JOBS, json=JOB)
+    assert refused.json()["error"]["code"] == "tenant_limit_reached"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "max_live_jobs")
+    large = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 2_000})
+    assert (large.status_code, large.json()["error"]["param"]) == (413, "max_tokens")
+    metrics = (await limited.get("/metrics", headers={"x-api-key": "key-operator"})).text.splitlines()
+    for line in (
+        'ktqueue:tenant_jobs_total{tenant="acme"} 2.0',
+        'ktqueue:tenant_refusals_total{code="rate_limit_exceeded",tenant="acme"} 2.0',
+        'ktqueue:tenant_refusals_total{code="tenant_limit_reached",tenant="acme"} 1.0',
+        'ktqueue:tenant_jobs_live{tenant="acme"} 2.0',
+        'ktqueue:tenant_jobs_queued{tenant="acme"} 0.0',
+        'ktqueue:tenant_queued_bytes{tenant="acme"} 0.0',
+    ):
+        assert line in metrics, line
+    others = await limited.post(JOBS, json=body, headers={"x-api-key": "key-operator"})
+    assert others.status_code == 202
+    assert not [key for key in others.headers if key.startswith("x-ratelimit-")]
+
+
+async def endless(claim):
+    for _ in range(1_000):
+        yield 0.01
+
+
+async def test_the_openai_package_sees_a_rate_limit_error(limited, worker):
+    settings = {"base_url": f"{limited.base_url}/v1", "api_key": "key-acme", "max_retries": 0}
+    ask: Any = {"model": "tale", "messages": MESSAGES, "max_tokens": 5}
+    async with openai.AsyncOpenAI(**settings) as client:
+        answers = [await client.chat.completions.with_raw_response.create(**ask) for _ in range(3)]
+        assert answers[0].headers["x-ratelimit-remaining-requests"] == "2"
+        with pytest.raises(openai.RateLimitError) as refused:
+            for _ in range(10):  # more than the tenant's minute gives back meanwhile
+                await client.chat.completions.create(**ask)
+        error = refused.value
+        assert (error.status_code, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error")
+        assert (error.param, error.body["limit"]) == ("requests_per_minute", 3)
+        assert error.response.headers["retry-after"] == "1"
+        patient = client.with_options(max_retries=5)
+        assert (await patient.chat.completions.create(**ask)).choices[0].message.content  # it waits as it was told

@@ -43,6 +43,7 @@ else
     else
       redis.call('ZREM', queue, id)
       redis.call('HSET', job, 'state', 'running', 'worker', worker)
+      count_waiting(id, -1)
       redis.call('HSETNX', job, 'started', digits(now))
       redis.call('HINCRBY', job, 'attempts', 1)
       redis.call('HSET', running, id, tail_of(id))

@@ -4,6 +4,7 @@
 -- A script that refuses replies with an error "CODE detail" before it has written anything.
 local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept in the listing
+local MINUTE = 60000000
 
 local function now_us()
   local time = redis.call('TIME')
@@ -29,9 +30,53 @@ local function append(id, seq, event)
   redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
 end
 
--- The one way into a terminal state. `seq` is the seq of `event`, the job's last.
-local function finish(id, state, event, seq, now, job_ttl, journal_ttl)
+-- The bytes that wait, and what waits of the job's tenant: `sign` 1 where a job comes into its queue, -1 where it
+-- leaves it.
+local function count_waiting(id, sign)
   local job = TAG .. 'job:' .. id
+  local size = redis.call('HSTRLEN', job, 'request') * sign
+  if redis.call('INCRBY', TAG .. 'waiting', size) <= 0 then redis.call('DEL', TAG .. 'waiting') end
+  local at = redis.call('HMGET', job, 'tenant', 'account')
+  if at[2] then
+    redis.call('HINCRBY', TAG .. 'tenant:' .. at[1], 'queued', sign)
+    redis.call('HINCRBY', TAG .. 'tenant:' .. at[1], 'bytes', size)
+  end
+end
+
+-- How long a rate takes to make good so many, in us. Rounded down, so that a burst of single ones fits its whole.
+local function span(count, per_minute)
+  return math.floor(count * MINUTE / per_minute)
+end
+
+-- A job of a tenant has ended: it lives no more, and of the tokens that it reserved those not used come back.
+-- Without `account` it was not counted, or is settled already.
+local function settle(id, tenant, account, used, now)
+  redis.call('HDEL', TAG .. 'job:' .. id, 'account')
+  local key = TAG .. 'tenant:' .. tenant
+  local reserved, per_minute = string.match(account, '(%d+) (%d+)$')
+  local at = redis.call('HMGET', key, 'requests', 'tokens')
+  local tokens = tonumber(at[2] or 0)
+  if per_minute ~= '0' then
+    -- Never before now: what has been made good by time alone is not given a second time.
+    tokens = math.max(now, math.max(now, tokens) - span(reserved, per_minute) + span(used, per_minute))
+    redis.call('HSET', key, 'tokens', digits(tokens))
+  end
+  if redis.call('HINCRBY', key, 'live', -1) <= 0 then
+    local last = math.max(tokens, tonumber(at[1] or 0))
+    redis.call('PEXPIRE', key, math.max(0, math.ceil((last - now) / 1000)))
+  end
+end
+
+-- The one way into a terminal state. `seq` is the seq of `event`, the job's last. `used`: its tokens, where known.
+local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
+  local job = TAG .. 'job:' .. id
+  local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started')
+  if at[3] == 'queued' then count_waiting(id, -1) end
+  if at[5] then
+    -- Of a job whose worker is gone we know the prompt about, and that each event is a token or more.
+    local least = at[6] and tonumber(string.match(at[5], '^%d+')) + seq - 1 or 0
+    settle(id, at[4], at[5], used or least, now)
+  end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
   redis.call('PEXPIRE', job, job_ttl)
@@ -41,7 +86,6 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl)
   redis.call('ZADD', TAG .. 'ended', now + job_ttl * 1000, id)
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
   redis.call('PEXPIRE', TAG .. 'ended', job_ttl)
-  local at = redis.call('HMGET', job, 'class', 'model')
   local queue = at[1] .. ':' .. at[2]
   if redis.call('HINCRBY', TAG .. 'backlog', queue, -1) <= 0 then
     redis.call('HDEL', TAG .. 'backlog', queue)
@@ -64,6 +108,7 @@ local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, jo
   end
   redis.call('HSET', job, 'state', 'queued')
   redis.call('HDEL', job, 'worker')
+  count_waiting(id, 1)
   redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3] + (field[7] or 0), id)
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
 end

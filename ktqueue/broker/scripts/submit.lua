@@ -1,9 +1,14 @@
 -- A job into its queue.
 -- ARGV: id, model, class, tenant, request, request hash, life in us ('' for ever), idempotency key ('' none),
---       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later (earlier where
---       negative), rows of an engine that it takes.
--- Replies {1, arrival, place} for a new job, {0, id, job} for one that is already there.
--- Promises: the same id or idempotency key never makes a second job; another request under it is CONFLICT.
+--       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later
+--       (earlier where negative), rows of an engine that it takes, most bytes in all queues, tenant's limits: '' (its
+--       jobs are not counted) or nine numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
+--       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve.
+-- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job,
+-- {0, id, job} for one that is already there.
+-- Refuses with QUEUE_BYTES and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs end).
+-- Promises: the same id or idempotency key never makes a second job, nor counts twice; another request under it is
+-- CONFLICT.
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
 local now = now_us()
 local known = id
@@ -31,6 +36,46 @@ end
 local queue = TAG .. 'queue:' .. class .. ':' .. model
 local waiting = redis.call('ZCARD', queue)
 if waiting >= tonumber(ARGV[10]) then return redis.error_reply('QUEUE_FULL ' .. waiting) end
+local size, bytes = #ARGV[5], tonumber(redis.call('GET', TAG .. 'waiting') or 0)
+if bytes + size > tonumber(ARGV[13]) then return redis.error_reply('QUEUE_BYTES ' .. bytes .. ' ' .. ARGV[13]) end
+local requests_left, requests_reset, tokens_left, tokens_reset = 0, 0, 0, 0
+if ARGV[14] ~= '' then
+  local limit = {}
+  for word in string.gmatch(ARGV[14], '%d+') do limit[#limit + 1] = tonumber(word) end
+  local record = TAG .. 'tenant:' .. ARGV[4]
+  local has = redis.call('HMGET', record, 'live', 'queued', 'bytes', 'requests', 'tokens')
+  for i = 1, 5 do has[i] = tonumber(has[i] or 0) end
+  local function refuse(code, value, most, wait)
+    return redis.error_reply(string.format('TENANT_%s %.0f %.0f %.0f', code, value, most, wait))
+  end
+  if limit[1] > 0 and has[1] >= limit[1] then return refuse('LIVE', has[1], limit[1], 0) end
+  if limit[2] > 0 and has[2] >= limit[2] then return refuse('JOBS', has[2], limit[2], 0) end
+  if limit[3] > 0 and has[3] + size > limit[3] then return refuse('BYTES', has[3], limit[3], 0) end
+  -- The generic cell rate algorithm. `at`: when all that was used so far is made good, at so many a minute.
+  local function rate(at, per_minute, most, count)
+    local before = math.max(at, now)
+    local after = before + span(count, per_minute)
+    local whole = span(most, per_minute)
+    local used = math.ceil((before - now) * per_minute / MINUTE)
+    local left = math.ceil((whole - after + now + 1) * per_minute / MINUTE) - 1 -- whose span is what is left, no more
+    return after, after - now - whole, used, left
+  end
+  local wait, used
+  if limit[4] > 0 then
+    has[4], wait, used, requests_left = rate(has[4], limit[4], limit[5], 1)
+    if wait > 0 then return refuse('REQUESTS', used, limit[5], wait) end
+    requests_reset = has[4] - now
+  end
+  if limit[6] > 0 then
+    has[5], wait, used, tokens_left = rate(has[5], limit[6], limit[7], limit[9])
+    if wait > 0 then return refuse('TOKENS', used, limit[7], wait) end
+    tokens_reset = has[5] - now
+  end
+  redis.call('HSET', record, 'requests', digits(has[4]), 'tokens', digits(has[5]))
+  redis.call('HINCRBY', record, 'live', 1)
+  redis.call('PERSIST', record)
+  redis.call('HSET', TAG .. 'job:' .. id, 'account', limit[8] .. ' ' .. limit[9] .. ' ' .. limit[6])
+end
 -- The arrival is later than that of every live job, even if the clock went back.
 local order = now
 local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
@@ -50,6 +95,7 @@ if idempotency ~= '' then
 end
 redis.call('ZADD', queue, order + ARGV[11], id)
 redis.call('ZADD', TAG .. 'live', order, id)
+count_waiting(id, 1)
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
-return { 1, digits(order), redis.call('ZRANK', queue, id) }
+return { 1, digits(order), redis.call('ZRANK', queue, id), requests_left, requests_reset, tokens_left, tokens_reset }

@@ -1,0 +1,353 @@
+"""Tenants' limits: counted inside the submission, settled once when a job ends, gone when nothing is left of them."""
+
+import asyncio
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import TenantLoad
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.limits import Cost
+from ktqueue.core.codec import encode_request
+from ktqueue.core.errors import QueueFull, RateLimitExceeded, RequestTooLarge, TenantLimitReached
+from ktqueue.core.events import JobState, TokenEvent, Usage
+from ktqueue.core.limits import TenantLimits
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+
+TENANT = "acme"
+ONE_A_SECOND = 60  # tokens or requests a minute: so few that a test's own time changes little
+
+
+@pytest.fixture
+async def lease(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+@pytest.fixture
+def submit(broker, make_request):
+    """Submit for the tenant. `tokens`: what the job reserves, of which one is the prompt's."""
+
+    async def make(limits, *, tokens=11, prompt=(7,), **fields):
+        request = make_request(None, sampling=SamplingParams(max_tokens=tokens - 1), prompt_token_ids=prompt)
+        options = {key: fields.pop(key) for key in ("job_id", "idempotency_key") if key in fields}
+        return await broker.jobs.submit(replace(request, **fields), tenant=TENANT, limits=limits, **options)
+
+    return make
+
+
+@pytest.fixture
+def load(broker):
+    async def look():
+        (load,) = await broker.jobs.tenant_loads([TENANT])
+        return load
+
+    return look
+
+
+def record_of(broker, raw):
+    return {key.decode(): int(value) for key, value in raw.hgetall(f"{broker.keys.tag}:tenant:{TENANT}").items()}
+
+
+def done(tokens, seq=1):
+    usage = Usage(prompt_tokens=1, completion_tokens=tokens - 1)
+    return TokenEvent(seq=seq, state=JobState.DONE, usage=usage)
+
+
+async def test_live_and_queued_jobs_have_limits(broker, lease, submit, load):
+    limits = TenantLimits(max_live_jobs=3, max_queued_jobs=2)
+    for _ in range(2):
+        await submit(limits)
+    with pytest.raises(TenantLimitReached) as caught:
+        await submit(limits)
+    assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_queued_jobs", 2, 2)
+    assert caught.value.retry_after > 0
+    (claim,) = await lease.claim(1)
+    third = await submit(limits)
+    with pytest.raises(TenantLimitReached) as caught:
+        await submit(limits)
+    assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_live_jobs", 3, 3)
+    await lease.release([claim.job_id])  # waits again: the limits are at the door only
+    assert (await load()).queued == 3
+    await broker.jobs.submit(replace(claim.request, sampling=SamplingParams()), tenant="other", limits=limits)
+    await broker.jobs.submit(claim.request, tenant=TENANT)  # who is trusted passes no limits, and is not counted
+    assert (await load()).live == 3
+    (claim, *_) = await lease.claim(1)
+    await lease.commit([(claim.job_id, done(2))])
+    await broker.jobs.cancel(third.id)
+    await submit(limits)
+    assert await load() == TenantLoad(TENANT, 2, 2, (await load()).queued_bytes)
+
+
+async def test_bytes_that_wait_have_a_limit(broker, lease, submit, load):
+    first = await submit(None)
+    size = len(encode_request(first.request))
+    limits = TenantLimits(max_queued_bytes=3 * size)
+    await broker.jobs.cancel(first.id)
+    for _ in range(2):
+        await submit(limits)
+    with pytest.raises(TenantLimitReached) as caught:
+        await submit(limits, prompt=(7,) * size)
+    assert (caught.value.param, caught.value.limit) == ("max_queued_bytes", 3 * size)
+    assert caught.value.value == (await load()).queued_bytes
+    with pytest.raises(RequestTooLarge):
+        await submit(limits, prompt=(7,) * 2 * size)
+    await lease.claim(2)
+    assert await load() == TenantLoad(TENANT, 2, 0, 0)
+    await submit(limits, prompt=(7,) * size)
+
+
+async def test_all_that_waits_has_a_limit_in_bytes(config, card, make_request, raw):
+    settings = replace(config, max_request_bytes=2_000, max_queued_bytes=3_000)
+    async with await Broker.open(settings) as broker:
+        lease = await Lease.register(broker, card)
+        for job_class in JobClass:
+            await broker.jobs.submit(make_request("x" * 800, job_class=job_class))
+        with pytest.raises(QueueFull) as caught:
+            await broker.jobs.submit(make_request("x" * 800))
+        assert caught.value.limit == 3_000
+        assert 1_600 < caught.value.value < 3_000
+        assert caught.value.retry_after > 0
+        await lease.claim(2)
+        assert not raw.exists(f"{broker.keys.tag}:waiting")
+        await broker.jobs.submit(make_request("x" * 800))
+        await lease.close()  # the two come back
+        assert int(raw.get(f"{broker.keys.tag}:waiting")) > 2_400
+        for job in await broker.jobs.list():
+            await broker.jobs.cancel(job.id)
+        assert not raw.exists(f"{broker.keys.tag}:waiting")
+
+
+async def test_requests_come_at_a_rate(lease, submit):
+    limits = TenantLimits(requests_per_minute=ONE_A_SECOND, requests_burst=3)
+    lefts = []
+    for _ in range(3):
+        standing = (await submit(limits)).standing
+        lefts.append(standing.requests.remaining)
+        assert standing.tokens is None
+    assert (lefts, standing.requests.limit) == ([2, 1, 0], 3)
+    assert 2.0 < standing.requests.reset <= 3.0
+    with pytest.raises(RateLimitExceeded) as caught:
+        await submit(limits)
+    assert (caught.value.param, caught.value.limit, caught.value.value) == ("requests_per_minute", 3, 3)
+    assert 0 < caught.value.retry_after <= 1.0
+    await asyncio.sleep(caught.value.retry_after)
+    await submit(limits)  # the wait that was told is enough
+
+
+async def test_tokens_are_reserved_and_settled(broker, lease, submit, load, raw):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=100)
+
+    async def left():
+        """Tokens that are free now, by asking for one and giving it back."""
+        asked = await submit(limits, tokens=2)
+        await broker.jobs.cancel(asked.id)
+        return asked.standing.tokens.remaining + 2
+
+    job = await submit(limits, tokens=90)
+    assert job.standing.tokens.remaining == 10
+    with pytest.raises(RateLimitExceeded) as caught:
+        await submit(limits, tokens=30)
+    assert (caught.value.param, caught.value.limit) == ("tokens_per_minute", 100)
+    assert caught.value.value in (89, 90)
+    assert 15 < caught.value.retry_after <= 20
+    (claim,) = await lease.claim(1)
+    await lease.commit([(claim.job_id, TokenEvent(seq=1, token_ids=(1,))), (claim.job_id, done(40, seq=2))])
+    assert 60 <= await left() <= 65  # it took 40 of its 90
+    for state, used, free in ((JobState.CANCELLED, 10, 50), (JobState.FAILED, 2, 48), (JobState.DONE, 28, 20)):
+        job = await submit(limits, tokens=30)
+        (claim,) = await lease.claim(1)
+        await lease.commit([(claim.job_id, replace(done(used), state=state))])
+        assert free <= await left() <= free + 10, state
+    assert (await load()).live == 0
+
+
+async def test_a_job_that_never_ran_gives_everything_back(broker, lease, submit, raw, eventually):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=100)
+    for _ in range(4):
+        await broker.jobs.cancel((await submit(limits, tokens=100)).id)
+    await submit(limits, tokens=100, expires_in=0.05)
+
+    async def settled():
+        await broker.reaper().reap()
+        return not raw.exists(f"{broker.keys.tag}:tenant:{TENANT}")
+
+    await eventually(settled)
+    await submit(limits, tokens=100, expires_in=0.001)
+    await asyncio.sleep(0.01)
+    assert await lease.claim(1) == []  # claimed too late
+    assert await settled()
+
+
+async def test_a_job_whose_worker_died_is_charged_for_what_it_said(config, card, submit, broker, outlive, raw):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=100)
+    lease = await Lease.register(broker, card)
+    job = await submit(limits, tokens=100)
+    await lease.claim(1)
+    await lease.commit([(job.id, TokenEvent(seq=seq, token_ids=(1,))) for seq in range(1, 21)])
+    await broker.jobs.cancel(job.id)
+    await outlive()
+    assert (await broker.reaper().reap())[0] == 1
+    assert (await broker.jobs.get(job.id)).state is JobState.CANCELLED
+    now = int(raw.time()[0]) + int(raw.time()[1]) / 1e6
+    assert 15 < record_of(broker, raw)["tokens"] / 1e6 - now <= 21
+
+
+async def test_more_than_was_reserved_is_charged_too(broker, lease, submit, raw):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=50)
+    job = await submit(limits, tokens=10)
+    (claim,) = await lease.claim(1)
+    await lease.commit([(claim.job_id, done(200))])
+    with pytest.raises(RateLimitExceeded) as caught:
+        await submit(limits, tokens=2)
+    assert 140 < caught.value.retry_after <= 152
+    assert await broker.jobs.submit(job.request, tenant=TENANT)  # who is trusted waits for nobody
+
+
+async def test_a_submission_sent_twice_counts_once(broker, lease, submit, load, raw):
+    limits = TenantLimits(
+        requests_per_minute=ONE_A_SECOND, tokens_per_minute=ONE_A_SECOND, tokens_burst=100, max_live_jobs=1
+    )
+    first = await submit(limits, job_id="a", idempotency_key="k")
+    before = record_of(broker, raw)
+    assert (await submit(limits, job_id="a", idempotency_key="k")).id == first.id
+    assert (await submit(limits, idempotency_key="k")).id == first.id
+    assert record_of(broker, raw) == before
+
+
+async def test_an_end_counts_once(broker, lease, submit, load, raw):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=100)
+    await submit(limits, tokens=5)
+    job = await submit(limits, tokens=50)
+    claims = await lease.claim(2)
+    assert len(claims) == 2
+    await lease.commit([(job.id, done(20))])
+    before = record_of(broker, raw)
+    await lease.commit([(job.id, done(20))])
+    await broker.jobs.cancel(job.id)
+    await broker.reaper().reap()
+    assert record_of(broker, raw) == before
+    assert (await load()).live == 1
+
+
+async def test_a_refusal_writes_nothing(broker, lease, submit, raw):
+    limits = TenantLimits(requests_per_minute=ONE_A_SECOND, tokens_per_minute=ONE_A_SECOND, tokens_burst=20)
+    await submit(limits, tokens=15)
+    before = record_of(broker, raw), raw.dbsize()
+    with pytest.raises(RateLimitExceeded):
+        await submit(limits, tokens=15)  # no request is charged for tokens that were refused
+    assert (record_of(broker, raw), raw.dbsize()) == before
+
+
+async def test_the_record_goes_when_its_rates_are_full(broker, lease, submit, load, raw, eventually):
+    limits = TenantLimits(requests_per_minute=600, tokens_per_minute=60_000, tokens_burst=100_000)
+    key = f"{broker.keys.tag}:tenant:{TENANT}"
+    job = await submit(limits, tokens=50_000)
+    assert raw.pttl(key) == -1  # as long as a job lives
+    await lease.claim(1)
+    await lease.commit([(job.id, done(200))])  # 0.2 s of tokens
+    assert 0 < raw.pttl(key) <= 200
+    job = await submit(limits, tokens=50)
+    assert raw.pttl(key) == -1
+    await broker.jobs.cancel(job.id)
+
+    async def gone():
+        return not raw.exists(key)
+
+    await eventually(gone)
+    assert await load() == TenantLoad(TENANT, 0, 0, 0)
+
+
+async def test_what_can_never_fit_is_refused_for_good(lease, submit):
+    limits = TenantLimits(tokens_per_minute=ONE_A_SECOND, tokens_burst=100)
+    with pytest.raises(RequestTooLarge) as caught:
+        await submit(limits, tokens=101)
+    assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_tokens", 100, 101)
+
+
+def test_costs():
+    def cost(**fields):
+        return Cost.of(GenerationRequest(model="m", **fields))
+
+    sampling = SamplingParams(max_tokens=10, n=3)
+    assert cost(prompt="é" * 4, sampling=sampling) == Cost(2, 32)
+    assert cost(prompt="x" * 9, sampling=sampling) == Cost(3, 33)
+    assert cost(prompt_token_ids=(1, 2, 3), sampling=sampling) == Cost(3, 33)
+    assert cost(prompt="x") == Cost(1, 257)
+    chat = cost(messages=({"role": "user", "content": "x" * 400},), sampling=sampling)
+    assert 100 < chat.prompt < 120
+    assert cost(messages=({"role": "user", "content": "x" * 400},), tools=({"type": "t"},)).prompt > chat.prompt
+
+
+class Bucket:
+    """A token bucket, which the algorithm should equal: it holds `burst`, and fills up evenly. Times in us, exact."""
+
+    def __init__(self, per_minute, burst):
+        self.rate, self.burst = Fraction(per_minute, 60_000_000), burst
+        self.level, self.at = Fraction(burst), 0
+
+    def add(self, now, count):
+        """Fill up to `now`, then put so many in, or take them out."""
+        self.level = min(self.burst, self.level + (now - self.at) * self.rate)
+        self.level = min(self.burst, self.level + count)
+        self.at = now
+
+    def wait(self, now, count):
+        """us until so many can be taken; not above 0: at once."""
+        level = min(self.burst, self.level + (now - self.at) * self.rate)
+        return (count - level) / self.rate
+
+
+@pytest.mark.parametrize(("per_minute", "burst"), [(7, 5), (60, 60), (600, 50), (90_000, 400)])
+async def test_random_histories_equal_a_bucket(broker, lease, submit, raw, per_minute, burst):
+    """Submissions and ends of all kinds. Time passes by moving the stored times back; the server tells its own."""
+    rng = random.Random(per_minute)
+    limits = TenantLimits(tokens_per_minute=per_minute, tokens_burst=burst)
+    key, slack = f"{broker.keys.tag}:tenant:{TENANT}", 0  # us: each operation rounds down by less than 1
+    bucket, running = Bucket(per_minute, burst), {}
+    taken = refused = 0
+    for _ in range(200):
+        dice, slack = rng.random(), slack + 2
+        if dice < 0.25 and raw.exists(key):
+            gap = int(rng.expovariate(bucket.rate * 8 / burst))
+            raw.hset(key, "tokens", int(raw.hget(key, "tokens")) - gap)
+            bucket.at -= gap
+        elif dice < 0.75:
+            tokens = rng.randint(2, burst)
+            before = int(raw.hget(key, "tokens") or 0)
+            try:
+                job = await submit(limits, tokens=tokens)
+            except RateLimitExceeded as error:
+                # The server's time, from how far off it says that the stored time with this request's is.
+                wait = round(error.retry_after * 1e6)
+                now = before + tokens * 60_000_000 // per_minute - burst * 60_000_000 // per_minute - wait
+                assert wait > 0
+                assert abs(bucket.wait(now, tokens) - wait) <= slack
+                refused += 1
+            else:
+                now = round(job.created_at * 1e6)
+                assert bucket.wait(now, tokens) <= slack
+                bucket.add(now, -tokens)
+                left = job.standing.tokens
+                assert math.floor(bucket.level) <= left.remaining <= math.floor(bucket.level + slack * bucket.rate)
+                assert abs(left.reset * 1e6 - (burst - bucket.level) / bucket.rate) <= slack
+                running[job.id] = tokens
+                taken += 1
+        elif running:
+            job_id = rng.choice(sorted(running))
+            reserved, used = running.pop(job_id), 0
+            if rng.random() < 0.3 and (await broker.jobs.get(job_id)).state is JobState.QUEUED:
+                await broker.jobs.cancel(job_id)
+            else:
+                used = rng.randint(2, reserved + 3)
+                await lease.claim(1_000)
+                await lease.commit([(job_id, done(used))])
+            bucket.add(round((await broker.jobs.get(job_id)).finished_at * 1e6), reserved - used)
+    assert taken > 10
+    assert refused > 10
+    assert (await broker.jobs.tenant_loads([TENANT]))[0].live == len(running)
