@@ -85,6 +85,7 @@ class Hub:
         self._topics: dict[str, _Topic] = {}
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
+        self._fault = ""  # why the connection was lost last
 
     async def subscribe(self, channel: str, *, max_bytes: int, seconds: float) -> Mailbox:
         """A mailbox that misses nothing from now on: the server has acknowledged.
@@ -107,7 +108,8 @@ class Hub:
         except BaseException as error:
             await self.unsubscribe(mailbox)
             if isinstance(error, TimeoutError):
-                raise Unavailable("Redis is away: no answer to SUBSCRIBE", retry_after=1.0) from error
+                reason = f": {self._fault}" if self._fault else ""
+                raise Unavailable(f"Redis is away: no answer to SUBSCRIBE{reason}", retry_after=1.0) from error
             raise
         return mailbox
 
@@ -142,7 +144,7 @@ class Hub:
     async def _run(self) -> None:
         pause = FIRST_PAUSE
         while True:
-            with contextlib.suppress(Unavailable, ConfigError):
+            try:
                 subscriber = await self._open()
                 try:
                     await self._resubscribe(subscriber)
@@ -151,6 +153,8 @@ class Hub:
                 finally:
                     self._subscriber = None
                     await subscriber.close()
+            except (Unavailable, ConfigError) as error:
+                self._fault = error.message
             await asyncio.sleep(jittered(pause))
             pause = min(pause * 2, LONGEST_PAUSE)
 
