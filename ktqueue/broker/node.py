@@ -26,6 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ktqueue.broker.address import Endpoint, Login, Tls
+from ktqueue.broker.pool import Pool
 from ktqueue.core.errors import ConfigError, Unavailable
 
 MAX_CONNECTIONS = 16  # per process and server; calls beyond it wait their turn
@@ -75,6 +76,7 @@ class Node:
         self.endpoint = endpoint
         self._options = _options(endpoint, login, tls, database, connect)
         self.pool = BlockingConnectionPool(max_connections=connections, timeout=cast(int, operate), **self._options)
+        self._scripts = Pool(self._make, connections, _LOST)
         self._redis = Redis.from_pool(self.pool)
         self._raw: set[AbstractConnection] = set()
         self._closed = False
@@ -95,13 +97,11 @@ class Node:
         """
         try:
             try:
-                return await self._redis.execute_command("EVALSHA", digest, 1, key, *arguments)  # type: ignore[no-untyped-call]
+                return await self._scripts.call("EVALSHA", digest, 1, key, *arguments)
             except NoScriptError:  # a new or restarted server; nothing was run
-                return await self._redis.execute_command("EVAL", source, 1, key, *arguments)  # type: ignore[no-untyped-call]
+                return await self._scripts.call("EVAL", source, 1, key, *arguments)
         except (RedisError, OSError) as error:
             raise _translate(error, self.endpoint) from error
-        finally:
-            await self._close_late()
 
     async def sync(self, key: str, milliseconds: int) -> int:
         """Write the key (it lives a minute) and wait so long until that is on the server's disk; 0: it is not yet.
@@ -118,7 +118,7 @@ class Node:
 
     def raw(self) -> AbstractConnection:
         """A connection of its own for subscriptions, not yet opened. Give it back by `drop`."""
-        connection = self.pool.connection_class(**self.pool.connection_kwargs)
+        connection = self._make()
         self._raw.add(connection)
         return connection
 
@@ -132,8 +132,12 @@ class Node:
         self._closed = True
         for connection in tuple(self._raw):
             await self.drop(connection)
+        await self._scripts.close()
         with contextlib.suppress(RedisError, OSError):  # a paused server takes no goodbye
             await self._redis.aclose()
+
+    def _make(self) -> AbstractConnection:
+        return self.pool.connection_class(**self.pool.connection_kwargs)
 
     async def _close_late(self) -> None:
         if self._closed:  # a call that waited for its turn meanwhile has opened a connection again

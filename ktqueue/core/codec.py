@@ -5,7 +5,7 @@ fields at their default value are left out. Decoding validates and raises CodecE
 """
 
 from base64 import b64decode, b64encode
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
@@ -51,7 +51,8 @@ def encode_request(request: GenerationRequest) -> bytes:
     Raises InvalidRequest for what JSON cannot hold: half a surrogate pair, a number of more than 64 bits, an object.
     """
     try:
-        return dumps({"v": VERSION, **asdict(request)})
+        # orjson takes the dataclass within as it is; asdict would copy everything first, ten times slower.
+        return dumps({"v": VERSION, **{one.name: getattr(request, one.name) for one in fields(request)}})
     except TypeError as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 

@@ -1,0 +1,62 @@
+"""Connections of one process to one server, lent for one command each. Knows no keys, no scripts and no library.
+
+A connection that the server has closed is found out by the command that meets it: whatever waits beside it is dropped
+too, and the caller's next try opens new ones. (redis-py's pool tries to read from a connection each time before it
+lends it. That takes about as long as the command itself.)
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Wire(Protocol):
+    """What a connection must do. Breaking `read_response` off disconnects; `send_command` connects, if need be."""
+
+    async def send_command(self, *words: Any, check_health: bool) -> None: ...
+
+    async def read_response(self) -> Any: ...
+
+    async def disconnect(self, nowait: bool) -> None: ...
+
+
+class Pool:
+    """At most `most` connections, opened as they are needed; calls beyond that wait their turn."""
+
+    def __init__(self, make: Callable[[], Wire], most: int, lost: tuple[type[Exception], ...]) -> None:
+        """`lost`: what a connection raises once the server is gone."""
+        self._make = make
+        self._lost = lost
+        self._turns = asyncio.Semaphore(most)
+        self._idle: list[Wire] = []
+        self._lent: set[Wire] = set()
+        self._closed = False
+
+    async def call(self, *words: bytes | str | int) -> Any:
+        """Send one command, once, and give its reply. Raises what the connection raises."""
+        async with self._turns:
+            wire = self._idle.pop() if self._idle else self._make()
+            self._lent.add(wire)
+            try:
+                await wire.send_command(*words, check_health=False)
+                return await wire.read_response()
+            except self._lost:
+                await self._drop_idle()
+                raise
+            finally:
+                self._lent.discard(wire)
+                self._idle.append(wire)
+                if self._closed:
+                    await self._drop_idle()
+
+    async def close(self) -> None:
+        """Disconnect everything: calls under way break."""
+        self._closed = True
+        for wire in tuple(self._lent):
+            await wire.disconnect(nowait=True)
+        await self._drop_idle()
+
+    async def _drop_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for wire in idle:
+            await wire.disconnect(nowait=True)
