@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -64,11 +65,32 @@ class Watch:
         }
 
     def _own_seconds(self) -> float:
-        ticks = 0
-        for process in self._processes:
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime, stime of all threads
-        return ticks / TICKS
+        return sum(map(cpu_seconds, self._processes))
+
+
+class Bystanders:
+    """What processes that are not measured take. Measured are this process, `processes`, which must live on, and
+    every child that began and was waited for meanwhile."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = list(processes)
+
+    def watch(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure` gives; `others`, the CPUs that bystanders and the host took meanwhile; the load average."""
+        began, busy, own = time.perf_counter(), _busy_seconds(), self._own_seconds()
+        figure = measure()
+        others = (_busy_seconds() - busy) - (self._own_seconds() - own) - 2 / TICKS  # what rounding alone may give
+        return {**figure, "others": max(0.0, others / (time.perf_counter() - began)), "load_average": load_average()}
+
+    def _own_seconds(self) -> float:
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(one.ru_utime + one.ru_stime for one in own) + sum(map(cpu_seconds, self._processes))
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process with all its threads so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS  # utime, stime
 
 
 def _bandwidth(probe: native.ReadProbe) -> float:

@@ -35,6 +35,11 @@ class Peer:
             raise RuntimeError(f"{self._process.args!r} ended with code {self._process.wait()}")
         return json.loads(line)
 
+    def kill(self) -> None:
+        """kill -9, and wait for the end. Harmless when it has ended."""
+        self._process.kill()
+        self._process.wait(30)
+
     def __enter__(self) -> Self:
         return self
 

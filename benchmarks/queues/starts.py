@@ -1,0 +1,70 @@
+"""How a job tells that it began: a record in a named pipe. Standard library only: peers' Pythons import it.
+
+A record is three int64: the job's number, nanoseconds of the monotonic clock (one for all processes of a machine), and
+the process id. It is shorter than PIPE_BUF, so that records of several workers never mix.
+"""
+
+import asyncio
+import fcntl
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+RECORD = struct.Struct("<qqq")
+PIPE_BYTES = 1 << 20
+F_SETPIPE_SZ = 1031  # linux/fcntl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Job `number` began `at` nanoseconds of the monotonic clock in the process `process`."""
+
+    number: int
+    at: int
+    process: int
+
+
+class Told:
+    """A worker's end of the pipe."""
+
+    def __init__(self, path: str) -> None:
+        self._pipe = os.open(path, os.O_WRONLY)
+
+    def tell(self, number: int) -> None:
+        """Job `number` begins now."""
+        os.write(self._pipe, RECORD.pack(number, time.monotonic_ns(), os.getpid()))
+
+
+class Heard:
+    """The reading end, in an event loop. Make it before the first worker opens its own."""
+
+    def __init__(self, path: str) -> None:
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # RDWR: no end of file when a worker goes
+        fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE_BYTES)
+        self._half = b""
+        self.starts: list[Start] = []
+        self._more = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pipe, self._read)
+
+    def forget(self) -> None:
+        """Drop what was heard."""
+        self.starts.clear()
+
+    async def wait(self, count: int, seconds: float) -> list[Start]:
+        """The first `count` records since `forget`; fewer when they do not come in `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while len(self.starts) < count:
+                    self._more.clear()
+                    await self._more.wait()
+        except TimeoutError:
+            pass
+        return self.starts[:count]
+
+    def _read(self) -> None:
+        data = self._half + os.read(self._pipe, PIPE_BYTES)
+        whole = len(data) - len(data) % RECORD.size
+        self._half = data[whole:]
+        self.starts += [Start(*fields) for fields in RECORD.iter_unpack(data[:whole])]
+        self._more.set()
