@@ -85,6 +85,8 @@ class Hub:
         self._topics: dict[str, _Topic] = {}
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
+        self._pause = FIRST_PAUSE
+        self._fault = ""  # why the connection was lost last
 
     async def subscribe(self, channel: str, *, max_bytes: int, seconds: float) -> Mailbox:
         """A mailbox that misses nothing from now on: the server has acknowledged.
@@ -107,7 +109,8 @@ class Hub:
         except BaseException as error:
             await self.unsubscribe(mailbox)
             if isinstance(error, TimeoutError):
-                raise Unavailable("Redis is away: no answer to SUBSCRIBE", retry_after=1.0) from error
+                reason = f": {self._fault}" if self._fault else ""
+                raise Unavailable(f"Redis is away: no answer to SUBSCRIBE{reason}", retry_after=1.0) from error
             raise
         return mailbox
 
@@ -140,19 +143,20 @@ class Hub:
                 await self._subscriber.send("SUBSCRIBE", channel)
 
     async def _run(self) -> None:
-        pause = FIRST_PAUSE
+        self._pause = FIRST_PAUSE
         while True:
-            with contextlib.suppress(Unavailable, ConfigError):
+            try:
                 subscriber = await self._open()
                 try:
                     await self._resubscribe(subscriber)
-                    pause = FIRST_PAUSE
                     await self._receive(subscriber)
                 finally:
                     self._subscriber = None
                     await subscriber.close()
-            await asyncio.sleep(jittered(pause))
-            pause = min(pause * 2, LONGEST_PAUSE)
+            except (Unavailable, ConfigError) as error:
+                self._fault = error.message
+            await asyncio.sleep(jittered(self._pause))
+            self._pause = min(self._pause * 2, LONGEST_PAUSE)
 
     async def _resubscribe(self, subscriber: Subscriber) -> None:
         self._topics = {channel: topic for channel, topic in self._topics.items() if topic.mailboxes}
@@ -176,6 +180,7 @@ class Hub:
                 asked = True
                 continue
             asked = False
+            self._pause = FIRST_PAUSE  # it is of use
             kind = push[0]
             if kind == b"message":
                 topic = self._topics.get(push[1].decode())

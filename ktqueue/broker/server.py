@@ -107,8 +107,9 @@ class PrivateServer:
         """Start the server and wait until it answers; returns its URL, password included.
 
         A unix socket inside `state_dir`, unless its path is too long or a `port` is given (0: any free one); then
-        the loopback interface. `durability` as in the settings. Call it from a thread that lives on: the kernel ends the server with that thread.
-        Raises Unavailable naming the log file; also when a server runs on the folder already.
+        the loopback interface. `durability` as in the settings. Call it from a thread that lives on: the kernel ends
+        the server with that thread. Raises Unavailable naming the log file; also when a server runs on the folder
+        already.
         """
         folder = Path(state_dir).resolve()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

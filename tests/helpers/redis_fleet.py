@@ -50,10 +50,13 @@ def free_ports(count: int) -> list[int]:
 class Server:
     """One server process. `settings`: lines of its configuration file."""
 
-    def __init__(self, folder: Path, port: int, *settings: str, sentinel: bool = False) -> None:
+    def __init__(
+        self, folder: Path, port: int, *settings: str, sentinel: bool = False, password: str | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port = port
         self.folder = folder
+        self._password = password
         self._words = [find_program(), str(folder / "redis.conf"), *(["--sentinel"] if sentinel else [])]
         lines = [f"port {port}", "bind 127.0.0.1", f"dir {folder}", f"logfile {folder / 'redis.log'}", "daemonize no"]
         if not sentinel:
@@ -76,7 +79,7 @@ class Server:
 
     def __call__(self, *words: str | int) -> Any:
         """One command on a connection of its own."""
-        with redis.Redis(port=self.port, socket_timeout=5) as client:
+        with redis.Redis(port=self.port, password=self._password, socket_timeout=5) as client:
             return client.execute_command(*words)
 
     def signal(self, number: int) -> None:
@@ -100,8 +103,8 @@ class Server:
 class SentinelFleet:
     """A master, a replica, three sentinels."""
 
-    def __init__(self, folder: Path, *settings: str, url_head: str = "", auth: tuple[str, ...] = ()) -> None:
-        """`settings` of the two servers; `auth`: how the sentinels log in there."""
+    def __init__(self, folder: Path, *settings: str) -> None:
+        """`settings` of the two servers."""
         first, second, *sentinels = free_ports(5)
         self.servers = [
             Server(folder / "first", first, *settings),
@@ -115,7 +118,6 @@ class SentinelFleet:
                 f"sentinel monitor {SERVICE} 127.0.0.1 {first} 2",
                 f"sentinel down-after-milliseconds {SERVICE} {DOWN_MILLISECONDS}",
                 f"sentinel failover-timeout {SERVICE} 5000",
-                *auth,
                 f"sentinel myid {port:040x}",
                 *(
                     f"sentinel known-sentinel {SERVICE} 127.0.0.1 {other} {other:040x}"  # spares them the search
@@ -127,8 +129,7 @@ class SentinelFleet:
             )
             for port in sentinels
         ]
-        hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels)
-        self.url = f"redis+sentinel://{url_head}{hosts}/{SERVICE}"
+        self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in sentinels)}/{SERVICE}"
         for one in self.sentinels:
             until(lambda one=one: self._knows_all(one))
 
