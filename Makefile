@@ -100,10 +100,13 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test soak parity sanitize fuzz
+.PHONY: test mutations soak parity sanitize fuzz
 # Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+mutations: $(VENV)/dev.stamp ## Break one promise after another: its tests must fail (ARGS="'no fence'" for some)
+	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
 	@$(BIN)/python -m pytest -m soak $(ARGS)

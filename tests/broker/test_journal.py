@@ -7,7 +7,7 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import encode_event
-from ktqueue.core.errors import JobNotFound, JournalRegressed
+from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 
 
@@ -123,6 +123,23 @@ async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker, job,
     raw.xadd(key, {"e": encode_event(TokenEvent(seq=2, state=JobState.DONE))}, id="2-0")
     async with asyncio.timeout(3):
         assert await reader == [1, 2]
+
+
+async def test_nothing_is_published_that_the_journal_did_not_take(broker, job, raw):
+    key = broker.keys.journal_channel(job.id)
+    await job.write(2)
+    raw.xadd(key, {"e": encode_event(TokenEvent(seq=9))}, id="9-0")  # by nobody that we know
+    with raw.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(key)
+        assert channel.get_message(timeout=5) is None  # subscribed
+        with pytest.raises(LeaseLost):
+            await job.write()
+        raw.publish(key, "over")
+        told = []
+        while not told or told[-1] != b"over":
+            message = channel.get_message(timeout=5)
+            told += [message["data"]] if message else []
+        assert told == [b"over"]
 
 
 async def test_a_message_seen_twice_is_told_once(broker, job, raw):

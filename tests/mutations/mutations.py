@@ -1,0 +1,240 @@
+"""Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = "ktqueue/broker/scripts"
+LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
+JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which the file at `path` has exactly once, becomes `new`; then each of `tests` (pytest ids) fails."""
+
+    promise: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Edit the tree at `root`; the file's text as it was. Raises ValueError where `old` is not there once."""
+        file = root / self.path
+        text = file.read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.path} has {count} times, not once: {self.old!r}")
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "no fence": Mutation(
+        "a worker whose lease has lapsed changes nothing",
+        f"{SCRIPTS}/prelude.lua",
+        "return expiry and tonumber(expiry) > now",
+        "return true",
+        (
+            f"{LEASE}::test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it",
+            f"{LEASE}::test_the_old_holder_cannot_touch_what_another_runs_now",
+        ),
+    ),
+    "a fence for the lease, none for the job": Mutation(
+        "a worker changes no job but its own",
+        f"{SCRIPTS}/commit.lua",
+        "    else\n      stop[id] = true\n    end\n  end\n  local written",
+        "    end\n  end\n  local written",
+        (f"{LEASE}::test_a_living_lease_cannot_touch_another_workers_job",),
+    ),
+    "publish before journal": Mutation(
+        "no reader sees what the journal does not hold",
+        f"{SCRIPTS}/prelude.lua",
+        "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n"
+        "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n",
+        "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n"
+        "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n",
+        (f"{JOURNAL}::test_nothing_is_published_that_the_journal_did_not_take",),
+    ),
+    "ids without order": Mutation(
+        "a journal has each seq once, in order",
+        f"{SCRIPTS}/prelude.lua",
+        "redis.call('XADD', key, digits(seq) .. '-0', 'e', event)",
+        "redis.call('XADD', key, '*', 'e', event)",
+        (f"{JOURNAL}::test_follow_replays_then_goes_on_live",),
+    ),
+    "holes in journals": Mutation(
+        "a journal is 1..n",
+        f"{SCRIPTS}/commit.lua",
+        "if tonumber(ARGV[i + 1]) ~= next_seq[id] then",
+        "if tonumber(ARGV[i + 1]) < next_seq[id] then",
+        (f"{LEASE}::test_a_hole_in_a_journal_loses_the_lease",),
+    ),
+    "a step twice": Mutation(
+        "a commit whose reply was lost happens once",
+        f"{SCRIPTS}/commit.lua",
+        "if done ~= step then",
+        "if true then",
+        (f"{LEASE}::test_a_commit_whose_reply_was_lost_happens_once",),
+    ),
+    "a claim twice": Mutation(
+        "a claim whose reply was lost gives the same jobs again",
+        f"{SCRIPTS}/claim.lua",
+        "if field[2] == number then",
+        "if false then",
+        (f"{LEASE}::test_a_claim_whose_reply_was_lost_gives_the_same_jobs",),
+    ),
+    "resume at seq 1": Mutation(
+        "a resumed job goes on at seq n+1",
+        "workers/running.py",
+        "self._seq = claim.events[-1].seq if claim.events else 0",
+        "self._seq = 0",
+        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
+    ),
+    "resume from 0": Mutation(
+        "a resumed job goes on after the tokens that it has",
+        "workers/engine_thread.py",
+        "emitted=job.emitted if job.resumed else ()",
+        "emitted=()",
+        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
+    ),
+    "noise by the clock": Mutation(
+        "sampling noise depends on seed and position alone",
+        "ktqueue/engine/sampler.py",
+        "noise = uniform(rows.stream, rows.position)",
+        "noise = uniform(rows.stream, rows.position + __import__('time').time_ns() % 1_000_003)",
+        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling1]",),
+    ),
+    "double finish": Mutation(
+        "a job ends once, also where its worker goes on",
+        f"{SCRIPTS}/commit.lua",
+        "        redis.call('HDEL', running, id)\n        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
+        "        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
+        (f"{ENDS}::test_events_after_the_last_one_are_dropped",),
+    ),
+    "double finish by deadline": Mutation(
+        "a job that the deadline ended is not its worker's any more",
+        f"{SCRIPTS}/reap.lua",
+        "    redis.call('HDEL', TAG .. 'running:' .. field[4], id)\n",
+        "",
+        (f"{ENDS}::test_a_running_job_expires_and_its_worker_is_told",),
+    ),
+    "lost cancel": Mutation(
+        "a cancel reaches the worker",
+        f"{SCRIPTS}/cancel.lua",
+        "  redis.call('HSETNX', TAG .. 'cancels:' .. field[4], id, 0)\n",
+        "",
+        (
+            f"{ENDS}::test_a_running_job_is_cancelled_by_its_worker",
+            f"{GENERATION}::test_cancel_while_it_decodes",
+        ),
+    ),
+    "a cancel told once": Mutation(
+        "a cancel is told until the worker has heard it",
+        f"{SCRIPTS}/commit.lua",
+        "if at > 0 and at < step and redis.call('HEXISTS', running, id) == 0 then",
+        "if at > 0 then",
+        (f"{LEASE}::test_a_cancel_is_told_again_when_the_reply_was_lost",),
+    ),
+    "a cancel lost with its worker": Mutation(
+        "a cancelled job does not run again",
+        f"{SCRIPTS}/prelude.lua",
+        "  if field[6] then\n    return finish(",
+        "  if false then\n    return finish(",
+        (f"{ENDS}::test_a_cancelled_job_does_not_run_again_when_its_worker_dies",),
+    ),
+    "poison without end": Mutation(
+        "a job that kills its worker three times fails",
+        f"{SCRIPTS}/prelude.lua",
+        "elseif tonumber(field[4]) >= max_attempts then",
+        "elseif false then",
+        (f"{ENDS}::test_a_job_that_kills_its_workers_is_poison",),
+    ),
+    "a drain costs a try": Mutation(
+        "a drain uses no try",
+        f"{SCRIPTS}/prelude.lua",
+        "    redis.call('HINCRBY', job, 'attempts', -1)\n",
+        "",
+        (
+            f"{LEASE}::test_released_jobs_keep_their_place_and_their_tries",
+            f"{GENERATION}::test_drain_gives_the_rest_back_without_using_a_try",
+        ),
+    ),
+    "a dead worker keeps its jobs": Mutation(
+        "a dead worker's jobs run again",
+        f"{SCRIPTS}/reap.lua",
+        "    give_back(running[i], tonumber(running[i + 1]), now, false, max_attempts, events, ARGV[6], ARGV[7])\n",
+        "",
+        (f"{REAPER}::test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second",),
+    ),
+    "no grace after an outage": Mutation(
+        "a live worker keeps its jobs when Redis was away",
+        f"{SCRIPTS}/prelude.lua",
+        "  if not tick or now - tick <= lease / 2 then return end\n",
+        "  if true then return end\n",
+        (f"{REAPER}::test_after_an_outage_everybody_gets_one_more_lease",),
+    ),
+    "a hung engine beats": Mutation(
+        "a worker whose engine hangs is not alive",
+        "workers/heartbeat.py",
+        "if self._clock.running > self._stall_seconds:",
+        "if False:",
+        (f"{GENERATION}::test_a_hanging_engine_ends_the_worker",),
+    ),
+    "claims while it drains": Mutation(
+        "a worker that drains takes no more jobs",
+        "workers/incarnation.py",
+        "        while not self._draining.is_set():\n",
+        "        while not self._drain_over:\n",
+        (f"{GENERATION}::test_drain_finishes_what_runs",),
+    ),
+    "leaked page": Mutation(
+        "what a sequence held is free after it",
+        "ktqueue/engine/pages.py",
+        "        if self._holders[page] == 0:\n            if self._digest_of[page] is None:\n",
+        "        if self._holders[page] == 0 and page % 3:\n            if self._digest_of[page] is None:\n",
+        (
+            f"{GENERATION}::test_cancel_while_it_decodes",
+            "tests/engine/test_engine.py::test_abort_gives_everything_back_at_once",
+        ),
+    ),
+    "unbounded mailbox": Mutation(
+        "a slow reader costs a bounded mailbox",
+        "ktqueue/broker/hub.py",
+        "if self._bytes + len(message) > self._max_bytes:",
+        "if False:",
+        (
+            "tests/broker/test_hub.py::test_an_overflow_drops_all_and_is_told_once",
+            f"{JOURNAL}::test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing",
+        ),
+    ),
+    "a reader sees twice": Mutation(
+        "a reader sees each seq once",
+        "ktqueue/broker/journal.py",
+        "                    if seq <= last:\n                        continue\n",
+        "",
+        (f"{JOURNAL}::test_a_message_seen_twice_is_told_once",),
+    ),
+    "a reader skips": Mutation(
+        "a reader misses nothing",
+        "ktqueue/broker/journal.py",
+        "if seq > last + 1:",
+        "if False:",
+        (f"{JOURNAL}::test_a_lost_message_is_repaired_from_the_journal",),
+    ),
+    "Last-Event-ID is ignored": Mutation(
+        "a reader that comes back goes on where it was",
+        "ktqueue/gateway/jobs.py",
+        "after = last_seq(request.headers, request.query_params)",
+        "after = 0",
+        ("tests/gateway/test_jobs.py::test_every_reader_sees_each_event_once_over_reconnects",),
+    ),
+    "a second submit": Mutation(
+        "one idempotency key makes one job",
+        f"{SCRIPTS}/submit.lua",
+        "    known = held_id\n",
+        "",
+        ("tests/broker/test_jobs.py::test_an_idempotency_key_belongs_to_its_tenant_and_request",),
+    ),
+}
