@@ -1,5 +1,6 @@
 """What a worker is given: rows, not jobs; interactive jobs beyond the free rows."""
 
+import asyncio
 from dataclasses import replace
 
 from ktqueue.broker.broker import Broker
@@ -42,6 +43,18 @@ async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(broke
     assert ids(await lease.claim(0, 2)) == []
     assert (await broker.jobs.get("wide")).position == 1
     assert ids(await lease.claim(0, 3)) == ["wide"]
+    await lease.close()
+
+
+async def test_a_worker_may_wait_for_interactive_work_alone(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    waiting = asyncio.create_task(lease.wait_for_work(30, interactive_only=True))
+    for _ in range(3):
+        await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+        await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await broker.jobs.submit(make_request())
+    await asyncio.wait_for(waiting, 10)
     await lease.close()
 
 
