@@ -48,6 +48,7 @@ async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(broke
 
 async def test_a_worker_may_wait_for_interactive_work_alone(broker, card, make_request):
     lease = await Lease.register(broker, card)
+    await lease.wait_for_work(5)  # what there was before it subscribed it may have missed
     waiting = asyncio.create_task(lease.wait_for_work(30, interactive_only=True))
     for _ in range(3):
         await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
