@@ -9,7 +9,6 @@ longer than its lock may share a job with another one. Knows nothing of what the
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.cron import CronJob
 from arq.jobs import serialize_result
-from arq.worker import JobExecutionFailed, Worker, func
+from arq.worker import JobExecutionFailed, Retry, Worker, func
 
 from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.address import Kind, parse_address
@@ -25,6 +24,8 @@ from ktqueue.broker.node import Node
 from ktqueue.broker.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
+
+__all__ = ["Retry", "SteadyWorker"]
 
 LOCK_SECONDS = 3.0  # of a running job; renewed three times in that time
 AWAY_PAUSE = 0.5  # seconds between tries while Redis is away
@@ -195,17 +196,3 @@ class SteadyWorker(Worker):
                     for job_id in self.tasks:
                         pipe.pexpire(in_progress_key_prefix + job_id, round(LOCK_SECONDS * 1000))
                     await pipe.execute()
-
-
-async def serve(worker: SteadyWorker) -> None:
-    """Run the worker until SIGTERM or SIGINT, then give its jobs back."""
-    logging.getLogger("arq.worker").setLevel(logging.WARNING)  # below that it writes the jobs' arguments, prompts too
-    running = asyncio.create_task(worker.async_run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, running.cancel)
-    try:
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-    finally:
-        await worker.leave()

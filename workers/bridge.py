@@ -7,19 +7,15 @@ run twice: whoever runs it finds the job that is there. Also a module to execute
 import asyncio
 import contextlib
 import hashlib
-import logging
-import os
 import re
 import sys
 from typing import Any
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
-from ktqueue.broker.server import running_url
 from ktqueue.core.completion import Completion, completion_of
-from ktqueue.core.config import Config, load_config
+from ktqueue.core.config import Config
 from ktqueue.core.errors import (
-    ConfigError,
     InvalidRequest,
     JobNotFound,
     JournalRegressed,
@@ -30,15 +26,13 @@ from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.openai_jobs import parse_job
 from ktqueue.gateway.openai_replies import usage_json
-from workers.arq_worker import SteadyWorker, serve
-from workers.exit_codes import BROKEN, DRAINED, UNUSABLE
+from workers.arq_process import execute, serve
+from workers.arq_worker import SteadyWorker
 
 MAX_ATTEMPTS = 3  # a job whose journal is gone before its end was seen is run again so often
 PAUSE = 0.5  # seconds, where a refusal does not say when to come back
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,120}")
-
-log = logging.getLogger(__name__)
 
 
 def generation_id(arq_id: str, attempt: int = 0) -> str:
@@ -62,6 +56,7 @@ class Bridge(SteadyWorker):
         )
         self._broker = broker
         self._tenant = config.bridge.tenant
+        self._control = config.control
 
     async def generate(self, context: dict[str, Any], *given: Any, **named: Any) -> dict[str, Any]:
         """The arq job: one body as of POST /v1/jobs, or its fields as keywords. Returns `result_json`.
@@ -71,6 +66,8 @@ class Bridge(SteadyWorker):
         if len(given) > 1 or not isinstance(given[0] if given else named, dict) or (given and named):
             raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
         request = parse_job(given[0] if given else named)
+        if request.webhook is not None:
+            request.webhook.check_allowed(self._control.webhook_secret, self._control.webhook_hosts)
         arq_id = str(context["job_id"])
         for attempt in range(MAX_ATTEMPTS):
             job_id = generation_id(arq_id, attempt)
@@ -154,38 +151,10 @@ def result_json(request: GenerationRequest, completion: Completion) -> dict[str,
     return {"job_id": completion.job_id, "model": request.model, **first, "choices": choices, "usage": usage}
 
 
-async def open_broker(config: Config) -> Broker:
-    """A broker, as soon as there is a Redis. Raises ConfigError."""
-    while True:
-        try:
-            return await Broker.open(config.broker)
-        except Unavailable as error:
-            log.warning("%s", error.message)
-        await asyncio.sleep(PAUSE)
-
-
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT; waits for Redis where it is away. Raises ConfigError."""
-    async with await open_broker(config) as broker:
-        url = config.broker.url or running_url(config.broker.state_dir)
-        assert url is not None  # Broker.open would have said so
-        log.info("serving arq's queue %s", config.bridge.queue)
-        await serve(Bridge(broker, config, url))
-
-
-def main() -> int:
-    """Serve with the settings of the environment; errors go to the log. Gives the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        asyncio.run(run(load_config(environment=os.environ)))
-    except ConfigError as error:
-        log.error("%s", error.message)
-        return UNUSABLE
-    except KtqueueError as error:
-        log.error("%s", error.message)
-        return BROKEN
-    return DRAINED
+    await serve(config, lambda broker, url: Bridge(broker, config, url))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(execute(run))

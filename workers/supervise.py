@@ -42,6 +42,7 @@ GATEWAY_COMMAND = [
 ]
 
 BRIDGE_COMMAND = [sys.executable, "-m", "workers.bridge"]
+CONTROL_COMMAND = [sys.executable, "-m", "workers.control"]
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,8 @@ class Supervisor:
         ]
         if self.config.bridge.enabled:
             self.helpers.append(self._child("bridge", BRIDGE_COMMAND, state))
+        if self.config.control.enabled:
+            self.helpers.append(self._child("control", CONTROL_COMMAND, state))
         children = [self.gateway, self.fork_server, *self.workers, *self.helpers]
         self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in children]
         await self._until("the gateway", self.gateway, self._gateway_answers, GATEWAY_START_SECONDS)

@@ -12,6 +12,7 @@ from ktqueue.broker.models import Models
 from ktqueue.broker.reaper import Reaper
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.server import running_url
+from ktqueue.broker.webhooks import Webhooks
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
@@ -29,6 +30,7 @@ class Broker:
         self.jobs = Jobs(self.scripts, config)
         self.journal = Journal(self.scripts, self.hub, self.keys, config, max_mailbox_bytes)
         self.models = Models(self.scripts)
+        self.webhooks = Webhooks(self.scripts)
         self._connection = connection
 
     @classmethod

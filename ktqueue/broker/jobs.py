@@ -135,6 +135,7 @@ class Jobs:
                 request.sampling.n,
                 self._config.max_queued_bytes,
                 limit_words(limits, cost),
+                "" if request.webhook is None else 1,
             )
         except Refused as refused:
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])

@@ -22,6 +22,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
 | tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
+| webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |
 | wake:MODEL               | channel    | a job was queued                              |                           |
 """
 

@@ -27,6 +27,7 @@ NAMES = (
     "models",
     "workers",
     "memory",
+    "webhooks",
     "register",
     "beat",
     "claim",

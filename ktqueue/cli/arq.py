@@ -1,22 +1,37 @@
-"""`ktqueue bridge`: arq's worker alone, in this process."""
+"""`ktqueue bridge` and `ktqueue control`: arq's workers, each alone, in this process."""
 
-import typer
+from collections.abc import Awaitable, Callable
 
-from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, expand, settings
+from ktqueue.core.config import Config
 
 
 @expand
 def bridge(common: CommonFlags) -> None:
     """Serve arq's clients: `enqueue_job("generate", {...})`. Ctrl-C gives their jobs back to arq's queue."""
+    from workers.bridge import run
+
+    _serve(settings(common), run)
+
+
+@expand
+def control(common: CommonFlags) -> None:
+    """Call the webhooks of jobs that have ended, and do other chores. Ctrl-C leaves the rest to the next one."""
+    from workers.control import run
+
+    _serve(settings(common), run)
+
+
+def _serve(config: Config, run: Callable[[Config], Awaitable[None]]) -> None:
     import asyncio
     import logging
 
     from ktqueue.cli.connection import ask
-    from workers.bridge import run
 
-    config = settings(common)
     ask(config, lambda broker: broker.models.cards())  # say at once that Redis is away
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(run(config))
-    raise typer.Exit(ExitCode.OK)
+
+    async def serve() -> None:
+        await run(config)
+
+    asyncio.run(serve())

@@ -60,6 +60,7 @@ def application() -> typer.Typer:
     app.command("gateway", rich_help_panel=serving)(gateway.gateway)
     app.command("worker", rich_help_panel=serving)(worker.worker)
     app.command("bridge", rich_help_panel=serving)(arq.bridge)
+    app.command("control", rich_help_panel=serving)(arq.control)
     app.add_typer(keys.application(), name="keys", rich_help_panel=serving)
     app.command("submit", rich_help_panel=using)(submit.submit)
     app.command("top", rich_help_panel=using)(top.top)

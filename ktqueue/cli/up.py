@@ -23,6 +23,7 @@ def up(
     gateway: GatewayFlags,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
     bridge: Annotated[bool, typer.Option("--bridge", help="Serve arq's clients, too.")] = False,
+    control: Annotated[bool, typer.Option("--control", help="Call webhooks, and do other chores.")] = False,
 ) -> None:
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
@@ -30,6 +31,8 @@ def up(
     config = settings(common, engine=engine, gateway=gateway)
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
+    if control:
+        config = replace(config, control=replace(config.control, enabled=True))
     asyncio.run(_up(config, workers))
 
 

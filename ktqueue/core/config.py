@@ -175,6 +175,26 @@ class BridgeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """Housekeeping by arq: webhooks, batch files, retention. Times in seconds."""
+
+    enabled: bool = False  # `ktqueue up` runs one
+    redis_url: str | None = None  # of arq's queue; None: the broker's
+    queue: str = "ktqueue:control"
+    webhook_secret: str | None = field(default=None, repr=False)  # None: no webhooks
+    webhook_hosts: tuple[str, ...] = ()  # host or host:port that may be private, and without TLS
+    webhook_attempts: int = 8
+    webhook_pause: float = 2.0  # before the second attempt; doubles, to two minutes at most
+    webhook_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        _at_least(self, "webhook_attempts", 1, "control")
+        _at_least(self, "webhook_pause", 0, "control")
+        _at_least(self, "webhook_timeout", 0.01, "control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings of one process."""
 
@@ -183,6 +203,7 @@ class Config:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
 
 
 _SECTIONS: dict[str, type] = {
@@ -191,6 +212,7 @@ _SECTIONS: dict[str, type] = {
     "worker": WorkerConfig,
     "gateway": GatewayConfig,
     "bridge": BridgeConfig,
+    "control": ControlConfig,
 }
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.webhook import Webhook
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -112,7 +113,7 @@ class GenerationRequest:
     `priority` orders the waiting jobs of a class, the lowest first: one step is worth
     `broker.priority_seconds` of waiting, so nothing waits for ever.
     `expires_in` is the time in seconds after submission at which the job expires, if given.
-    `user` and `metadata` are kept with the job and never interpreted.
+    `user` and `metadata` are kept with the job and never interpreted. `webhook` is called at the end.
 
     Raises InvalidRequest naming field, limit and value.
     """
@@ -129,6 +130,7 @@ class GenerationRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     user: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    webhook: Webhook | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not 0 < len(self.model) <= 256:
@@ -171,5 +173,9 @@ class GenerationRequest:
             isinstance(one, str) for pair in self.metadata.items() for one in pair
         ):
             raise _refuse("metadata", self.metadata, "a map from text to text")
+        if isinstance(self.webhook, Mapping):
+            object.__setattr__(self, "webhook", Webhook.of(self.webhook))
+        if self.webhook is not None and not isinstance(self.webhook, Webhook):
+            raise _refuse("webhook", self.webhook, "an object of url and events")
         if self.expires_in is not None:
             _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")

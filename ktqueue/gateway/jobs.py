@@ -60,6 +60,8 @@ async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
     generation = parse_job(await read_json(request))
+    if generation.webhook is not None:
+        generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
     record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
     headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
     return json_response(record_json(record), status=202, headers=headers)

@@ -6,6 +6,7 @@ an error, for nobody but us defines it. Any other is read as a chat body.
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +21,7 @@ from ktqueue.core.request import (
     JobClass,
     SamplingParams,
 )
+from ktqueue.core.webhook import MAX_URL, Webhook
 from ktqueue.gateway.openai_errors import parse
 from ktqueue.gateway.openai_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
 from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
@@ -62,6 +64,15 @@ class SamplingBody(BaseModel):
         )
 
 
+class WebhookBody(BaseModel):
+    """Webhook as JSON."""
+
+    model_config = _STRICT
+
+    url: str = Field(max_length=MAX_URL)
+    events: list[Literal["completed", "failed"]] = Field(["completed", "failed"], min_length=1)
+
+
 class GenerationBody(BaseModel):
     """GenerationRequest as JSON."""
 
@@ -79,6 +90,7 @@ class GenerationBody(BaseModel):
     chat_template_kwargs: FreeObject = {}
     user: str | None = None
     metadata: Metadata = None
+    webhook: WebhookBody | None = None
 
     def request(self) -> GenerationRequest:
         """The core's GenerationRequest. Raises InvalidRequest."""
@@ -96,7 +108,12 @@ class GenerationBody(BaseModel):
             chat_template_kwargs=dict(self.chat_template_kwargs),
             user=self.user,
             metadata=self.metadata or {},
+            webhook=None if self.webhook is None else Webhook.of(self.webhook.model_dump()),
         )
+
+
+class _Hooked(BaseModel):
+    webhook: WebhookBody
 
 
 def parse_job(body: Mapping[str, Any]) -> GenerationRequest:
@@ -104,7 +121,9 @@ def parse_job(body: Mapping[str, Any]) -> GenerationRequest:
     if not _OWN & body.keys():
         chat = parse_chat(body)
         chat.wants_usage()
-        return chat.request()
+        hook = body.get("webhook")
+        webhook = None if hook is None else Webhook.of(parse(_Hooked, {"webhook": hook}).webhook.model_dump())
+        return replace(chat.request(), webhook=webhook)
     _check_names("", body, GenerationBody)
     if isinstance(body.get("sampling"), dict):
         _check_names("sampling.", body["sampling"], SamplingBody)

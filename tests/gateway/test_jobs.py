@@ -1,10 +1,12 @@
 """The jobs API: submit, look up, list, follow, resume, cancel."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
 
+from ktqueue.core.config import ControlConfig
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import JobClass
 
@@ -32,6 +34,22 @@ async def test_submit_and_look_up(http, worker):
     assert done["result"] == [{"index": 0, "text": "Once upon a time", "finish_reason": "stop"}]
     assert done["usage"]["total_tokens"] == 8
     assert done["created_at"] <= done["started_at"] <= done["finished_at"]
+
+
+async def test_webhooks_are_refused_where_nobody_would_call_them(http, config, serving_config, worker):
+    hook = {"url": "http://example.org/hook", "events": ["failed"]}
+    off = await http.post(JOBS, json={**BODY, "webhook": hook})
+    assert (off.status_code, off.json()["error"]["param"]) == (400, "webhook")
+    control = ControlConfig(webhook_secret="secret", webhook_hosts=("intern",))
+    async with serving_config(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as one:
+        plain = await one.post(JOBS, json={**BODY, "webhook": hook})
+        assert (plain.status_code, plain.json()["error"]["param"]) == (400, "webhook.url")
+        wrong = await one.post(JOBS, json={**BODY, "webhook": {**hook, "events": ["done"]}})
+        assert wrong.status_code == 400
+        for body in (BODY, {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}):
+            for url in ("https://example.org/hook", "http://intern:8080/hook"):
+                taken = await one.post(JOBS, json={**body, "webhook": {"url": url}})
+                assert taken.status_code == 202, taken.text
 
 
 async def test_all_kinds_of_bodies(http, worker):

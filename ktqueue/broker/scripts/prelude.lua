@@ -4,6 +4,7 @@
 -- A script that refuses replies with an error "CODE detail" before it has written anything.
 local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept in the listing
+local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
 local MINUTE = 60000000
 
 local function now_us()
@@ -83,6 +84,11 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   redis.call('PEXPIRE', TAG .. 'journal:' .. id, journal_ttl)
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
+  if redis.call('HEXISTS', job, 'webhook') == 1 then
+    redis.call('ZADD', TAG .. 'webhooks', now, id)
+    redis.call('ZREMRANGEBYRANK', TAG .. 'webhooks', 0, -MAX_WEBHOOKS - 1)
+    redis.call('PEXPIRE', TAG .. 'webhooks', job_ttl)
+  end
   redis.call('ZADD', TAG .. 'ended', now + job_ttl * 1000, id)
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
   redis.call('PEXPIRE', TAG .. 'ended', job_ttl)

@@ -3,7 +3,8 @@
 --       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later
 --       (earlier where negative), rows of an engine that it takes, most bytes in all queues, tenant's limits: '' (its
 --       jobs are not counted) or nine numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
---       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve.
+--       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve;
+--       1 where a webhook is to be called at the end, else ''.
 -- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job,
 -- {0, id, job} for one that is already there.
 -- Refuses with QUEUE_BYTES and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs end).
@@ -84,6 +85,7 @@ local job = TAG .. 'job:' .. id
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'class', class, 'tenant', ARGV[4], 'request', ARGV[5],
   'hash', hash, 'order', digits(order), 'attempts', 0)
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
+if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
 if ARGV[12] ~= '1' then redis.call('HSET', job, 'rows', ARGV[12]) end
 if ARGV[7] ~= '' then
   local deadline = now + ARGV[7]

@@ -1,0 +1,8 @@
+-- Ended jobs whose webhook is to be called.
+-- ARGV: most ids, ids that are taken care of*.
+-- Replies the ids that wait, oldest first.
+-- Promises: an id stays until it is taken care of; taking it off twice changes nothing.
+for i = 2, #ARGV, 1000 do
+  redis.call('ZREM', TAG .. 'webhooks', unpack(ARGV, i, math.min(i + 999, #ARGV)))
+end
+return redis.call('ZRANGE', TAG .. 'webhooks', 0, ARGV[1] - 1)

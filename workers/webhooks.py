@@ -1,0 +1,146 @@
+"""One webhook call: its body, its signature, the address that it may go to, and the POST. Knows no queue.
+
+Headers and signature are those of the Standard Webhooks specification 1.0: `webhook-id`, `webhook-timestamp` (Unix
+seconds), `webhook-signature`: `v1,` and the base64 of HMAC-SHA256 over `ID.TIMESTAMP.BODY`.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import socket
+import time
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.codec import dumps
+from ktqueue.core.config import ControlConfig
+from ktqueue.core.errors import ConfigError, KtqueueError
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.webhook import Webhook
+from ktqueue.gateway.openai_records import record_json, result_json
+
+SECRET_PREFIX = "whsec_"  # then base64, as the specification has it; other secrets are taken as they are
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the IPv4 address is in the last 32 bits
+NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215
+GONE = 410  # the receiver wants no more
+
+
+class Undeliverable(KtqueueError):
+    """The address may not be called, or wants no call: another attempt would not help."""
+
+    code = "webhook_undeliverable"
+
+
+class Undelivered(KtqueueError):
+    """It did not work this time."""
+
+    code = "webhook_undelivered"
+
+
+def event_of(state: JobState) -> str:
+    """The event that an end in this state is."""
+    return "completed" if state is JobState.DONE else "failed"
+
+
+def body_of(record: JobRecord, events: Sequence[TokenEvent]) -> dict[str, Any]:
+    """An event as OpenAI's webhooks have it. `data` is the job with its `result`; null once its journal is gone."""
+    result = result_json(record, events) if events else None
+    return {
+        "id": f"evt_{record.id}",
+        "object": "event",
+        "created_at": int(record.finished_at or 0),
+        "type": f"job.{event_of(record.state)}",
+        "data": {**record_json(record), "result": result},
+    }
+
+
+def key_of(secret: str) -> bytes:
+    """The bytes to sign with. Raises ConfigError."""
+    if not secret.startswith(SECRET_PREFIX):
+        return secret.encode()
+    try:
+        return b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+    except Base64Error as error:
+        raise ConfigError(
+            "control.webhook_secret: after whsec_ comes base64", param="control.webhook_secret"
+        ) from error
+
+
+def signed_headers(secret: str, message_id: str, body: bytes, now: float) -> dict[str, str]:
+    """The three headers of the specification."""
+    timestamp = str(int(now))
+    digest = hmac.new(key_of(secret), f"{message_id}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": f"v1,{b64encode(digest).decode()}",
+    }
+
+
+async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig) -> None:
+    """POST it once; redirects are not followed, the answer's body is not read. Raises Undeliverable, Undelivered."""
+    try:
+        webhook.check_allowed(config.webhook_secret, config.webhook_hosts)
+    except KtqueueError as error:
+        raise Undeliverable(error.message) from error
+    assert config.webhook_secret is not None
+    body = dumps(value)
+    headers = {
+        "content-type": "application/json",
+        "user-agent": "ktqueue",
+        "host": urlsplit(webhook.url).netloc,
+        **signed_headers(config.webhook_secret, value["id"], body, time.time()),
+    }
+    try:
+        async with asyncio.timeout(config.webhook_timeout), httpx.AsyncClient(trust_env=False) as client:
+            url, host = await _pinned(webhook, config)
+            request = client.build_request(
+                "POST", url, content=body, headers=headers, timeout=config.webhook_timeout,
+                extensions={"sni_hostname": host},
+            )  # fmt: skip
+            answer = await client.send(request, stream=True)
+            await answer.aclose()
+    except (httpx.HTTPError, OSError) as error:  # asyncio's TimeoutError is an OSError
+        raise Undelivered(f"{webhook.url}: {type(error).__name__} {error}") from error
+    if answer.status_code == GONE:
+        raise Undeliverable(f"{webhook.url} answers 410: it wants no more")
+    if not answer.is_success:
+        raise Undelivered(f"{webhook.url} answers {answer.status_code}")
+
+
+async def _pinned(webhook: Webhook, config: ControlConfig) -> tuple[httpx.URL, str]:
+    """The URL by its address, and the name for TLS.
+
+    The name is resolved once, and the address that was checked is the one that is called: a name that is resolved again
+    may lead elsewhere.
+    """
+    url = httpx.URL(webhook.url)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    addresses = [str(one[4][0]).partition("%")[0] for one in found]
+    if not webhook.trusted(config.webhook_hosts):
+        for address in addresses:
+            if not is_public(address):
+                raise Undeliverable(f"{webhook.url} leads to {address}, which is not on the public Internet")
+    return url.copy_with(host=addresses[0]), url.host
+
+
+def is_public(address: str) -> bool:
+    """May a stranger name this address? Not a private, local, shared, reserved or multicast one."""
+    one = ipaddress.ip_address(address)
+    if isinstance(one, ipaddress.IPv6Address):
+        if one in NAT64_LOCAL:
+            return False
+        if one in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)))
+        inner = one.ipv4_mapped or one.sixtofour or (one.teredo[1] if one.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+    return one.is_global and not one.is_multicast
