@@ -34,7 +34,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not JSON.",
     "422": "The idempotency key was used with another request.",
-    "429": "The queue is full; see Retry-After.",
+    "429": "The queue is full, or a limit of the tenant is reached; see Retry-After.",
     "503": "No broker, no worker, or too many connections; see Retry-After.",
     "504": "The deadline passed.",
 }

@@ -313,11 +313,11 @@ async def test_random_histories_equal_a_bucket(broker, lease, submit, raw, per_m
     taken = refused = 0
     for _ in range(200):
         dice, slack = rng.random(), slack + 2
-        if dice < 0.25 and raw.exists(key):
-            gap = int(rng.expovariate(bucket.rate * 8 / burst))
+        if dice < 0.2 and raw.exists(key):
+            gap = int(rng.expovariate(bucket.rate * rng.choice((1, 8)) / burst))
             raw.hset(key, "tokens", int(raw.hget(key, "tokens")) - gap)
             bucket.at -= gap
-        elif dice < 0.75:
+        elif dice < 0.6:
             tokens = rng.randint(2, burst)
             before = int(raw.hget(key, "tokens") or 0)
             try:
@@ -344,7 +344,7 @@ async def test_random_histories_equal_a_bucket(broker, lease, submit, raw, per_m
             if rng.random() < 0.3 and (await broker.jobs.get(job_id)).state is JobState.QUEUED:
                 await broker.jobs.cancel(job_id)
             else:
-                used = rng.randint(2, reserved + 3)
+                used = rng.randint(2, 2 * reserved)
                 await lease.claim(1_000)
                 await lease.commit([(job_id, done(used))])
             bucket.add(round((await broker.jobs.get(job_id)).finished_at * 1e6), reserved - used)

@@ -50,9 +50,7 @@ local function span(count, per_minute)
 end
 
 -- A job of a tenant has ended: it lives no more, and of the tokens that it reserved those not used come back.
--- Without `account` it was not counted, or is settled already.
-local function settle(id, tenant, account, used, now)
-  redis.call('HDEL', TAG .. 'job:' .. id, 'account')
+local function settle(tenant, account, used, now)
   local key = TAG .. 'tenant:' .. tenant
   local reserved, per_minute = string.match(account, '(%d+) (%d+)$')
   local at = redis.call('HMGET', key, 'requests', 'tokens')
@@ -76,7 +74,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   if at[5] then
     -- Of a job whose worker is gone we know the prompt about, and that each event is a token or more.
     local least = at[6] and tonumber(string.match(at[5], '^%d+')) + seq - 1 or 0
-    settle(id, at[4], at[5], used or least, now)
+    settle(at[4], at[5], used or least, now)
   end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
