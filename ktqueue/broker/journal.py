@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktqueue.broker.hub import Hub
 from ktqueue.broker.keys import Keys
@@ -54,7 +54,8 @@ class Journal:
         """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
 
         Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
-        Raises JobNotFound; JournalRegressed when `after` is more than there is.
+        Raises JobNotFound; JournalRegressed when `after` is more than there is, or when the journal no longer holds
+        the event that was told last: a failover lost it, and perhaps another one has its place by now.
         """
         mailbox = await self._hub.subscribe(
             self._keys.journal_channel(job_id),
@@ -62,13 +63,14 @@ class Journal:
             seconds=self._config.operation_timeout,
         )
         last = after
+        told: TokenEvent | None = None
         look, quiet = True, QUIET_SECONDS
         try:
             while True:
                 while look:
-                    page = await self._page_after_outage(job_id, last)
+                    page = await self._page_after_outage(job_id, last, told)
                     for event in page.events:
-                        last = event.seq
+                        last, told = event.seq, event
                         yield event
                         if event.state is not None:
                             return
@@ -86,20 +88,29 @@ class Journal:
                     if seq > last + 1:
                         look = True
                         break
-                    event = decode_event(seq, body)
-                    last = seq
-                    yield event
-                    if event.state is not None:
+                    last, told = seq, decode_event(seq, body)
+                    yield told
+                    if told.state is not None:
                         return
         finally:
             await self._hub.unsubscribe(mailbox)
 
-    async def _page_after_outage(self, job_id: str, after: int) -> _Page:
+    async def _page_after_outage(self, job_id: str, after: int, told: TokenEvent | None) -> _Page:
+        """The entries after a seq; where that was `told`, it must still be there."""
         loop = asyncio.get_running_loop()
         end = loop.time() + OUTAGE_SECONDS
         while True:
             try:
-                return await self._page(job_id, after)
+                if told is None:
+                    return await self._page(job_id, after)
+                page = await self._page(job_id, after - 1)
+                if page.events[:1] != [told]:
+                    raise JournalRegressed(
+                        f"the journal of job {job_id} no longer holds what was read at {after}",
+                        limit=page.tail,
+                        value=after,
+                    )
+                return replace(page, events=page.events[1:])
             except Unavailable:
                 if loop.time() > end:
                     raise

@@ -102,6 +102,20 @@ async def test_a_reader_sees_that_the_journal_got_shorter(broker, job, raw):
             await anext(events)
 
 
+async def test_a_reader_sees_that_the_journal_has_other_events_by_now(broker, job, raw):
+    await job.write(5)
+    events = broker.journal.follow(job.id)
+    for _ in range(5):
+        await anext(events)
+    key = broker.keys.journal_channel(job.id)
+    raw.delete(key)
+    for seq in range(1, 8):  # as after a failover that lost them: generated anew, and further
+        raw.xadd(key, {"e": encode_event(TokenEvent(seq=seq, text="another"))}, id=f"{seq}-0")
+    with pytest.raises(JournalRegressed, match="no longer holds"):
+        async with asyncio.timeout(5):
+            await anext(events)
+
+
 async def test_a_lost_message_is_repaired_from_the_journal(broker, job, raw):
     key = broker.keys.journal_channel(job.id)
     reader = asyncio.create_task(seqs(broker, job.id))
