@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Self
 
 from ktqueue.broker.connection import Connection
+from ktqueue.broker.conversations import Conversations
 from ktqueue.broker.hub import Hub
 from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
@@ -28,6 +29,7 @@ class Broker:
         self.scripts = Scripts(connection, self.keys, config)
         self.hub = Hub(connection.subscriber)
         self.jobs = Jobs(self.scripts, config)
+        self.conversations = Conversations(self.scripts, config)
         self.journal = Journal(self.scripts, self.hub, self.keys, config, max_mailbox_bytes)
         self.models = Models(self.scripts)
         self.webhooks = Webhooks(self.scripts)

@@ -128,7 +128,7 @@ class Jobs:
                 stored_body,
                 hashlib.sha256(body).hexdigest(),
                 "" if request.expires_in is None else microseconds(request.expires_in),
-                "" if idempotency_key is None else _digest(tenant, idempotency_key),
+                "" if idempotency_key is None else digest(tenant, idempotency_key),
                 milliseconds(self._config.idempotency_ttl),
                 cap,
                 round(request.priority * self._config.priority_seconds * MICROSECONDS),
@@ -222,7 +222,8 @@ def _checked(job_id: str) -> str:
     return job_id
 
 
-def _digest(tenant: str, key: str) -> str:
+def digest(tenant: str, key: str) -> str:
+    """A tenant's own word as a part of a key: another tenant's is another one."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
 
 

@@ -50,16 +50,17 @@ class Journal:
             if not page.events or page.events[-1].seq == page.tail:
                 return events
 
-    async def follow(self, job_id: str, after: int = 0) -> AsyncGenerator[TokenEvent, None]:
+    async def follow(self, job_id: str, after: int = 0, *, journals: int = 1) -> AsyncGenerator[TokenEvent, None]:
         """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
 
+        A reader who follows several `journals` at once has one mailbox's bytes for them all.
         Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
         Raises JobNotFound; JournalRegressed when `after` is more than there is, or when the journal no longer holds
         the event that was told last: a failover lost it, and perhaps another one has its place by now.
         """
         mailbox = await self._hub.subscribe(
             self._keys.journal_channel(job_id),
-            max_bytes=self._max_mailbox_bytes,
+            max_bytes=self._max_mailbox_bytes // journals,
             seconds=self._config.operation_timeout,
         )
         last = after

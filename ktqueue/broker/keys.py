@@ -15,6 +15,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
 | backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
+| conversation:DIGEST      | string     | job id of its latest answer (JSON)            | idempotency_ttl           |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
 | worker:WORKER            | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |

@@ -28,6 +28,7 @@ NAMES = (
     "workers",
     "memory",
     "webhooks",
+    "conversation",
     "register",
     "beat",
     "claim",

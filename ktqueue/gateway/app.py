@@ -24,6 +24,7 @@ from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.openai_document import build_document
 from ktqueue.gateway.replies import error_response
+from ktqueue.gateway.stream import StreamEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def routes() -> list[Route]:
         Route("/v1/models/{model_id:path}", models.get_model),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
         Route("/v1/completions", create_completion, methods=["POST"]),
+        Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
         Route("/v1/jobs/{job_id}/events", jobs.stream_events),

@@ -5,7 +5,6 @@ from starlette.responses import Response
 
 from ktqueue.gateway.body import read_json
 from ktqueue.gateway.exchange import answer
-from ktqueue.gateway.openai_replies import ChatReply
 from ktqueue.gateway.openai_requests import parse_chat
 
 
@@ -15,7 +14,6 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer(
         request,
         [body.request()],
-        lambda record: ChatReply(f"chatcmpl-{record.id}", int(record.created_at), record.model, bool(body.logprobs)),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
     )

@@ -5,7 +5,6 @@ from starlette.responses import Response
 
 from ktqueue.gateway.body import read_json
 from ktqueue.gateway.exchange import answer
-from ktqueue.gateway.openai_replies import CompletionReply
 from ktqueue.gateway.openai_requests import parse_completion
 
 
@@ -15,9 +14,6 @@ async def create_completion(request: Request) -> Response:
     return await answer(
         request,
         body.requests(),
-        lambda record: CompletionReply(
-            f"cmpl-{record.id}", int(record.created_at), record.model, body.logprobs is not None
-        ),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
     )

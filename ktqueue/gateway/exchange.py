@@ -5,43 +5,54 @@ and cancels the jobs when the client leaves. What the answer looks like is the R
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ktqueue.broker.conversations import Turn
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import dumps
-from ktqueue.core.errors import JournalRegressed, KtqueueError
+from ktqueue.core.errors import InvalidRequest, JournalRegressed, KtqueueError
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.auth import Tenant, tenant_of
 from ktqueue.gateway.faults import failure
 from ktqueue.gateway.feed import Batch, Feed
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import idempotency_key, rate_headers
+from ktqueue.gateway.headers import Place, conversation_id, idempotency_key, rate_headers
 from ktqueue.gateway.openai_choices import Choices
-from ktqueue.gateway.openai_replies import Reply
+from ktqueue.gateway.openai_replies import reply_to
 from ktqueue.gateway.sse import DONE, PING, EventStream, frame, watch
 from ktqueue.gateway.stopwatch import Stopwatch
-
-MakeReply = Callable[[JobRecord], Reply]
 
 
 async def answer(
     request: Request,
     generations: Sequence[GenerationRequest],
-    make_reply: MakeReply,
     *,
     stream: bool,
     include_usage: bool,
 ) -> Response:
     """The response to one request. Raises KtqueueError where the answer is an error with its own status."""
     gateway: Gateway = request.app.state.gateway
-    key = idempotency_key(request.headers)
+    key, conversation = idempotency_key(request.headers), conversation_id(request.headers)
+    if conversation is not None and len(generations) > 1:
+        raise InvalidRequest(
+            "a conversation takes one prompt at a time", param="X-Conversation-Id", limit=1, value=len(generations)
+        )
     records = await submit(gateway, generations, key, tenant_of(request))
-    exchange = Exchange(gateway, request, generations, records, make_reply(records[0]), keep=key is not None)
+    if conversation is not None:
+        await begin_turn(gateway, tenant_of(request), conversation, Turn(records[0].id, include_usage))
+    exchange = Exchange(
+        gateway,
+        request,
+        records,
+        keep=key is not None or conversation is not None,
+        after=None if conversation is None else (0, 0.0),
+    )
     if stream:
         return await exchange.stream(include_usage=include_usage)
     return await exchange.whole()
@@ -64,30 +75,44 @@ async def submit(
     return records
 
 
+async def begin_turn(gateway: Gateway, tenant: Tenant, conversation: str, turn: Turn) -> None:
+    """From now on the conversation's stream is this job's; the one before it, which nobody waits for, is cancelled."""
+    try:
+        former = await gateway.broker.conversations.begin(tenant.name, conversation, turn)
+    except BaseException:
+        gateway.abandon([turn.job_id])
+        raise
+    if former is not None and former.job_id != turn.job_id:
+        gateway.abandon([former.job_id])
+
+
 class Exchange:
     """The jobs of one HTTP request and what their journals have told so far.
 
-    `keep`: an Idempotency-Key announces that the client may come back for the same job, so its jobs
-    are not cancelled when it leaves.
+    `keep`: an Idempotency-Key or a conversation announces that the client may come back for the same job, so its jobs
+    are not cancelled when it leaves. `after`: frames of the stream are numbered, and those up to there left out; then
+    there is one job. `resumed`: the request began before, and was counted then.
     """
 
     def __init__(
         self,
         gateway: Gateway,
         request: Request,
-        generations: Sequence[GenerationRequest],
         records: Sequence[JobRecord],
-        reply: Reply,
         *,
         keep: bool,
+        after: Place | None = None,
+        resumed: bool = False,
     ) -> None:
         self._gateway = gateway
-        self._reply = reply
+        self._reply = reply_to(records[0])
         self._keep = keep
+        self._after = after
+        self._resumed = resumed
         self._job_ids = [record.id for record in records]
         self._rates = rate_headers(records[-1].standing)
-        self._choices = Choices(len(records), generations[0].sampling.n)
-        self._stopwatch = Stopwatch(gateway.metrics, generations[0].model)
+        self._choices = Choices(len(records), records[0].request.sampling.n)
+        self._stopwatch = Stopwatch(None if resumed else gateway.metrics, records[0].model)
         self._open = set(range(len(records)))
         self._resources = ExitStack()
         self._feed: Feed = self._resources.enter_context(gateway.feed(self._job_ids))
@@ -116,7 +141,8 @@ class Exchange:
         settings = self._gateway.config.gateway
         try:
             first = await self._take(min(settings.first_event_wait, settings.heartbeat_seconds))
-            self._raise_failure(first)
+            if not self._resumed:  # what a job said before it failed is in its stream
+                self._raise_failure(first)
         except BaseException:
             self._close()
             raise
@@ -130,8 +156,7 @@ class Exchange:
 
     async def _frames(self, batch: Batch, include_usage: bool) -> AsyncGenerator[bytes, None]:
         while True:
-            deltas = self._choices.absorb(batch)
-            frames = b"".join(frame(chunk) for delta in deltas for chunk in self._reply.chunks(delta))
+            frames = b"".join(self._chunks(batch) if self._after is None else self._numbered(batch, self._after))
             if frames:
                 yield frames
             elif not batch:
@@ -143,6 +168,24 @@ class Exchange:
         if include_usage:
             yield frame(self._reply.usage_chunk(self._choices.usage()))
         yield DONE
+
+    def _chunks(self, batch: Batch) -> Iterator[bytes]:
+        for delta in self._choices.absorb(batch):
+            for chunk in self._reply.chunks(delta):
+                yield frame(chunk)
+
+    def _numbered(self, batch: Batch, after: Place) -> Iterator[bytes]:
+        """Frames with ids, event by event: the same for every reader, however the events came together.
+
+        The id of an event's last frame is its seq, that of one before it `SEQ.PART`.
+        """
+        for one in batch:
+            chunks = [chunk for delta in self._choices.absorb([one]) for chunk in self._reply.chunks(delta)]
+            seq = one[1].seq
+            for part, chunk in enumerate(chunks, 1):
+                last = part == len(chunks)
+                if (seq, math.inf if last else part) > after:
+                    yield frame(chunk, event_id=seq if last else f"{seq}.{part}")
 
     async def _take(self, timeout_seconds: float) -> Batch:
         try:

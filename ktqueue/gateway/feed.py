@@ -31,7 +31,7 @@ class Feed:
         self._room = asyncio.Event()
         self._interruption: KtqueueError | None = None
         self._fault: KtqueueError | None = None
-        self._running = len(job_ids)
+        self._journals = self._running = len(job_ids)
         self._pumps = [
             asyncio.create_task(self._pump(place, job_id, after), name=f"feed {job_id}")
             for place, job_id in enumerate(job_ids)
@@ -78,7 +78,7 @@ class Feed:
 
     async def _pump(self, place: int, job_id: str, after: int) -> None:
         try:
-            async with aclosing(self._journal.follow(job_id, after)) as events:
+            async with aclosing(self._journal.follow(job_id, after, journals=self._journals)) as events:
                 async for event in events:
                     while len(self._events) >= BUFFERED_EVENTS:
                         self._room.clear()

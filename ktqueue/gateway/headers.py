@@ -1,7 +1,7 @@
 """Headers that carry meaning: the request id, the idempotency key, where a reader stopped; what a tenant has left."""
 
 import re
-from math import ceil
+from math import ceil, inf
 from uuid import uuid4
 
 from starlette.datastructures import Headers, QueryParams
@@ -12,6 +12,8 @@ from ktqueue.core.errors import InvalidRequest
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _SEQ = re.compile(r"[0-9]{1,18}")
+_PLACE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,3}))?")
+Place = tuple[int, float]  # in a numbered stream: seq of an event, and how many of its frames; inf for all of them
 
 
 def request_id(headers: Headers) -> str:
@@ -22,11 +24,20 @@ def request_id(headers: Headers) -> str:
 
 def idempotency_key(headers: Headers) -> str | None:
     """The `Idempotency-Key`, if given. Raises InvalidRequest."""
-    given = headers.get("idempotency-key")
+    return checked_key("Idempotency-Key", headers.get("idempotency-key"))
+
+
+def conversation_id(headers: Headers) -> str | None:
+    """The `X-Conversation-Id`, if given. Raises InvalidRequest."""
+    return checked_key("X-Conversation-Id", headers.get("x-conversation-id"))
+
+
+def checked_key(name: str, given: str | None) -> str | None:
+    """A word of the client's own. Raises InvalidRequest."""
     if given is not None and not _KEY.fullmatch(given):
         raise InvalidRequest(
-            "Idempotency-Key must be 1 to 255 printable ASCII characters",
-            param="Idempotency-Key",
+            f"{name} must be 1 to 255 printable ASCII characters",
+            param=name,
             limit="1 to 255 printable ASCII characters",
             value=len(given),
         )
@@ -34,18 +45,38 @@ def idempotency_key(headers: Headers) -> str | None:
 
 
 def last_seq(headers: Headers, query: QueryParams) -> int:
-    """The last event that a reader has: `Last-Event-ID`, else `?after=`, else 0. Raises InvalidRequest."""
-    for name, given in (("Last-Event-ID", headers.get("last-event-id")), ("after", query.get("after"))):
-        if given:
-            if not _SEQ.fullmatch(given):
-                raise InvalidRequest(
-                    f"{name} must be the number of an event, got {given[:80]!r}",
-                    param=name,
-                    limit="0 or a positive integer",
-                    value=given[:80],
-                )
-            return int(given)
-    return 0
+    """The last event that a reader has: `Last-Event-ID`, else `?starting_after=`, else 0. Raises InvalidRequest."""
+    name, given = _last_event(headers, query)
+    if not given:
+        return 0
+    if not _SEQ.fullmatch(given):
+        raise _no_event(name, given)
+    return int(given)
+
+
+def last_place(headers: Headers, query: QueryParams) -> Place:
+    """The last frame that a reader of a numbered stream has, told as in `last_seq`. Raises InvalidRequest."""
+    name, given = _last_event(headers, query)
+    if not given:
+        return 0, 0.0
+    match = _PLACE.fullmatch(given)
+    if match is None:
+        raise _no_event(name, given)
+    return int(match[1]), inf if match[2] is None else float(match[2])
+
+
+def _last_event(headers: Headers, query: QueryParams) -> tuple[str, str | None]:
+    header = headers.get("last-event-id")
+    return ("Last-Event-ID", header) if header else ("starting_after", query.get("starting_after"))
+
+
+def _no_event(name: str, given: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} must be the number of an event, got {given[:80]!r}",
+        param=name,
+        limit="0 or a positive integer",
+        value=given[:80],
+    )
 
 
 def rate_headers(standing: Standing | None) -> dict[str, str]:

@@ -149,6 +149,6 @@ async def _frames(feed: Feed, heartbeat_seconds: float) -> AsyncGenerator[bytes,
         except ShuttingDown:
             return  # the reader comes back with Last-Event-ID and misses nothing
         if batch:
-            yield b"".join(frame(event_json(event), seq=event.seq) for _, event in batch)
+            yield b"".join(frame(event_json(event), event_id=event.seq) for _, event in batch)
         elif not feed.ended:
             yield PING

@@ -69,8 +69,10 @@ def build_document() -> Json:
 
 def _paths() -> Json:
     chat = _post("createChatCompletion", "Answer a conversation.", [ChatBody], shapes.ChatCompletion)
+    chat["parameters"].append(_word("X-Conversation-Id"))
     _add_stream(chat, shapes.ChatCompletionChunk)
     completion = _post("createCompletion", "Go on from one or several prompts.", [CompletionBody], shapes.Completion)
+    completion["parameters"].append(_word("X-Conversation-Id"))
     _add_stream(completion, shapes.Completion)
     submit = _post("createJob", "Submit a job.", [GenerationBody, ChatBody], shapes.Job, status="202")
     submit["responses"]["202"]["headers"] = {"Location": _header("Where the job is found.")}
@@ -79,8 +81,23 @@ def _paths() -> Json:
     events["responses"]["204"] = {"description": "The reader has had the last event already."}
     events["parameters"] = [
         {"name": "Last-Event-ID", "in": "header", "schema": {"type": "integer", "minimum": 0}},
-        {"name": "after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+        {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
     ]
+    conversation = {"name": "conv_id", "in": "query", "required": True, "schema": {"type": "string", "maxLength": 255}}
+    resume = _get("resumeStream", "Take a conversation's stream up again.", None, errors=("400", *_READ))
+    resume["responses"]["200"] = {
+        "description": "Server-sent events, as of the first request.",
+        "content": {
+            "text/event-stream": {"schema": {"anyOf": [_ref(shapes.ChatCompletionChunk), _ref(shapes.Completion)]}}
+        },
+    }
+    resume["parameters"] = [
+        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}},
+        {"name": "starting_after", "in": "query", "schema": {"type": "string"}},
+    ]
+    stop = _get("stopStream", "Cancel what answers in a conversation.", None, errors=("400", "401", "503"))
+    stop["responses"]["204"] = {"description": "It is stopped, or was not running."}
+    del stop["responses"]["200"]
     cancel = _get("cancelJob", "Cancel a job.", shapes.Job, errors=("401", "404", "409", "503"))
     listing = _get("listJobs", "Jobs.", shapes.JobList, errors=("400", "401", "503"))
     listing["parameters"] = [
@@ -94,6 +111,7 @@ def _paths() -> Json:
         "/v1/completions": {"post": completion},
         "/v1/models": {"get": _get("listModels", "The models served.", shapes.ModelList, errors=("401", "503"))},
         "/v1/models/{model_id}": {"get": _get("getModel", "One model.", shapes.Model), "parameters": model},
+        "/v1/stream": {"get": resume, "delete": stop, "parameters": [conversation]},
         "/v1/jobs": {"get": listing, "post": submit},
         "/v1/jobs/{job_id}": {
             "get": _get("getJob", "One job, with its result once it has ended.", shapes.Job),
@@ -111,6 +129,10 @@ def _paths() -> Json:
 
 def _ref(model: type[BaseModel]) -> Json:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _word(name: str) -> Json:
+    return {"name": name, "in": "header", "schema": {"type": "string", "maxLength": 255}}
 
 
 def _header(description: str) -> Json:
@@ -156,7 +178,7 @@ def _post(
     return {
         "operationId": operation,
         "summary": summary,
-        "parameters": [{"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 255}}],
+        "parameters": [_word("Idempotency-Key")],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": _responses(status, answer, _WRITE),
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.events import PositionLogprobs, TokenLogprob, Usage
 from ktqueue.gateway.openai_choices import Delta, Position, alone
 
@@ -28,6 +29,14 @@ class Reply(Protocol):
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The body of a response that is not streamed."""
         ...
+
+
+def reply_to(record: JobRecord) -> Reply:
+    """How the endpoint speaks that a job's request came in by."""
+    logprobs = record.request.sampling.logprobs is not None
+    if record.request.messages is not None:
+        return ChatReply(f"chatcmpl-{record.id}", int(record.created_at), record.model, logprobs)
+    return CompletionReply(f"cmpl-{record.id}", int(record.created_at), record.model, logprobs)
 
 
 def usage_json(usage: Usage) -> Json:

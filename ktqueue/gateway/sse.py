@@ -24,9 +24,9 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def frame(value: Any, *, seq: int | None = None) -> bytes:
-    """One event with JSON data, and its `id:` where it has a seq."""
-    head = b"" if seq is None else b"id: %d\n" % seq
+def frame(value: Any, *, event_id: int | str | None = None) -> bytes:
+    """One event with JSON data, and its `id:` where it has one."""
+    head = b"" if event_id is None else f"id: {event_id}\n".encode()
     return b"%bdata: %b\n\n" % (head, dumps(value))
 
 

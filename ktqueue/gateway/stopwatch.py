@@ -9,9 +9,9 @@ from ktqueue.gateway.metrics import Metrics
 
 
 class Stopwatch:
-    """Starts when it is made, right after the submission."""
+    """Starts when it is made, right after the submission. Without metrics it counts nothing."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
+    def __init__(self, metrics: Metrics | None, model: str) -> None:
         self._metrics = metrics
         self._model = model
         self._begun = time.monotonic()
@@ -19,6 +19,8 @@ class Stopwatch:
 
     def saw(self, batch: Batch) -> None:
         """Events arrived just now."""
+        if self._metrics is None:
+            return
         now = time.monotonic()
         for _, event in batch:
             if event.finish_reason is not None:
@@ -32,6 +34,8 @@ class Stopwatch:
 
     def done(self, event: TokenEvent) -> None:
         """A job is done; `event` is its last."""
+        if self._metrics is None:
+            return
         self._metrics.end_to_end.labels(self._model).observe(time.monotonic() - self._begun)
         if event.usage is not None:
             self._metrics.prompt_tokens.labels(self._model).observe(event.usage.prompt_tokens)
@@ -39,4 +43,6 @@ class Stopwatch:
 
     def failed(self, error: KtqueueError) -> None:
         """The request ends in an error."""
+        if self._metrics is None:
+            return
         self._metrics.failures.labels(self._model, error.info().code).inc()

@@ -117,7 +117,7 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, to
         seen: list[Any] = []
         for turn in range(40):
             headers = {"last-event-id": str(seen[-1]["seq"])} if seen and turn % 2 else {}
-            query = f"?after={seen[-1]['seq']}" if seen and not turn % 2 else ""
+            query = f"?starting_after={seen[-1]['seq']}" if seen and not turn % 2 else ""
             async with http.stream("GET", job["events_url"] + query, headers=headers) as response:
                 if response.status_code == 204:
                     break
@@ -133,7 +133,7 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, to
         # A reader that left has cancelled nothing, and the whole is still there for another.
         async with http.stream("GET", job["events_url"]) as response:
             assert (await tools.read_frames(response)).ids == list(range(1, 63))
-        beyond = await http.get(job["events_url"] + "?after=99")
+        beyond = await http.get(job["events_url"] + "?starting_after=99")
         assert "journal_regressed" in beyond.text
 
 

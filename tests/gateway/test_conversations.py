@@ -1,0 +1,208 @@
+"""Streams that are taken up again by the id of their conversation, at any gateway, from any of their frames."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue.core.events import FinishReason, JobState
+from ktqueue.core.tenants import TenantConfig, hash_of
+
+CHAT, TEXT, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/stream"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "logprobs": True, "top_logprobs": 1},
+    TEXT: {"prompt": "Once", "logprobs": 1},
+}
+NAMED = {"x-conversation-id": "talk/1::tale"}
+WORDS = 12
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    return {"model": "tale", "stream": True, **BODIES[path], **more}
+
+
+def query(**more: Any) -> dict[str, Any]:
+    return {"conv_id": NAMED["x-conversation-id"], **more}
+
+
+@pytest.fixture
+def slow_tale(worker, tools):
+    """Words of each choice in turn, some of them without text, until `go` lets the rest come."""
+    worker.go = asyncio.Event()
+
+    async def talk(claim):
+        n = claim.request.sampling.n
+        for word in range(WORDS):
+            for index in range(n):
+                silent = word % 4 == 3
+                text = "" if silent else f"{index}-{word} "
+                yield tools.token(text, index=index, logprobs=(tools.logprob(b"w"),))
+            if word == WORDS // 2:
+                await worker.go.wait()
+        for index in range(n):
+            yield {"index": index, "text": "!", "finish_reason": FinishReason.STOP}
+        yield tools.ended(claim)
+
+    worker.script = talk
+    return worker
+
+
+async def blocks(response: httpx.Response, at_most: int = 10_000) -> list[str]:
+    """The events of a stream as they are on the wire, without comments."""
+    found, text = [], ""
+    async for piece in response.aiter_text():
+        text += piece
+        *whole, text = text.split("\n\n")
+        found += [one for one in whole if not one.startswith(":")]
+        if len(found) >= at_most:
+            return found[:at_most]
+    return found
+
+
+def id_of(block: str) -> str | None:
+    head = block.partition("\n")[0]
+    return head.removeprefix("id: ") if head.startswith("id: ") else None
+
+
+async def resume(http: httpx.AsyncClient, last: str | None = None, **more: Any) -> list[str]:
+    headers = {} if last is None else {"last-event-id": last}
+    async with http.stream("GET", STREAM, params=query(**more), headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return await blocks(response)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_stream_goes_on_from_any_of_its_frames(url, serve_with, slow_tale, broker, path):
+    asked = body(path, stream_options={"include_usage": True})
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with http.stream("POST", path, json=asked, headers=NAMED) as response:
+            job_id = response.headers["x-job-id"]
+            seen = await blocks(response, at_most=5)
+        # The client is gone, its job is not; another gateway takes it up while it still runs.
+        assert all(id_of(block) for block in seen)
+        async with serve_with() as (_, other), httpx.AsyncClient(base_url=other, timeout=20) as elsewhere:
+            rest = asyncio.create_task(resume(elsewhere, id_of(seen[-1])))
+            whole = asyncio.create_task(resume(elsewhere))
+            await asyncio.sleep(0.1)
+            slow_tale.go.set()
+            everything = await whole
+            assert seen + await rest == everything
+        assert everything[-1] == "data: [DONE]"
+        assert '"usage":' in everything[-2]
+        assert (await broker.jobs.get(job_id)).state is JobState.DONE
+        assert len(slow_tale.claims) == 1
+        ids = [id_of(block) for block in everything]
+        assert len(set(ids[:-2])) == len(ids) - 2
+        for place, last in enumerate(ids[:-2]):
+            assert await resume(http, last) == everything[place + 1 :]
+        assert await resume(http, starting_after=ids[3]) == everything[4:]
+        metrics = (await http.get("/metrics")).text
+    assert "ktqueue:open_streams 0.0" in metrics
+    assert 'success_total{finished_reason="stop"' not in metrics  # readers that come back are not counted again
+
+
+async def test_what_a_numbered_stream_says_is_what_any_stream_says(http, slow_tale):
+    slow_tale.go.set()
+    answers = []
+    for headers in (NAMED, {}):
+        async with http.stream("POST", CHAT, json=body(CHAT), headers=headers) as response:
+            *chunks, end = await blocks(response)
+        assert end == "data: [DONE]"
+        texts = ["", ""]
+        for chunk in chunks:
+            for choice in json.loads(chunk.rpartition("data: ")[2])["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+        answers.append(texts)
+    assert answers[0] == answers[1]
+    assert answers[0][1].startswith("1-0 1-1 ")
+
+
+async def test_the_next_answer_takes_the_place_of_the_one_before(http, slow_tale, broker):
+    ids = []
+    for _ in range(2):
+        async with http.stream("POST", CHAT, json=body(CHAT), headers=NAMED) as response:
+            ids.append(response.headers["x-job-id"])
+            await blocks(response, at_most=1)
+    async with asyncio.timeout(10):
+        async for event in broker.journal.follow(ids[0]):
+            last = event
+    assert last.state is JobState.CANCELLED
+    slow_tale.go.set()
+    assert ids[1] in (await resume(http))[0]
+    assert (await broker.jobs.get(ids[1])).state is JobState.DONE
+
+
+async def test_the_same_request_again_stops_nothing(http, slow_tale, broker):
+    headers = {**NAMED, "idempotency-key": "one"}
+    for _ in range(2):
+        async with http.stream("POST", CHAT, json=body(CHAT), headers=headers) as response:
+            await blocks(response, at_most=1)
+    assert not (await broker.jobs.get(slow_tale.claims[0].job_id)).cancel_requested
+    slow_tale.go.set()
+    assert (await resume(http))[-1] == "data: [DONE]"
+    assert len(slow_tale.claims) == 1
+
+
+async def test_a_stream_can_be_stopped(http, slow_tale, broker):
+    async with http.stream("POST", CHAT, json=body(CHAT), headers=NAMED) as response:
+        job_id = response.headers["x-job-id"]
+        seen = await blocks(response, at_most=3)
+    for _ in range(2):
+        assert (await http.delete(STREAM, params=query())).status_code == 204
+    stopped = await resume(http)  # what was said before, and why it ended
+    assert stopped[:3] == seen
+    assert '"code":"cancelled"' in stopped[-1]
+    assert (await broker.jobs.get(job_id)).state is JobState.CANCELLED
+    assert (await http.delete(STREAM, params={"conv_id": "nobody"})).status_code == 204
+
+
+async def test_what_cannot_be_taken_up_is_told(http, worker, broker, raw_keys):
+    for params, status, param in (
+        ({"conv_id": "nobody"}, 404, "conv_id"),
+        ({}, 400, "conv_id"),
+        ({"conv_id": ""}, 400, "conv_id"),
+        ({"conv_id": "x" * 256}, 400, "conv_id"),
+        ({"conv_id": "nobody", "from": "17"}, 400, "from"),
+        ({"conv_id": "nobody", "starting_after": "1.5.2"}, 400, "starting_after"),
+    ):
+        answer = await http.get(STREAM, params=params)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), params
+    two = await http.post(TEXT, json={"model": "tale", "prompt": ["a", "b"]}, headers=NAMED)
+    assert (two.status_code, two.json()["error"]["param"]) == (400, "X-Conversation-Id")
+    assert worker.claims == []
+    answer = await http.post(CHAT, json={**body(CHAT), "stream": False}, headers=NAMED)
+    assert answer.status_code == 200
+    assert (await resume(http, **{"from": 0}))[-1] == "data: [DONE]"
+    beyond = await http.get(STREAM, params=query(), headers={"last-event-id": "99"})
+    assert beyond.json()["error"]["code"] == "journal_regressed"
+    (key,) = raw_keys("conversation:*")
+    assert 0 < key[1] <= broker.config.idempotency_ttl
+
+
+async def test_a_conversation_is_its_tenant_s_alone(serve_with, slow_tale, broker):
+    tenants = tuple(TenantConfig(name=name, keys=(hash_of(f"key-{name}"),)) for name in ("one", "two"))
+    slow_tale.go.set()
+    async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+        one, two = ({"authorization": f"Bearer key-{tenant.name}"} for tenant in tenants)
+        job_id = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **one})).headers["x-job-id"]
+        assert (await http.get(STREAM, params=query(), headers=two)).status_code == 404
+        assert (await http.get(STREAM, params=query())).status_code == 401
+        other = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **two})).headers["x-job-id"]
+        for headers, job in ((one, job_id), (two, other)):
+            assert job in (await http.get(STREAM, params=query(), headers=headers)).text
+    assert (await broker.jobs.get(job_id)).state is JobState.DONE
+
+
+@pytest.fixture
+def raw_keys(broker, redis_url):
+    """Names that match, with the seconds that each has to live."""
+    import redis
+
+    def found(pattern: str) -> list[tuple[bytes, int]]:
+        with redis.Redis.from_url(redis_url) as client:
+            return [(key, client.ttl(key)) for key in client.scan_iter(f"{broker.keys.tag}:{pattern}")]
+
+    return found

@@ -1,0 +1,110 @@
+"""A reader that stops reading: it loses its mailbox, never a token, and nobody else notices."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue.gateway.feed import BUFFERED_EVENTS
+
+JOBS = "/v1/jobs"
+MAILBOX_BYTES = 20_000
+OTHERS = 40
+
+
+def body(word: str) -> dict[str, Any]:
+    return {"model": "tale", "prompt": word, "sampling": {"max_tokens": 9}}
+
+
+@pytest.fixture
+def flood(worker, tools):
+    """The job `flood` has 5 KB events until `enough` is set, any other one twenty words."""
+    worker.enough = asyncio.Event()
+
+    async def talk(claim):
+        if claim.request.prompt == "flood":
+            while not worker.enough.is_set():
+                for _ in range(10):
+                    yield tools.token("x" * 5_000)
+                yield 0.001
+        else:
+            for word in range(20):
+                yield tools.token(f"{claim.request.prompt}-{word} ")
+                yield 0.01
+        yield tools.ended(claim)
+
+    worker.script = talk
+    return worker
+
+
+async def connect(url: str, path: str) -> socket.socket:
+    """A client that asks for a stream and does not read; its kernel takes little for it."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, (host, int(port)))
+    await loop.sock_sendall(client, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    return client
+
+
+async def seqs(client: socket.socket) -> list[int]:
+    """Read at last: the ids of all events, to the end of the stream."""
+    data = b""
+    while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+        data += piece
+    assert b'"state":"done"' in data
+    return [int(line[4:]) for line in data.split(b"\n") if line.startswith(b"id: ")]
+
+
+async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(serve_with, flood, broker):
+    async with serve_with(max_mailbox_bytes=MAILBOX_BYTES) as (server, url):
+        for listener in server.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+        gateway = server.config.app.state.gateway
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            job = (await http.post(JOBS, json=body("flood"))).json()
+            stuck = await connect(url, job["events_url"])
+            channel = broker.keys.journal_channel(job["id"])
+
+            async def dropped() -> Any:
+                while True:
+                    await asyncio.sleep(0.005)
+                    topic = gateway.broker.hub._topics.get(channel)
+                    for mailbox in topic.mailboxes if topic else ():
+                        (feed,) = gateway._feeds
+                        assert mailbox._bytes <= MAILBOX_BYTES
+                        assert len(feed._events) <= BUFFERED_EVENTS
+                        if mailbox._missed and len(feed._events) == BUFFERED_EVENTS:
+                            return feed
+
+            async with asyncio.timeout(30):
+                feed = await dropped()
+            waits = feed._events[0]
+
+            async def other(number: int) -> str:
+                one = (await http.post(JOBS, json=body(str(number)))).json()
+                text = ""
+                async with http.stream("GET", one["events_url"]) as response:
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: "):
+                            text += json.loads(line[6:]).get("text", "")
+                return text
+
+            async with asyncio.timeout(30):
+                texts = await asyncio.gather(*(other(number) for number in range(OTHERS)))
+            assert texts == ["".join(f"{number}-{word} " for word in range(20)) for number in range(OTHERS)]
+            assert feed in gateway._feeds
+            assert feed._events[0] is waits  # all that while
+
+            flood.enough.set()
+            async with asyncio.timeout(30):
+                read = await seqs(stuck)
+            stuck.close()
+            journal = await broker.journal.replay(job["id"])
+            assert read == [event.seq for event in journal] == list(range(1, len(journal) + 1))
+            assert len(read) > 2 * BUFFERED_EVENTS
