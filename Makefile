@@ -100,7 +100,7 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test mutations soak parity sanitize fuzz
+.PHONY: test mutations soak fleet parity sanitize fuzz
 # Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -110,6 +110,13 @@ mutations: $(VENV)/dev.stamp ## Break one promise after another: its tests must 
 
 soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+# Tests that start servers of their own are the same on each kind.
+SHARED := $(filter-out %_access.py %_cluster.py %_durability.py %_sentinel.py %_server.py, $(wildcard tests/broker/test_*.py))
+fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel and in a cluster
+	@$(BIN)/python -m pytest -m fleet tests/broker $(ARGS)
+	@$(BIN)/python -m pytest --redis sentinel $(SHARED) tests/gateway $(ARGS)
+	@$(BIN)/python -m pytest --redis cluster $(SHARED) tests/gateway $(ARGS)
 
 parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)

@@ -16,9 +16,13 @@ import gguf
 import numpy as np
 import pytest
 import redis
+from redis_fleet import ClusterFleet, SentinelFleet
 
+from ktqueue.broker.keys import Keys
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
+
+LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover
 
 # Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
 HALF_SCALES: dict[str, tuple[tuple[int, ...], float]] = {
@@ -40,18 +44,51 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What the tests run on: `make fleet` runs those of the broker on each."""
+    parser.addoption("--redis", choices=("private", "sentinel", "cluster"), default="private", help="kind of server")
+
+
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of one real server for the session."""
+def redis_fleet(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[SentinelFleet | ClusterFleet | None]:
+    """The servers of `--redis`; None: the private one."""
+    kind = request.config.getoption("--redis")
+    folder = tmp_path_factory.mktemp("fleet")
+    fleet: SentinelFleet | ClusterFleet | None = None
+    if kind == "sentinel":
+        fleet = SentinelFleet(folder, down=LONG)
+    elif kind == "cluster":
+        fleet = ClusterFleet(folder, Keys(BrokerConfig().prefix).tag, down=LONG)
+    yield fleet
+    if fleet is not None:
+        fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def redis_server(
+    tmp_path_factory: pytest.TempPathFactory, redis_fleet: SentinelFleet | ClusterFleet | None
+) -> Iterator[str]:
+    """URL of one real server, or fleet, for the session."""
+    if redis_fleet is not None:
+        yield redis_fleet.url
+        return
     server = PrivateServer()
     yield server.start(tmp_path_factory.mktemp("redis"))
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def redis_direct(redis_server: str, redis_fleet: SentinelFleet | ClusterFleet | None) -> str:
+    """URL of the server that has the data, for a plain client."""
+    return redis_server if redis_fleet is None else redis_fleet.direct_url
+
+
 @pytest.fixture
-def redis_url(redis_server: str) -> str:
-    """URL of a real server with an empty keyspace."""
-    with redis.Redis.from_url(redis_server) as client:
+def redis_url(redis_server: str, redis_direct: str) -> str:
+    """URL of a real server, or fleet, with an empty keyspace."""
+    with redis.Redis.from_url(redis_direct) as client:
         client.flushall()
     return redis_server
 

@@ -56,7 +56,7 @@ async def all_told(broker, jobs):
 
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.fleet)])
 async def test_workers_and_readers_go_on_with_the_new_owner(fleet, config, card, make_request, number):
     async with await Broker.open(config) as broker:
         teller = Teller(broker, card, length=LENGTH)
@@ -113,6 +113,7 @@ async def test_a_slot_that_moves_is_waited_for_and_then_followed(fleet, config, 
         assert teller.incarnations == 1
 
 
+@pytest.mark.fleet
 async def test_what_is_wrong_is_said(fleet, config):
     with pytest.raises(ConfigError, match=r"redis\+cluster://"):
         async with await Broker.open(replace(config, url=f"redis://127.0.0.1:{_stranger(fleet).port}")) as broker:

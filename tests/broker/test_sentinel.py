@@ -47,7 +47,7 @@ def synchronised(fleet: SentinelFleet) -> bool:
     return len(offsets) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.fleet), signal.SIGSTOP])
 async def test_workers_and_readers_go_on_with_the_new_master(fleet, broker, card, make_request, number):
     teller = Teller(broker, card, length=LENGTH)
     await (await Lease.register(broker, card)).close()  # from now on the model is known
@@ -117,6 +117,7 @@ async def test_what_a_failover_has_lost_is_told_to_everybody(fleet, broker, card
     assert (await broker.jobs.get(kept.id)).attempts == 2
 
 
+@pytest.mark.fleet
 async def test_the_sentinels_are_asked_all_at_once(fleet, config, card, make_request):
     fleet.sentinels[0].signal(signal.SIGSTOP)
     fleet.sentinels[1].kill()

@@ -19,7 +19,7 @@ from ktqueue.broker.server import PR_SET_PDEATHSIG, find_program
 from ktqueue.broker.topology import key_slot
 
 SERVICE = "tales"
-DOWN_MILLISECONDS = 500  # a server silent for so long is down, to sentinels and cluster nodes
+DOWN_MILLISECONDS = 1_500  # a server silent for so long is down, to sentinels and cluster nodes
 
 
 def until(predicate: Callable[[], Any], seconds: float = 30.0) -> None:
@@ -94,21 +94,16 @@ class Server:
             self._process.wait()
             self._process = None
 
-    @property
-    def role(self) -> str:
-        """Master or slave."""
-        return self("ROLE")[0].decode()
-
 
 class SentinelFleet:
     """A master, a replica, three sentinels."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
-        """`settings` of the two servers."""
+    def __init__(self, folder: Path, *, down: int = DOWN_MILLISECONDS) -> None:
+        """`down`: milliseconds until a silent master is given up."""
         first, second, *sentinels = free_ports(5)
         self.servers = [
-            Server(folder / "first", first, *settings),
-            Server(folder / "second", second, f"replicaof 127.0.0.1 {first}", *settings),
+            Server(folder / "first", first),
+            Server(folder / "second", second, f"replicaof 127.0.0.1 {first}"),
         ]
         until(lambda: self.servers[1]("INFO", "replication")["master_link_status"] == "up")
         self.sentinels = [
@@ -116,7 +111,7 @@ class SentinelFleet:
                 folder / f"sentinel{port}",
                 port,
                 f"sentinel monitor {SERVICE} 127.0.0.1 {first} 2",
-                f"sentinel down-after-milliseconds {SERVICE} {DOWN_MILLISECONDS}",
+                f"sentinel down-after-milliseconds {SERVICE} {down}",
                 f"sentinel failover-timeout {SERVICE} 5000",
                 f"sentinel myid {port:040x}",
                 *(
@@ -160,14 +155,6 @@ class SentinelFleet:
         self.replica.signal(signal.SIGSTOP)
         self.master("CLIENT", "KILL", "TYPE", "replica")
 
-    def heal(self) -> None:
-        """Start what is dead, and wait until there is a master with its replica again."""
-        for one in self.servers:
-            one.signal(signal.SIGCONT) if one._process else one.start()
-        until(lambda: self.master.role == "master" and self.replica.role == "slave")
-        until(lambda: self.replica("INFO", "replication")["master_link_status"] == "up")
-        until(lambda: all(self._knows_all(one) for one in self.sentinels))
-
     def stop(self) -> None:
         """End all."""
         for one in (*self.sentinels, *self.servers):
@@ -177,7 +164,7 @@ class SentinelFleet:
 class ClusterFleet:
     """Three masters; `replicas` of the one that owns the slot of the tag."""
 
-    def __init__(self, folder: Path, tag: str, *settings: str, replicas: int = 0) -> None:
+    def __init__(self, folder: Path, tag: str, *, replicas: int = 0, down: int = DOWN_MILLISECONDS) -> None:
         self.slot = key_slot(tag)
         count = 3 + replicas
         ports = free_ports(2 * count)
@@ -187,9 +174,8 @@ class ClusterFleet:
                 ports[index],
                 "cluster-enabled yes",
                 f"cluster-port {ports[count + index]}",
-                f"cluster-node-timeout {DOWN_MILLISECONDS}",
+                f"cluster-node-timeout {down}",
                 "cluster-replica-validity-factor 0",
-                *settings,
             )
             for index in range(count)
         ]
