@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
 from ktqueue.broker.limits import Cost, check_size, limit_error, limit_words, standing
+from ktqueue.broker.prefix import prefix_names
 from ktqueue.broker.scripts import Refused, Scripts
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import encode_request
@@ -136,6 +137,7 @@ class Jobs:
                 self._config.max_queued_bytes,
                 limit_words(limits, cost),
                 "" if request.webhook is None else 1,
+                " ".join(prefix_names(request)),
             )
         except Refused as refused:
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])

@@ -20,6 +20,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | worker:WORKER            | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
+| warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
 | models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
 | tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |

@@ -11,6 +11,7 @@ if not field[1] then return lease_lost(worker) end
 redis.call('ZADD', TAG .. 'leases', now + lease, worker)
 redis.call('HSET', record, 'stats', ARGV[3])
 redis.call('PEXPIRE', record, math.floor(lease * 30 / 1000))
+redis.call('PEXPIRE', TAG .. 'warm:' .. worker, math.floor(lease * 30 / 1000))
 redis.call('HSET', TAG .. 'models', field[1], field[2])
 redis.call('ZADD', TAG .. 'models:seen', now + ARGV[4] * 1000, field[1])
 redis.call('PEXPIRE', TAG .. 'models', ARGV[4])

@@ -1,12 +1,18 @@
 -- A worker takes jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
 --       expired event, job TTL in ms, journal TTL in ms.
--- Replies a list of {id, request, attempt, deadline or false, place in the order of its class, journal entries}.
+-- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id, request, attempt, deadline or false, place in the order of its class, journal entries}.
 -- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.
 -- A job takes a row for each of its choices; the last one may take more than are left, or it would never find its
 -- moment. Rows beyond those for any class are taken from running batch jobs: an interactive job gets them if all of
 -- its rows are there.
+-- Among the first few of a class one that begins like a job that this worker has run goes first, and a job that came
+-- just now is left for a moment to a worker that has more of its prefix and rows for it.
 -- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again.
+local WINDOW = 16 -- waiting jobs of a class among which a warm one is sought
+local WORTH = 2000000 -- us of waiting that a warm prefix is worth: no job goes before one that came so much earlier
+local LEAVE = 20000 -- us for which a job is left to another worker
+local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local job_ttl, journal_ttl = ARGV[8], ARGV[9]
@@ -15,7 +21,8 @@ if not lease_lives(worker, now, lease) then return lease_lost(worker) end
 local record, running = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker
 local field = redis.call('HMGET', record, 'model', 'claim', 'claimed', 'slots')
 if not field[1] then return lease_lost(worker) end
-local taken = {}
+local warm = TAG .. 'warm:' .. worker
+local taken, again = {}, 0
 if field[2] == number then
   for id in string.gmatch(field[3], '%S+') do
     if redis.call('HEXISTS', running, id) == 1 then taken[#taken + 1] = id end
@@ -24,20 +31,92 @@ else
   local interactive, batch = TAG .. 'queue:interactive:' .. field[1], TAG .. 'queue:batch:' .. field[1]
   local slots = tonumber(field[4])
   local rows, late = 0, 0
+  local knows = redis.call('EXISTS', warm) == 1
+  local learnt = false
+  local lists, jobs, others = {}, {}, nil
+
+  local function look_up(id)
+    if not jobs[id] then
+      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order')
+      local names = {}
+      for name in string.gmatch(at[3] or '', '%w+') do names[#names + 1] = name end
+      jobs[id] = {
+        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names, order = tonumber(at[4]),
+      }
+    end
+    return jobs[id]
+  end
+
+  -- How many of a prefix's names are warm in a worker, the longest counted.
+  local function shared(key, names)
+    for i = #names, 1, -1 do
+      if redis.call('ZSCORE', key, names[i]) then return i end
+    end
+    return 0
+  end
+
+  -- Whether a living worker with rows for it has more of the job's prefix.
+  local function leave(job, own)
+    if #job.names <= own or now - job.order >= LEAVE then return false end
+    if not others then
+      others = {}
+      for _, other in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
+        local at = redis.call('HMGET', TAG .. 'worker:' .. other, 'model', 'idle')
+        if other ~= worker and at[1] == field[1] and tonumber(at[2] or 0) >= 1 then
+          others[#others + 1] = TAG .. 'warm:' .. other
+        end
+      end
+    end
+    for _, key in ipairs(others) do
+      if shared(key, job.names) > own then
+        again = math.max(again, LEAVE - (now - job.order))
+        return true
+      end
+    end
+    return false
+  end
+
+  -- The waiting job of a queue that this worker takes next, or nil.
+  local function pick(queue)
+    local list = lists[queue]
+    if not list or (list.first > #list and #list >= list.asked) then
+      local asked = 2 * (most + WINDOW)
+      list = redis.call('ZRANGE', queue, 0, asked / 2 - 1, 'WITHSCORES')
+      list.first, list.asked, lists[queue] = 1, asked, list
+    end
+    local best, longest, earliest, seen = nil, -1, nil, 0
+    for i = list.first, #list, 2 do
+      local id = list[i]
+      if not id then
+        if i == list.first then list.first = i + 2 end -- taken
+      else
+        earliest = earliest or tonumber(list[i + 1])
+        seen = seen + 1
+        if seen > WINDOW or (best and tonumber(list[i + 1]) - earliest > WORTH) then break end
+        local job = look_up(id)
+        local own = knows and shared(warm, job.names) or 0
+        if own > longest and not leave(job, own) then best, longest = i, own end
+        if best and not knows then break end
+      end
+    end
+    return best and list[best], list, best
+  end
+
   while rows < most and late < 256 do -- the reaper and the next claim find the other late ones
-    local queue, id = interactive, redis.call('ZRANGE', interactive, 0, 0)[1]
+    local queue = interactive
+    local id, list, place = pick(interactive)
     if rows < free and (not id or slots % share == share - 1) then
-      local other = redis.call('ZRANGE', batch, 0, 0)[1]
-      if other then queue, id = batch, other end
+      local other, other_list, other_place = pick(batch)
+      if other then queue, id, list, place = batch, other, other_list, other_place end
     end
     if not id then break end
     local job = TAG .. 'job:' .. id
-    local at = redis.call('HMGET', job, 'deadline', 'rows')
-    local needed = tonumber(at[2] or 1)
-    if at[1] and tonumber(at[1]) <= now then
+    local needed, deadline = look_up(id).rows, look_up(id).deadline
+    if deadline and deadline <= now then
       redis.call('ZREM', queue, id)
       finish(id, 'expired', ARGV[7], tail_of(id) + 1, now, job_ttl, journal_ttl)
       late = late + 1
+      list[place] = false
     elseif rows >= free and rows + needed > most then
       break
     else
@@ -48,11 +127,21 @@ else
       redis.call('HINCRBY', job, 'attempts', 1)
       redis.call('HSET', running, id, tail_of(id))
       taken[#taken + 1] = id
+      list[place] = false
+      for _, name in ipairs(look_up(id).names) do
+        redis.call('ZADD', warm, now, name)
+        learnt = true
+      end
       if rows < free then slots = slots + 1 end
       rows = rows + needed
     end
   end
-  redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots)
+  if learnt then
+    redis.call('ZREMRANGEBYRANK', warm, 0, -MAX_WARM - 1)
+    redis.call('PEXPIRE', warm, math.floor(lease * 30 / 1000))
+  end
+  redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots,
+    'idle', math.max(0, free - rows))
 end
 local reply = {}
 for _, id in ipairs(taken) do
@@ -60,4 +149,4 @@ for _, id in ipairs(taken) do
   local rank = digits(at[4] + (at[5] or 0))
   reply[#reply + 1] = { id, at[1], tonumber(at[2]), at[3], rank, redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+') }
 end
-return reply
+return { reply, again }

@@ -15,7 +15,8 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', dig
     orphans = orphans + 1
   end
   redis.call('ZREM', TAG .. 'leases', worker)
-  redis.call('DEL', TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker)
+  redis.call('DEL', TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker,
+    TAG .. 'warm:' .. worker)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digits(now), 'LIMIT', 0, 256)) do
   local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')

@@ -18,6 +18,6 @@ for _, id in ipairs(ids) do
 end
 if ARGV[3] == '1' then
   redis.call('ZREM', TAG .. 'leases', worker)
-  redis.call('DEL', TAG .. 'worker:' .. worker, running, TAG .. 'cancels:' .. worker)
+  redis.call('DEL', TAG .. 'worker:' .. worker, running, TAG .. 'cancels:' .. worker, TAG .. 'warm:' .. worker)
 end
 return 1

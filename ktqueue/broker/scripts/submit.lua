@@ -4,7 +4,7 @@
 --       (earlier where negative), rows of an engine that it takes, most bytes in all queues, tenant's limits: '' (its
 --       jobs are not counted) or nine numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
 --       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve;
---       1 where a webhook is to be called at the end, else ''.
+--       1 where a webhook is to be called at the end, else ''; names of the prompt's prefixes, the shortest first.
 -- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job,
 -- {0, id, job} for one that is already there.
 -- Refuses with QUEUE_BYTES and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs end).
@@ -86,6 +86,7 @@ redis.call('HSET', job, 'state', 'queued', 'model', model, 'class', class, 'tena
   'hash', hash, 'order', digits(order), 'attempts', 0)
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
 if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
+if ARGV[16] ~= '' then redis.call('HSET', job, 'prefix', ARGV[16]) end
 if ARGV[12] ~= '1' then redis.call('HSET', job, 'rows', ARGV[12]) end
 if ARGV[7] ~= '' then
   local deadline = now + ARGV[7]

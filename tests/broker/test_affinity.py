@@ -1,0 +1,169 @@
+"""Prefix affinity: a hint that changes who runs a job, and in which order, within bounds."""
+
+import asyncio
+import time
+
+import pytest
+
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.prefix import LENGTHS, prefix_names
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import GenerationRequest, JobClass
+
+KIB = 1024
+OLD, NEW = "o" * (2 * KIB), "n" * (2 * KIB)
+
+
+def ids(claims):
+    return [claim.job_id for claim in claims]
+
+
+async def submit(broker, make_request, job_id, prompt, **fields):
+    return await broker.jobs.submit(make_request(prompt, **fields), job_id=job_id)
+
+
+async def end(lease, *job_ids):
+    await lease.commit([(one, TokenEvent(seq=1, state=JobState.DONE)) for one in job_ids])
+
+
+@pytest.fixture
+def arrive(broker, raw):
+    """Set when a job came, in seconds from now: in the future it stays young however slow this machine is."""
+
+    def change(job_id, seconds):
+        at = round((time.time() + seconds) * 1e6)
+        raw.hset(f"{broker.keys.tag}:job:{job_id}", "order", at)
+
+    return change
+
+
+def chat(*texts, **fields):
+    messages = tuple({"role": "user", "content": text} for text in texts)
+    return GenerationRequest(model="tale", messages=messages, **fields)
+
+
+def test_names_are_shared_as_far_as_the_prompts_are_equal():
+    request = GenerationRequest(model="tale", prompt="a" * 5_000)
+    longer = GenerationRequest(model="tale", prompt="a" * 5_000 + "b" * 100_000)
+    assert len(prefix_names(request)) == 3
+    assert prefix_names(longer)[:3] == prefix_names(request)
+    assert len(prefix_names(longer)) == len(set(prefix_names(longer))) == len(LENGTHS) == 7
+    late = GenerationRequest(model="tale", prompt="a" * 3_000 + "b" * 3_000)
+    assert [x == y for x, y in zip(prefix_names(late), prefix_names(longer), strict=False)] == [True, True, False]
+    assert prefix_names(GenerationRequest(model="tale", prompt="a" * 900)) == []
+
+
+def test_a_conversation_that_goes_on_shares_what_was_said():
+    turn = chat("x" * 3_000, "y" * 3_000)
+    on = chat("x" * 3_000, "y" * 3_000, "z" * 3_000)
+    assert prefix_names(on)[:3] == prefix_names(turn)[:3] != []
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    assert not set(prefix_names(chat("x" * 3_000, "y" * 3_000, tools=tools))) & set(prefix_names(turn))
+    by_ids = GenerationRequest(model="tale", prompt_token_ids=(7,) * 1_000)
+    assert len(prefix_names(by_ids)) == 2  # four bytes each
+
+
+async def test_a_warm_job_goes_before_those_that_came_just_before(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    for job_class in JobClass:
+        await submit(broker, make_request, f"{job_class}-first", OLD)
+        assert ids(await lease.claim(1)) == [f"{job_class}-first"]
+        names = [f"{job_class}-{number}" for number in range(18)]
+        for number, name in enumerate(names):
+            prompt = OLD + name if number in (5, 17) else f"{name} {NEW}"
+            await submit(broker, make_request, name, prompt, job_class=job_class)
+        assert ids(await lease.claim(2)) == [names[5], names[0]]  # the last one is too far away
+        assert ids(await lease.claim(20)) == [names[17], *names[1:5], *names[6:17]]
+    await lease.close()
+
+
+async def test_the_longest_prefix_decides_then_the_arrival(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    await submit(broker, make_request, "first", OLD * 4)
+    await lease.claim(1)
+    for job_id, prompt in (("cold", NEW), ("a", OLD), ("b", OLD * 3), ("c", OLD * 3)):
+        await submit(broker, make_request, job_id, prompt)
+    assert ids(await lease.claim(4)) == ["b", "c", "a", "cold"]
+    await lease.close()
+
+
+async def test_no_job_goes_before_one_that_came_long_before(broker, card, make_request):
+    lease = await Lease.register(broker, card)
+    await submit(broker, make_request, "first", OLD)
+    await lease.claim(1)
+    await submit(broker, make_request, "warm", OLD, priority=1)  # as if it came half a minute later
+    await submit(broker, make_request, "cold", NEW)
+    assert ids(await lease.claim(2)) == ["cold", "warm"]
+    await lease.close()
+
+
+async def test_a_young_job_is_left_to_the_worker_that_knows_it(broker, card, make_request, arrive):
+    here, there = await Lease.register(broker, card), await Lease.register(broker, card)
+    await submit(broker, make_request, "first", OLD)
+    assert ids(await there.claim(1)) == ["first"]
+    await end(there, "first")
+    assert ids(await there.claim(3)) == []  # it waits for work, with three rows
+    for job_id, prompt in (("known", OLD), ("unknown", NEW), ("short", "x")):
+        await submit(broker, make_request, job_id, prompt)
+        arrive(job_id, 60)
+    assert ids(await here.claim(3)) == ["unknown", "short"]
+    assert ids(await here.claim(3)) == []
+    assert ids(await there.claim(3)) == ["known"]
+    await here.close()
+    await there.close()
+
+
+async def test_a_job_is_left_for_a_moment_only(broker, card, make_request, arrive):
+    here, there = await Lease.register(broker, card), await Lease.register(broker, card)
+    await submit(broker, make_request, "first", OLD)
+    await there.claim(1)
+    await there.claim(3)
+    await here.wait_for_work(5)
+    await submit(broker, make_request, "known", OLD)
+    async with asyncio.timeout(10):  # nobody else takes it, and it wakes the one that left it
+        while not (claims := await here.claim(3)):
+            await here.wait_for_work(60)
+    assert ids(claims) == ["known"]
+    await here.close()
+    await there.close()
+
+
+@pytest.mark.parametrize("why", ["no row", "gone", "dead", "known here too", "other model"])
+async def test_no_job_is_left_to_a_worker_that_does_not_take_it(broker, card, make_request, arrive, outlive, why):
+    here, there = await Lease.register(broker, card), await Lease.register(broker, card)
+    for lease, name in ((there, "one"), (here, "two")):
+        await submit(broker, make_request, name, OLD if lease is there or why == "known here too" else NEW)
+        arrive(name, -60)
+        assert ids(await lease.claim(1)) == [name]
+    await there.claim(0 if why == "no row" else 3)
+    if why == "gone":
+        await there.close()
+        await end(here, *ids(await here.claim(1)))
+    elif why == "dead":
+        await outlive()
+        here = await Lease.register(broker, card)
+    elif why == "other model":
+        here = await Lease.register(
+            broker, type(card)(**{**{n: getattr(card, n) for n in card.__slots__}, "name": "b"})
+        )
+    await broker.jobs.submit(make_request(OLD, model=here.card.name), job_id="known")
+    arrive("known", 60)
+    assert ids(await here.claim(1)) == ["known"]
+    await here.close()
+
+
+async def test_what_a_worker_knows_is_bounded_and_goes_with_it(broker, card, make_request, raw, outlive):
+    lease, dead = await Lease.register(broker, card), await Lease.register(broker, card)
+    warm = f"{broker.keys.tag}:warm:"
+    raw.zadd(warm + lease.id, {f"{number:016x}": number for number in range(1_024)})
+    for one in (lease, dead):
+        await submit(broker, make_request, f"job-{one.id}", OLD)
+        await one.claim(1)
+    names = [name.decode() for name in raw.zrange(warm + lease.id, 0, -1)]
+    assert len(names) == 1_024
+    assert set(prefix_names(make_request(OLD))) == set(names[-2:])
+    assert raw.pttl(warm + lease.id) > 0
+    await lease.close()
+    await outlive()
+    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", 1_000, 1_000)
+    assert raw.keys("*:warm:*") == []
