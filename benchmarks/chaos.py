@@ -27,12 +27,11 @@ import redis.asyncio
 
 from benchmarks import machine
 from benchmarks.chaos_crowd import Crowd
-from benchmarks.chaos_nemesis import PACE, WORKER_DRAIN, WORKER_KILL, WORKER_STOP, Blow, Nemesis
+from benchmarks.chaos_nemesis import PACE, UNSEEN_KILL, WORKER_DRAIN, WORKER_KILL, WORKER_STOP, Blow, HalfBlind, Nemesis
 from benchmarks.chaos_view import Told, View, tales
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
-from workers.supervise import Supervisor
 
 REST_SECONDS = 60.0  # until every worker is back and idle after the last job
 ON_THEIR_WAY_SECONDS = 0.3
@@ -76,7 +75,7 @@ async def chaos(plan: Plan) -> dict[str, Any]:
     """Run it; what happened and what broke."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         async with (
-            Supervisor(plan.config(folder), workers=plan.workers) as up,
+            HalfBlind(plan.config(folder), workers=plan.workers) as up,
             await Broker.open(up.config.broker) as broker,
         ):
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.clients)
@@ -84,7 +83,7 @@ async def chaos(plan: Plan) -> dict[str, Any]:
                 return await _run(plan, up, broker, http)
 
 
-async def _run(plan: Plan, up: Supervisor, broker: Broker, http: httpx.AsyncClient) -> dict[str, Any]:
+async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClient) -> dict[str, Any]:
     crowd = Crowd(http, broker, plan.seed, plan.shortest, plan.longest)
     await crowd.undisturbed(tales(plan.tales))
     began = time.monotonic()
@@ -178,7 +177,7 @@ def gaps(jobs: Sequence[Told], blows: Sequence[Blow]) -> dict[str, Any]:
     the longest one of all, whatever was done.
     """
     views = {told.job_id: told.view for told in jobs if told.view is not None and told.view.times}
-    alone: dict[str, list[float]] = {WORKER_KILL: [], WORKER_STOP: [], WORKER_DRAIN: []}
+    alone: dict[str, list[float]] = {WORKER_KILL: [], UNSEEN_KILL: [], WORKER_STOP: [], WORKER_DRAIN: []}
     for blow in blows:
         for job in blow.jobs & views.keys():
             gap = _gap(views[job], blow.at)

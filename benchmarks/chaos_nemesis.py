@@ -18,11 +18,12 @@ from ktqueue.core.errors import Unavailable
 from workers.child import Child
 from workers.supervise import Supervisor
 
-WORKER_KILL, WORKER_STOP, WORKER_DRAIN = "worker kill -9", "worker SIGSTOP past its lease", "worker drain"
+WORKER_KILL, UNSEEN_KILL = "worker kill -9", "worker kill -9 that its supervisor does not see"
+WORKER_STOP, WORKER_DRAIN = "worker SIGSTOP past its lease", "worker drain"
 REDIS_KILL, GATEWAY_KILL, FORK_SERVER_KILL = "Redis kill -9", "gateway kill -9", "fork server kill -9"
 # Mean seconds between two of a kind. A supervisor gives Redis up when it dies within 10 s of its start time and again.
 PACE = {
-    WORKER_KILL: 1.7, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
+    WORKER_KILL: 3.4, UNSEEN_KILL: 3.4, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
     FORK_SERVER_KILL: 120.0,
 }  # fmt: skip
 
@@ -36,11 +37,23 @@ class Blow:
     jobs: frozenset[str] = field(default=frozenset())
 
 
+class HalfBlind(Supervisor):
+    """A supervisor that does not see the deaths in `unseen`, as if it were on another machine."""
+
+    unseen: set[int]
+
+    def bury(self, pid: int) -> None:
+        """See Supervisor."""
+        if pid not in self.unseen:
+            super().bury(pid)
+
+
 class Nemesis:
     """`run` until cancelled; every blow is in `blows`."""
 
-    def __init__(self, up: Supervisor, broker: Broker, seed: int, pace: Mapping[str, float]) -> None:
+    def __init__(self, up: HalfBlind, broker: Broker, seed: int, pace: Mapping[str, float]) -> None:
         self._up = up
+        up.unseen = set()
         self._broker = broker
         self._seed = seed
         self._pace = pace
@@ -56,6 +69,7 @@ class Nemesis:
         """Until cancelled; then every process that was stopped goes on."""
         deeds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             WORKER_KILL: lambda draw: self._signal_worker(draw, WORKER_KILL, signal.SIGKILL),
+            UNSEEN_KILL: lambda draw: self._signal_worker(draw, UNSEEN_KILL, signal.SIGKILL),
             WORKER_DRAIN: lambda draw: self._signal_worker(draw, WORKER_DRAIN, signal.SIGTERM),
             WORKER_STOP: self._stop_worker,
             REDIS_KILL: lambda draw: self._kill(REDIS_KILL, self._up.redis_pid),
@@ -86,6 +100,8 @@ class Nemesis:
         victim = await self._at_work(draw)
         if victim is not None:
             worker, jobs = victim
+            if kind == UNSEEN_KILL and worker.pid is not None:
+                self._up.unseen.add(worker.pid)
             self.blows.append(Blow(kind, time.monotonic(), jobs))
             worker.signal(number)
 

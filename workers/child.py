@@ -8,6 +8,7 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ktqueue.core.errors import KtqueueError
@@ -29,7 +30,7 @@ class ProcessFailed(KtqueueError):
 
 
 class Child:
-    """`final_codes` are exit codes that say that starting again would not help.
+    """`final_codes` are exit codes that say that starting again would not help. `on_death` gets the process id.
 
     `quick_death`: seconds; the less a start costs, the less it has to be put off. A process that a signal ended is
     always started again: what killed it may be a job, and a job does that only so often.
@@ -43,6 +44,7 @@ class Child:
         log_path: Path,
         final_codes: frozenset[int] = frozenset(),
         quick_death: float = QUICK_DEATH,
+        on_death: Callable[[int], None] | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
@@ -50,6 +52,7 @@ class Child:
         self._launch = launch
         self._final_codes = final_codes
         self._quick_death = quick_death
+        self._on_death = on_death
         self._process: Process | None = None
         self._stop = asyncio.Event()
         self._over = asyncio.Event()  # nothing runs, and nothing will
@@ -82,6 +85,8 @@ class Child:
             if self._stop.is_set():
                 return
             self.deaths += 1
+            if self._on_death is not None:
+                self._on_death(process.pid)
             if code in self._final_codes:
                 raise ProcessFailed(f"{self.name} ended with code {code}{self._log_tail()}")
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < self._quick_death else 0

@@ -17,8 +17,10 @@ from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, Rule
 from workers.exit_codes import BROKEN, DRAINED, UNUSABLE
 from workers.generation import GenerationWorker
 from workers.startup import Built, Progress, build
+from workers.watchdog import watch
 
 SWITCH_SECONDS = 0.001  # how long the engine's thread may keep the event loop from running
+WATCH_STALLS = 2  # the heartbeat sees a step that hangs after one
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ async def _serve(config: Config, built: Built) -> int:
     broker = await Broker.open(config.broker)
     worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config)
     loop = asyncio.get_running_loop()
+    watching = asyncio.create_task(watch(WATCH_STALLS * config.worker.stall_seconds), name="watchdog")
 
     def stop(number: signal.Signals) -> None:
         if worker.draining:
@@ -57,6 +60,7 @@ async def _serve(config: Config, built: Built) -> int:
     except Exception:
         log.exception("the engine cannot go on; its jobs will resume on another worker")
         leave(BROKEN)
+    watching.cancel()
     await broker.close()
     log.info("drained")
     return DRAINED

@@ -22,6 +22,7 @@ import httpx
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
+from workers.burial import bury
 from workers.child import QUICK_DEATH, Child, ProcessFailed
 from workers.exit_codes import UNUSABLE
 from workers.forks import Forks
@@ -65,6 +66,7 @@ class Supervisor:
         self._redis: PrivateRedis | None = None
         self._forks: Forks | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._burials: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -138,13 +140,19 @@ class Supervisor:
             await self._forks.closed()
         if hasattr(self, "gateway"):
             await self.gateway.ended(self.config.gateway.drain_seconds + STOP_MARGIN)
-        for task in self._tasks:
+        for task in (*self._tasks, *self._burials):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._burials, return_exceptions=True)
         self._tasks = []
         if self._redis is not None:
             await self._redis.stop()
             self._redis = None
+
+    def bury(self, pid: int) -> None:
+        """A worker's process has ended: let its jobs go on before its lease lapses."""
+        task = asyncio.create_task(bury(self.config.broker, pid), name=f"burial of {pid}")
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
 
     # Start
 
@@ -160,7 +168,9 @@ class Supervisor:
         self._forks = Forks(self._environment())
         self.fork_server = self._supervised("fork-server", self._forks.launch, state)
         self.workers = [
-            self._supervised(f"worker-{i + 1}", self._forks.fork, state, quick_death=QUICK_WORKER_DEATH)
+            self._supervised(
+                f"worker-{i + 1}", self._forks.fork, state, quick_death=QUICK_WORKER_DEATH, on_death=self.bury
+            )
             for i in range(self._count)
         ]
         if self.config.bridge.enabled:
@@ -194,11 +204,25 @@ class Supervisor:
     def _child(self, name: str, command: list[str], state: Path) -> Child:
         return self._supervised(name, Command(command, self._environment()), state)
 
-    def _supervised(self, name: str, launch: Launch, state: Path, quick_death: float = QUICK_DEATH) -> Child:
+    def _supervised(
+        self,
+        name: str,
+        launch: Launch,
+        state: Path,
+        quick_death: float = QUICK_DEATH,
+        on_death: Callable[[int], None] | None = None,
+    ) -> Child:
         log_path = state / f"{name}.log"
         if log_path.exists():
             log_path.replace(log_path.with_suffix(".log.1"))
-        return Child(name, launch, log_path=log_path, final_codes=frozenset({UNUSABLE}), quick_death=quick_death)
+        return Child(
+            name,
+            launch,
+            log_path=log_path,
+            final_codes=frozenset({UNUSABLE}),
+            quick_death=quick_death,
+            on_death=on_death,
+        )
 
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX) or k in STANDALONE}

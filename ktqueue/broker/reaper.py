@@ -36,6 +36,11 @@ class Reaper:
                 away = True
             await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
 
+    async def bury(self, worker_id: str) -> None:
+        """Take a worker's jobs back now, since its process is known to have ended. Raises Unavailable."""
+        await self._scripts.call("bury", worker_id)
+        await self.reap()
+
     async def reap(self) -> tuple[int, int]:
         """One tick. Returns the jobs taken from dead workers and the jobs expired. Raises Unavailable."""
         terminal = self._terminal

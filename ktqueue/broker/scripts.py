@@ -34,6 +34,7 @@ NAMES = (
     "claim",
     "commit",
     "release",
+    "bury",
     "reap",
 )
 DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that

@@ -9,7 +9,7 @@ import pytest
 from ktqueue.broker import keys
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.core.errors import JobNotFound
+from ktqueue.core.errors import JobNotFound, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 
 
@@ -81,6 +81,22 @@ async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(broker, c
     await calls[first]()
     assert await broker.reaper().reap() == (0, 0)
     await lease.close()
+
+
+async def test_a_death_that_was_seen_needs_no_lapse(broker, card, make_request, raw):
+    dead, other = await Lease.register(broker, card), await Lease.register(broker, card)
+    jobs = [await broker.jobs.submit(make_request()) for _ in range(3)]
+    assert len(await dead.claim(2)) == 2
+    assert len(await other.claim(1)) == 1
+    await broker.reaper().bury(dead.id)
+    await broker.reaper().bury("nobody")
+    states = [(one.state, one.attempts) for one in [await broker.jobs.get(job.id) for job in jobs]]
+    assert states == [(JobState.QUEUED, 1), (JobState.QUEUED, 1), (JobState.RUNNING, 1)]
+    assert [one.worker_id for one in await broker.models.workers()] == [other.id]
+    with pytest.raises(LeaseLost):
+        await dead.beat({})
+    assert len(await other.claim(2)) == 2
+    await other.close()
 
 
 async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(broker, card, make_request, outlive):

@@ -134,7 +134,8 @@ async def test_a_dead_gateway_is_replaced(stack: Any, undisturbed: Any) -> None:
 
 
 async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, record_property: Any) -> None:
-    async with start_stack(workers=2) as two:
+    # Their supervisor sees the death; nobody waits for the lease to lapse.
+    async with start_stack(workers=2, broker={"lease_seconds": 60.0}) as two:
         job = await two.submit(prompt=STORY, sampling=GREEDY)
         stream = await two.read(job, leave_after=10)
         owner = (await two.job(job))["worker_id"]
@@ -145,7 +146,7 @@ async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, rec
         assert stream.state == "done"
         assert stream.choices() == undisturbed["greedy"]
         record_property("longest_gap_seconds", stream.longest_gap)
-        assert stream.longest_gap < 15.0
+        assert stream.longest_gap < 30.0
 
 
 UP = """
