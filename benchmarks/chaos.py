@@ -54,7 +54,8 @@ class Plan:
     shortest: int = 20
     longest: int = 160
     lease_seconds: float = 2.0
-    keep_seconds: float = 30.0
+    keep_seconds: float = 60.0  # records and journals of ended jobs; a gateway may be away for a while of it
+    until_empty: bool = True  # wait in the end until all of them are gone; else only look that they all will be
     pace: tuple[tuple[str, float], ...] = tuple(PACE.items())
 
     def config(self, state_dir: str) -> Config:
@@ -103,7 +104,7 @@ async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClien
     faults = Counter(crowd.faults)
     faults["unexpected jobs"] += len(census.jobs - crowd.jobs.keys() - census.before)
     faults["pages not given back"] += 0 if await _until_idle(http, plan.workers) else 1
-    faults["keys left"] += await census.left(plan.keep_seconds + REST_SECONDS)
+    faults["keys left"] += await census.left(plan.keep_seconds + REST_SECONDS, all_of_them=plan.until_empty)
     return {
         "what": "kill loop on the built-in model",
         "plan": {name: getattr(plan, name) for name in ("seed", "workers", "clients", "rows", "lease_seconds")},
@@ -141,14 +142,19 @@ class _Census:
                     self.jobs |= found
             await asyncio.sleep(5.0)
 
-    async def left(self, within: float) -> int:
-        """Keys without a time to live, or there after all those times, but the workers' own."""
+    async def left(self, within: float, *, all_of_them: bool) -> int:
+        """Keys, but the live workers' own, that are still there after so many seconds: any, or those without an end."""
         ours = ("tick", "leases", "models", "models:seen", "worker:")
         end = time.monotonic() + within
         async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
             while True:
-                keys = [key.decode().removeprefix(f"{self._tag}:") async for key in client.scan_iter()]
-                left = [key for key in keys if not key.startswith(ours)]
+                keys = [key async for key in client.scan_iter()]
+                lives = dict(zip(keys, [await client.pttl(key) for key in keys], strict=True))
+                left = [
+                    key
+                    for key, life in lives.items()
+                    if not key.decode().removeprefix(f"{self._tag}:").startswith(ours) and (all_of_them or life == -1)
+                ]
                 if not left or time.monotonic() > end:
                     return len(left)
                 await asyncio.sleep(1.0)

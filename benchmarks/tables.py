@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import accuracy_tables, cpu_table, experts_table, gpu_table
+from benchmarks import accuracy_tables, chaos_table, cpu_table, experts_table, gpu_table
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -30,6 +30,7 @@ def render() -> str:
         "accuracy": accuracy_tables.accuracy,
         "perplexity": accuracy_tables.perplexity,
         "system": _system,
+        "chaos": chaos_table.make,
         "seeded": _seeded,
     }
     parts = []

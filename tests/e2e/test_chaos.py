@@ -9,7 +9,7 @@ from benchmarks.chaos_nemesis import GATEWAY_KILL, REDIS_KILL, UNSEEN_KILL, WORK
 
 PACE = {WORKER_KILL: 3.0, UNSEEN_KILL: 3.0, WORKER_STOP: 5.0, WORKER_DRAIN: 4.0, REDIS_KILL: 10.5, GATEWAY_KILL: 6.0}
 SHORT = Plan(
-    seconds=14.0, seed=11, workers=2, clients=8, rows=8, tales=10, longest=120, lease_seconds=1.0, keep_seconds=8.0,
+    seconds=14.0, seed=11, workers=2, clients=8, rows=8, tales=10, longest=120, lease_seconds=1.0, until_empty=False,
     pace=tuple(PACE.items()),
 )  # fmt: skip
 

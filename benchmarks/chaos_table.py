@@ -1,0 +1,33 @@
+"""The table of the kill loop, from results/chaos.json."""
+
+from typing import Any
+
+from benchmarks import cpu_table
+
+
+def make(result: dict[str, Any]) -> list[str]:
+    """As Markdown lines."""
+    plan = result["plan"]
+    blows = "; ".join(f"{count} times {kind}" for kind, count in result["blows"].items())
+    rows: list[tuple[str, str]] = [
+        ("jobs, tokens", f"{result['jobs']}, {result['tokens']}"),
+        ("connections of their readers", f"{result['connections']}"),
+        ("jobs whose worker was hit while they ran", f"{result['jobs_hit']}"),
+        *((name, f"{count}") for name, count in result["faults"].items()),
+    ]
+    for kind, gap in result["gaps"].items():
+        if isinstance(gap, dict) and gap["count"]:
+            spread = f"{gap['p50_s']:.2f}, {gap['p99_s']:.2f}, {gap['max_s']:.2f} s of {gap['count']}"
+            rows.append((f"silence of a stream over a {kind}: median, p99, longest", spread))
+    rows.append(("longest silence of all, whatever was done", f"{result['gaps']['longest of all']:.2f} s"))
+    return [
+        "### Kill loop",
+        f"{result['seconds']:.0f} s, {plan['workers']} workers of {plan['rows']} rows, {plan['clients']} clients, "
+        f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {blows}. A silence is counted where "
+        "nothing else was done meanwhile to Redis, gateway, fork server or the job. Each job's tokens are held against an "
+        f"undisturbed run. Load average {result['load_average']} at the end. {cpu_table.software(result)}",
+        "",
+        "| what | |",
+        "| --- | ---: |",
+        *(f"| {name} | {value} |" for name, value in rows),
+    ]
