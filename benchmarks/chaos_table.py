@@ -23,9 +23,9 @@ def make(result: dict[str, Any]) -> list[str]:
     return [
         "### Kill loop",
         f"{result['seconds']:.0f} s, {plan['workers']} workers of {plan['rows']} rows, {plan['clients']} clients, "
-        f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {blows}. A silence is counted where "
-        "nothing else was done meanwhile to Redis, gateway, fork server or the job. Each job's tokens are held against an "
-        f"undisturbed run. Load average {result['load_average']} at the end. {cpu_table.software(result)}",
+        f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {blows}. A silence is counted "
+        "where nothing else was done meanwhile to Redis, gateway, fork server or the job. Each job's tokens are held "
+        f"against an undisturbed run. Load average {result['load_average']} at the end. {cpu_table.software(result)}",
         "",
         "| what | |",
         "| --- | ---: |",
