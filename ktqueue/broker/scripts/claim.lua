@@ -37,11 +37,12 @@ else
 
   local function look_up(id)
     if not jobs[id] then
-      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order')
+      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account')
       local names = {}
       for name in string.gmatch(at[3] or '', '%w+') do names[#names + 1] = name end
       jobs[id] = {
         deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names, order = tonumber(at[4]),
+        tenant = at[5], account = at[6],
       }
     end
     return jobs[id]
@@ -122,7 +123,7 @@ else
     else
       redis.call('ZREM', queue, id)
       redis.call('HSET', job, 'state', 'running', 'worker', worker)
-      count_waiting(id, -1)
+      count_waiting(id, -1, look_up(id).tenant, look_up(id).account)
       redis.call('HSETNX', job, 'started', digits(now))
       redis.call('HINCRBY', job, 'attempts', 1)
       redis.call('HSET', running, id, tail_of(id))

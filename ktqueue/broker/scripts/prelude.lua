@@ -31,16 +31,14 @@ local function append(id, seq, event)
   redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
 end
 
--- The bytes that wait, and what waits of the job's tenant: `sign` 1 where a job comes into its queue, -1 where it
--- leaves it.
-local function count_waiting(id, sign)
-  local job = TAG .. 'job:' .. id
-  local size = redis.call('HSTRLEN', job, 'request') * sign
+-- The bytes that wait, and what waits of the job's tenant if it has an account: `sign` 1 where a job comes into its
+-- queue, -1 where it leaves it.
+local function count_waiting(id, sign, tenant, account)
+  local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request') * sign
   if redis.call('INCRBY', TAG .. 'waiting', size) <= 0 then redis.call('DEL', TAG .. 'waiting') end
-  local at = redis.call('HMGET', job, 'tenant', 'account')
-  if at[2] then
-    redis.call('HINCRBY', TAG .. 'tenant:' .. at[1], 'queued', sign)
-    redis.call('HINCRBY', TAG .. 'tenant:' .. at[1], 'bytes', size)
+  if account then
+    redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'queued', sign)
+    redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'bytes', size)
   end
 end
 
@@ -70,7 +68,7 @@ end
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   local job = TAG .. 'job:' .. id
   local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started')
-  if at[3] == 'queued' then count_waiting(id, -1) end
+  if at[3] == 'queued' then count_waiting(id, -1, at[4], at[5]) end
   if at[5] then
     -- Of a job whose worker is gone we know the prompt about, and that each event is a token or more.
     local least = at[6] and tonumber(string.match(at[5], '^%d+')) + seq - 1 or 0
@@ -100,7 +98,8 @@ end
 -- often, else back to its old place in the queue. `refund`: the try is not counted.
 local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, journal_ttl)
   local job = TAG .. 'job:' .. id
-  local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift')
+  local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift',
+    'tenant', 'account')
   if field[6] then
     return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
   elseif field[5] and tonumber(field[5]) <= now then
@@ -112,7 +111,7 @@ local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, jo
   end
   redis.call('HSET', job, 'state', 'queued')
   redis.call('HDEL', job, 'worker')
-  count_waiting(id, 1)
+  count_waiting(id, 1, field[8], field[9])
   redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3] + (field[7] or 0), id)
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
 end

@@ -98,7 +98,7 @@ if idempotency ~= '' then
 end
 redis.call('ZADD', queue, order + ARGV[11], id)
 redis.call('ZADD', TAG .. 'live', order, id)
-count_waiting(id, 1)
+count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
 return { 1, digits(order), redis.call('ZRANK', queue, id), requests_left, requests_reset, tokens_left, tokens_reset }
