@@ -3,7 +3,8 @@
 One real worker on the built-in model over a Redis of its own, as `ktqueue up` runs them. Interactive jobs come at
 random moments (exponential gaps, fixed seed), first to a worker that has nothing else, then while batch jobs wait, by
 the thousand. Wait: from the call that submits a job to its first token at a reader of its journal, both in this
-process. Batch's share: its tokens a second while interactive jobs come, over those while it is alone.
+process. What batch kept: its tokens a second while interactive jobs come, over those while it is alone. Its share in a
+flood: its part of all tokens while more interactive jobs than there are rows are always there.
 Two rounds of each, in turns; a table, and results/fairness.json.
 """
 
@@ -99,6 +100,32 @@ async def _next_figure(broker: Broker) -> tuple[float, float]:
             return now, time.perf_counter()
 
 
+async def flood(broker: Broker, model: str, clients: int, seconds: float) -> float:
+    """Batch's part of all tokens while each of so many clients submits one interactive job after another."""
+    tokens = 0
+
+    async def client(number: int) -> None:
+        nonlocal tokens
+        while True:
+            job = await broker.jobs.submit(request(model, number, JobClass.INTERACTIVE))
+            async for event in broker.journal.follow(job.id):
+                tokens += len(event.token_ids)
+            number += clients
+
+    tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+    try:
+        await asyncio.sleep(SETTLE_SECONDS)
+        first, _ = await _next_figure(broker)
+        before = tokens
+        await asyncio.sleep(seconds)
+        last, _ = await _next_figure(broker)
+        return 1 - (tokens - before) / (last - first)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def waits(values: list[float]) -> dict[str, float]:
     """In milliseconds."""
     return {
@@ -123,6 +150,7 @@ async def round_of(broker: Broker, model: str, given: argparse.Namespace, seed: 
     last, ended = await _next_figure(broker)
     (after,) = await broker.jobs.depth()
     shared = (last - first - given.jobs * INTERACTIVE_TOKENS) / (ended - began)
+    share = await flood(broker, model, 3 * given.rows, given.seconds)
     (worker,) = await broker.models.workers()
     figure = {
         "idle": waits(alone),
@@ -132,6 +160,7 @@ async def round_of(broker: Broker, model: str, given: argparse.Namespace, seed: 
         "batch_tokens_per_second_alone": batch_rate,
         "batch_tokens_per_second_beside": shared,
         "batch_kept": shared / batch_rate,
+        "batch_share_in_a_flood": share,
         "preemptions": worker.stats["preemptions"],
         "batch_submitted_per_second": submitted,
         "load_average": machine.load_average(),
@@ -174,8 +203,9 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
-        "| round | idle p50, p95 | loaded p50, p95 | p95 ratio | batch waiting | batch alone, beside | batch kept |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| round | idle p50, p95 | loaded p50, p95 | p95 ratio | batch waiting | batch alone, beside | batch kept "
+        "| batch's share in a flood |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for turn, one in enumerate(result["figures"]):
         idle, loaded = one["idle"], one["loaded"]
@@ -184,7 +214,7 @@ def table(result: dict[str, Any]) -> str:
             f"| {loaded['p50_ms']:.1f}, {loaded['p95_ms']:.1f} ms | {one['p95_loaded_over_idle']:.2f} "
             f"| {one['batch_queued'][0]:,} to {one['batch_queued'][1]:,} "
             f"| {one['batch_tokens_per_second_alone']:.0f}, {one['batch_tokens_per_second_beside']:.0f} tok/s "
-            f"| {one['batch_kept']:.0%} |"
+            f"| {one['batch_kept']:.0%} | {one['batch_share_in_a_flood']:.1%} |"
         )
     return "\n".join(lines)
 
