@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = "ktqueue/broker/scripts"
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
+LIMITS = "tests/broker/test_limits.py"
 
 
 @dataclass(frozen=True)
@@ -236,5 +237,30 @@ MUTATIONS: dict[str, Mutation] = {
         "    known = held_id\n",
         "",
         ("tests/broker/test_jobs.py::test_an_idempotency_key_belongs_to_its_tenant_and_request",),
+    ),
+    "tenants see each other": Mutation(
+        "a job of another tenant is not there",
+        "ktqueue/gateway/auth.py",
+        "if self.alone and record.tenant != self.name:",
+        "if False:",
+        ("tests/gateway/test_tenants.py::test_a_job_of_another_is_not_there",),
+    ),
+    "tokens reserved for ever": Mutation(
+        "what a job reserved and did not use comes back",
+        f"{SCRIPTS}/prelude.lua",
+        " - span(reserved, per_minute) + span(used, per_minute)",
+        "",
+        (f"{LIMITS}::test_tokens_are_reserved_and_settled", f"{LIMITS}::test_random_histories_equal_a_bucket"),
+    ),
+    "a claim leaves the bytes": Mutation(
+        "only what waits counts as waiting",
+        f"{SCRIPTS}/claim.lua",
+        "      count_waiting(id, -1, look_up(id).tenant, look_up(id).account)\n",
+        "",
+        (
+            f"{LIMITS}::test_live_and_queued_jobs_have_limits",
+            f"{LIMITS}::test_bytes_that_wait_have_a_limit",
+            f"{LIMITS}::test_all_that_waits_has_a_limit_in_bytes",
+        ),
     ),
 }
