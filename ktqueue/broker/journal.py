@@ -12,7 +12,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 
-PAGE = 1_000  # entries read at once
+PAGE = 1_000  # entries read at once, if they have no more bytes than a mailbox may hold
 QUIET_SECONDS, LONGEST_QUIET = 1.0, 8.0  # a reader that hears nothing looks at the journal, ever less often
 OUTAGE_SECONDS = 60.0  # how long a reader waits for Redis to come back
 OUTAGE_PAUSE = 0.25  # seconds between its tries
@@ -45,7 +45,7 @@ class Journal:
         events: list[TokenEvent] = []
         while True:
             last = events[-1].seq if events else after
-            page = await self._page(job_id, last)
+            page = await self._page(job_id, last, self._max_mailbox_bytes)
             events += page.events
             if not page.events or page.events[-1].seq == page.tail:
                 return events
@@ -53,15 +53,15 @@ class Journal:
     async def follow(self, job_id: str, after: int = 0, *, journals: int = 1) -> AsyncGenerator[TokenEvent, None]:
         """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
 
-        A reader who follows several `journals` at once has one mailbox's bytes for them all.
+        A reader holds at most three mailboxes' bytes: what waits for it, what it took from there, and a page of the
+        journal. One who follows several `journals` at once has these for them all.
         Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
         Raises JobNotFound; JournalRegressed when `after` is more than there is, or when the journal no longer holds
         the event that was told last: a failover lost it, and perhaps another one has its place by now.
         """
+        room = self._max_mailbox_bytes // journals
         mailbox = await self._hub.subscribe(
-            self._keys.journal_channel(job_id),
-            max_bytes=self._max_mailbox_bytes // journals,
-            seconds=self._config.operation_timeout,
+            self._keys.journal_channel(job_id), max_bytes=room, seconds=self._config.operation_timeout
         )
         last = after
         told: TokenEvent | None = None
@@ -69,7 +69,7 @@ class Journal:
         try:
             while True:
                 while look:
-                    page = await self._page_after_outage(job_id, last, told)
+                    page = await self._page_after_outage(job_id, last, told, room)
                     for event in page.events:
                         last, told = event.seq, event
                         yield event
@@ -96,15 +96,15 @@ class Journal:
         finally:
             await self._hub.unsubscribe(mailbox)
 
-    async def _page_after_outage(self, job_id: str, after: int, told: TokenEvent | None) -> _Page:
+    async def _page_after_outage(self, job_id: str, after: int, told: TokenEvent | None, room: int) -> _Page:
         """The entries after a seq; where that was `told`, it must still be there."""
         loop = asyncio.get_running_loop()
         end = loop.time() + OUTAGE_SECONDS
         while True:
             try:
                 if told is None:
-                    return await self._page(job_id, after)
-                page = await self._page(job_id, after - 1)
+                    return await self._page(job_id, after, room)
+                page = await self._page(job_id, after - 1, room)
                 if page.events[:1] != [told]:
                     raise JournalRegressed(
                         f"the journal of job {job_id} no longer holds what was read at {after}",
@@ -117,8 +117,8 @@ class Journal:
                     raise
             await asyncio.sleep(OUTAGE_PAUSE)
 
-    async def _page(self, job_id: str, after: int) -> _Page:
-        state, tail, entries = await self._scripts.call("read", job_id, after, PAGE)
+    async def _page(self, job_id: str, after: int, room: int) -> _Page:
+        state, tail, entries = await self._scripts.call("read", job_id, after, PAGE, room)
         if state is None and tail == 0:
             raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
         ended = state is not None and JobState(state.decode()).terminal

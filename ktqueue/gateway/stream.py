@@ -49,7 +49,8 @@ async def resume(request: Request) -> Response:
         raise JobNotFound("no answer of this conversation is known, or it has expired", param="conv_id")
     record = await gateway.broker.jobs.get(turn.job_id)
     # The whole journal is read again, since later chunks depend on it; that it is long enough must be asked.
-    await gateway.broker.journal.replay(record.id, after[0])
+    if after[0]:
+        await gateway.broker.journal.replay(record.id, after[0])
     exchange = Exchange(gateway, request, [record], keep=True, after=after, resumed=True)
     return await exchange.stream(include_usage=turn.include_usage)
 

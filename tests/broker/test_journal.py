@@ -67,6 +67,25 @@ async def test_a_long_journal_is_replayed_in_pages(broker, job):
     assert [event.seq for event in await broker.journal.replay(job.id, 1_000)] == list(range(1_001, 2_346))
 
 
+async def test_a_page_has_no_more_bytes_than_a_mailbox(config, job):
+    await job.write(120, size=500)
+    await job.write(3, size=9_000)
+    await job.write(5, end=True)
+    async with await Broker.open(config, max_mailbox_bytes=4_000) as narrow:
+        pages: list[int] = []
+        call = narrow.scripts.call
+
+        async def counted(name, *arguments, **settings):
+            reply = await call(name, *arguments, **settings)
+            pages.append(sum(len(fields[1]) for _, fields in reply[2]) if len(reply[2]) > 2 else 0)
+            return reply
+
+        narrow.scripts.call = counted
+        assert await seqs(narrow, job.id) == list(range(1, 129))
+        assert [event.seq for event in await narrow.journal.replay(job.id, 7)] == list(range(8, 129))
+    assert 3_000 < max(pages) <= 4_000
+
+
 async def test_unknown_and_regressed(broker, job, raw):
     with pytest.raises(JobNotFound):
         await seqs(broker, "none")
@@ -257,6 +276,7 @@ async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, r
     await lease.claim(200)
     readers = [asyncio.create_task(seqs(broker, job_id)) for job_id in ids]
     await asyncio.sleep(0.2)
+    assert len(raw.client_list(_type="pubsub")) == 1  # of all readers of a process, and of its worker
     for seq in range(1, 6):
         state = JobState.DONE if seq == 5 else None
         await lease.commit([(job_id, TokenEvent(seq=seq, state=state)) for job_id in ids])
