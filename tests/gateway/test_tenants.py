@@ -21,7 +21,7 @@ LIMITED = TenantConfig(
     keys=(hash_of("key-acme"),),
     requests_per_minute=60,
     requests_burst=3,
-    tokens_per_minute=6_000,
+    tokens_per_minute=600,
     tokens_burst=1_000,
     max_live_jobs=2,
 )
@@ -148,9 +148,9 @@ async def test_a_refusal_says_when_to_come_back(limited, worker, conforms, broke
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert (error["param"], error["limit"]) == ("tokens_per_minute", 1_000)
         assert 700 < error["value"] <= 801
-        # What is missing comes at 100 a second; a prompt has a token in one case, some tens in the other.
+        # What is missing comes at 10 a second; a prompt has a token in one case, some tens in the other.
         missing = error["value"] + 801 - 1_000
-        assert missing / 100 <= int(refused.headers["retry-after"]) <= (missing + 100) / 100 + 1
+        assert missing / 10 <= int(refused.headers["retry-after"]) <= (missing + 100) / 10 + 1
     assert (await limited.post(JOBS, json=JOB)).status_code == 202
     refused = await limited.post(JOBS, json=JOB)
     assert refused.json()["error"]["code"] == "tenant_limit_reached"
