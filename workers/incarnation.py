@@ -21,6 +21,7 @@ from workers.outbox import Outbox
 from workers.rates import Rates
 from workers.running import RunningJob
 
+STANDING_SECONDS = 10.0  # a batch job that has had no row for so long goes back: another worker may have one
 IDLE_SECONDS = 0.5  # a lost wake-up costs no more than this
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Incarnation:
 
     async def _intake(self) -> None:
         while not self._draining.is_set():
+            await self._let_go()
             free, interactive = self._room()
             claims = await self._lease.claim(free, interactive) if interactive > 0 else []
             if claims:
@@ -110,6 +112,23 @@ class Incarnation:
             await self._until_drain(*events)
         self._intake_over = True
         self._wake.set()
+
+    async def _let_go(self) -> None:
+        """Give back the last batch jobs that have long stood still because interactive ones have their rows."""
+        surplus = sum(job.rows for job in self._jobs.values()) - self._rows
+        late = time.monotonic() - STANDING_SECONDS
+        batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
+        released = []
+        for job in sorted(batch, key=lambda one: one.rank, reverse=True):
+            if surplus > 0 and job.moved_at < late:
+                surplus -= job.rows
+                released.append(job)
+        for job in released:
+            job.ended = True
+            self._aborts.append(job.id)
+            self._forget(job)
+        if released:
+            await self._lease.release([job.id for job in released])
 
     def _room(self) -> tuple[int, int]:
         """Rows for any job, and rows for interactive ones: beside the free ones those that the engine would take from

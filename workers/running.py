@@ -3,6 +3,8 @@
 Turns engine outputs into journal events. Knows neither Redis nor how tokens are made.
 """
 
+import time
+
 from ktqueue.broker.lease import Claim
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
@@ -18,6 +20,7 @@ class RunningJob:
         self.request: GenerationRequest = claim.request
         self.deadline = claim.deadline  # Unix seconds
         self.rank = claim.rank
+        self.moved_at = time.monotonic()  # when it was claimed, or its engine last said something of it
         self.prompt_token_ids: list[int] = []
         self.ended = False
         self._seq = claim.events[-1].seq if claim.events else 0
@@ -49,6 +52,7 @@ class RunningJob:
     def event(self, output: SequenceOutput) -> TokenEvent | None:
         """The next journal event, or None where the output says nothing that a reader could see."""
         self._completion_tokens += len(output.token_ids)
+        self.moved_at = time.monotonic()
         if output.error is not None:
             return self.end(JobState.FAILED, output.error, output.usage)
         if output.finish_reason is not None:

@@ -1,11 +1,15 @@
 """Interactive jobs take rows from batch jobs that run, but never the rows that are batch's own."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from workers import incarnation
 
 ROWS, FLOOR = 8, 1  # of the conftest's engine
 
@@ -98,6 +102,30 @@ async def test_batch_goes_on_however_much_interactive_work_comes(
             await finished(one)
         depth = (await broker.jobs.depth())[0]
         assert depth.interactive + depth.running > 0, "batch waited for all interactive work"
+
+
+async def test_batch_jobs_that_stand_still_go_back_to_the_queue(
+    broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = ask(200, JobClass.BATCH)
+    expected = model.undisturbed(long)
+    async with start_worker():
+        batch = await submit(broker, ROWS, replace(long, sampling=replace(long.sampling, max_tokens=450)), "batch")
+        await until_all_speak(broker, batch)
+        interactive = await submit(broker, ROWS - FLOOR, ask(450), "interactive")
+        await until_all_speak(broker, interactive)
+        monkeypatch.setattr(incarnation, "STANDING_SECONDS", 0.0)
+        await broker.jobs.cancel(interactive[0])  # the worker looks again; one batch job has its row back
+        await until_states(broker, running=ROWS, queued=ROWS - 2)
+        records = [await broker.jobs.get(one) for one in batch]
+        assert [one.state for one in records] == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 6
+        assert [one.attempts for one in records] == [1] * 2 + [0] * 6, "it costs no try"
+        assert [one.position for one in records[2:]] == [1, 2, 3, 4, 5, 6]
+        monkeypatch.undo()
+        for one in [*interactive, *batch[1:-1]]:
+            await broker.jobs.cancel(one)
+        seen = await finished(batch[-1])
+        assert seen.choices[0][0][:200] == expected[0][0]
 
 
 async def test_a_dead_worker_that_had_preempted_loses_nothing(
