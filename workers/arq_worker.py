@@ -9,12 +9,12 @@ longer than its lock may share a job with another one. Knows nothing of what the
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
-from arq.cron import CronJob
+from arq.cron import CronJob, cron
 from arq.jobs import serialize_result
 from arq.worker import JobExecutionFailed, Retry, Worker, func
 
@@ -25,7 +25,7 @@ from ktqueue.broker.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
 
-__all__ = ["Retry", "SteadyWorker"]
+__all__ = ["CronJob", "Function", "Retry", "SteadyWorker", "by_clock"]
 
 LOCK_SECONDS = 3.0  # of a running job; renewed three times in that time
 AWAY_PAUSE = 0.5  # seconds between tries while Redis is away
@@ -33,6 +33,8 @@ LEAVE_SECONDS = 5.0  # to hand jobs back at the end
 READ_FACTOR = 16  # running jobs stay in arq's queue: so many full workers may share it
 LOOKED_AT_ONCE = 256  # locks read by one command
 HEALTH_SECONDS = 10
+CRON_RESULT_SECONDS = 120
+MAX_TRIES = 2**31  # arq counts the deaths of workers as tries; chores count their own
 PICKLE_MARK = b"\x80"  # how each pickle of protocol 2 or later begins (Python's pickletools, opcode PROTO)
 PICKLE_REFUSED = (
     "this queue reads JSON and never pickle: give arq.create_pool "
@@ -48,7 +50,8 @@ class SteadyWorker(Worker):
     """Runs named functions from one of arq's queues until cancelled. Make it inside a running event loop.
 
     `url` is the Redis of the queue, a server or the sentinels of one, with the time limits of `config`. `keep_result`
-    and `poll_seconds` in seconds. Raises ConfigError for a cluster, whose keys arq cannot name.
+    (of one function: `kept`) and `poll_seconds` in seconds. Raises ConfigError for a cluster, where arq's
+    keys have no home.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class SteadyWorker(Worker):
         max_jobs: int,
         keep_result: float,
         poll_seconds: float,
+        kept: Mapping[str, float] | None = None,
         cron_jobs: Sequence[CronJob] = (),
-        max_tries: int = 2**31,
     ) -> None:
         self._address = parse_address(url)
         if self._address.kind is Kind.CLUSTER:
@@ -71,16 +74,15 @@ class SteadyWorker(Worker):
         self._topology = make_topology(self._address, "", config)
         self._node: Node | None = None
         super().__init__(
-            [func(coroutine, name=name) for name, coroutine in functions.items()],  # type: ignore[arg-type]
+            [func(coroutine, name=name, keep_result=(kept or {}).get(name)) for name, coroutine in functions.items()],  # type: ignore[arg-type]
             queue_name=queue,
             cron_jobs=cron_jobs,
             handle_signals=False,
             max_jobs=max_jobs,
-            job_timeout=None,  # type: ignore[arg-type] # None: no limit
             keep_result=keep_result,
             poll_delay=poll_seconds,
             queue_read_limit=READ_FACTOR * max_jobs,
-            max_tries=max_tries,
+            max_tries=MAX_TRIES,
             health_check_interval=HEALTH_SECONDS,
             allow_abort_jobs=True,
             job_serializer=dumps,
@@ -88,6 +90,7 @@ class SteadyWorker(Worker):
             log_results=False,
         )
         self.in_progress_timeout_s = LOCK_SECONDS
+        self.job_timeout_s = None  # type: ignore[assignment] # a job ends when it ends; arq takes no None for several
 
     async def main(self) -> None:
         """Until cancelled. Whatever goes wrong in a round is logged, and the next round comes."""
@@ -196,3 +199,14 @@ class SteadyWorker(Worker):
                     for job_id in self.tasks:
                         pipe.pexpire(in_progress_key_prefix + job_id, round(LOCK_SECONDS * 1000))
                     await pipe.execute()
+
+
+def by_clock(name: str, run: Any, when: Mapping[str, set[int]]) -> CronJob:
+    """Has arq's workers of a queue run it, one of them each time. `when`: month, day, weekday, hour, minute.
+
+    The result of a run is what keeps the other workers from running it, too, so it is kept for a while.
+    """
+    return cron(
+        run, name=name, keep_result=CRON_RESULT_SECONDS, second=0, minute=when.get("minute"), hour=when.get("hour"),
+        day=when.get("day"), month=when.get("month"), weekday=when.get("weekday"),
+    )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The control worker: arq's worker on a queue of ours, for short and idempotent chores. Calls webhooks.
+"""The control worker: arq's worker on a queue of ours, for idempotent chores.
+
+Chores: `webhook JOB` calls one, `batches` finds batch files, `batch FILE` runs one, `retention` removes old files.
 
 Also a module to execute (`python -m workers.control`).
 """
@@ -12,12 +14,15 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import JobNotFound, JournalRegressed
 from workers.arq_process import execute, serve
-from workers.arq_worker import Retry, SteadyWorker
+from workers.arq_worker import CronJob, Function, Retry, SteadyWorker, by_clock
+from workers.batch_files import BatchFiles
+from workers.crontab import parse_entry
 from workers.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
 
 MAX_CHORES = 32  # at once
 LOOK_SECONDS = 0.5  # between looks for ended jobs
 LOOKED_AT_ONCE = 100
+BATCH_RESULT_SECONDS = 60.0  # a file of the same name may come again
 LONGEST_PAUSE = 120.0  # seconds between attempts
 
 log = logging.getLogger(__name__)
@@ -27,13 +32,22 @@ class Control(SteadyWorker):
     """Serves the chores on the control queue of the configuration. Raises ConfigError."""
 
     def __init__(self, broker: Broker, config: Config, url: str) -> None:
+        self._files = BatchFiles(broker, config.control)
+        chores: dict[str, Function] = {
+            "webhook": self.webhook,
+            "batches": self.batches,
+            "batch": self._files.run,
+            "retention": self._files.purge,
+        }
         super().__init__(
-            {"webhook": self.webhook},
+            chores,
             url=config.control.redis_url or url,
             config=config.broker,
             queue=config.control.queue,
             max_jobs=MAX_CHORES,
             keep_result=0,
+            kept={"batch": BATCH_RESULT_SECONDS},
+            cron_jobs=[_cron_job(entry, chores) for entry in config.control.crontab],
             poll_seconds=LOOK_SECONDS / 5,
         )
         self._broker = broker
@@ -75,6 +89,11 @@ class Control(SteadyWorker):
             log.info("webhook of %s, attempt %d: %s", job_id, attempt, fault.message)
             raise Retry(min(LONGEST_PAUSE, self._settings.webhook_pause * 2 ** (attempt - 1))) from fault
 
+    async def batches(self, context: dict[str, Any]) -> None:
+        """Make a chore of each batch file that waits; one that is a chore already stays that one."""
+        for name in await asyncio.to_thread(self._files.waiting):
+            await self.pool.enqueue_job("batch", name, _job_id=f"batch:{name}", _queue_name=self.queue_name)
+
     async def _hand_over(self) -> None:
         """Make a chore of each ended job with a webhook. One that dies in between makes the chore twice."""
         taken: list[str] = []
@@ -89,6 +108,16 @@ class Control(SteadyWorker):
                 log.warning("webhooks wait: %s", error)
             if not taken:
                 await asyncio.sleep(LOOK_SECONDS)
+
+
+def _cron_job(entry: str, chores: dict[str, Function]) -> CronJob:
+    """A line of the crontab. Raises ConfigError."""
+    when, name, arguments = parse_entry(entry, chores)
+
+    async def run(context: dict[str, Any]) -> None:
+        await chores[name](context, *arguments)
+
+    return by_clock(f"cron:{entry}", run, when)
 
 
 async def run(config: Config) -> None:

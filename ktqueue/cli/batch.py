@@ -105,8 +105,8 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
     import asyncio
 
-    from ktqueue.cli.batch_input import survey
-    from ktqueue.cli.batch_output import BatchOutput
+    from ktqueue.batches.input import survey
+    from ktqueue.batches.output import BatchOutput
     from ktqueue.cli.batch_session import session
 
     found = survey(job.source, model=job.model)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ktqueue.batches.input import Survey, read_lines
+from ktqueue.batches.output import BatchOutput
+from ktqueue.batches.run import BatchRun, window_for
 from ktqueue.broker.broker import Broker
 from ktqueue.cli.batch import BatchJob, Summary
-from ktqueue.cli.batch_input import Survey, read_lines
-from ktqueue.cli.batch_output import BatchOutput
-from ktqueue.cli.batch_run import BatchRun
 from ktqueue.cli.failures import UsageFault
 from ktqueue.cli.progress import Bar
 from ktqueue.core.config import BrokerConfig
@@ -18,8 +18,6 @@ from ktqueue.core.errors import Unavailable
 
 REFRESH_SECONDS = 0.2
 WORKER_CHECK_SECONDS = 3.0
-LEAST_WINDOW = 16
-LARGEST_WINDOW = 1024
 
 
 async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: BatchOutput) -> Summary:
@@ -34,7 +32,7 @@ async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: Ba
         if skipped < found.lines:
             await _check_models(broker, found, job)
         run = BatchRun(
-            broker, output, window=job.window or await _window(broker), model=job.model, job_class=job.job_class
+            broker, output, window=job.window or await window_for(broker), model=job.model, job_class=job.job_class
         )
         interrupted = False
         with Bar("batch", found.lines) as bar:
@@ -99,11 +97,6 @@ async def _check_models(broker: Broker, found: Survey, job: BatchJob) -> None:
             where = "--model" if job.model is not None else f"{job.source}:{number}"
             hint = "" if job.model is not None else " (--model NAME stands in for the lines' own)"
             raise UsageFault(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")
-
-
-async def _window(broker: Broker) -> int:
-    rows = sum(worker.max_num_seqs for worker in await broker.models.workers())
-    return min(max(2 * rows, LEAST_WINDOW), LARGEST_WINDOW)
 
 
 async def _watch(broker: Broker, run: BatchRun, output: BatchOutput, bar: Bar) -> None:

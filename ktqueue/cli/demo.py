@@ -55,9 +55,9 @@ def demo(common: CommonFlags, engine: EngineFlags) -> None:
 
 async def _demo(config: Config) -> bool:
     """Run the demo; True if it was interrupted in the batch."""
+    from ktqueue.batches.input import survey
+    from ktqueue.batches.output import BatchOutput
     from ktqueue.cli.batch import BatchJob
-    from ktqueue.cli.batch_input import survey
-    from ktqueue.cli.batch_output import BatchOutput
     from ktqueue.cli.batch_session import session
     from ktqueue.cli.up import Waiting, served_models
     from workers.supervise import Supervisor

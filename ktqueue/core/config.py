@@ -181,6 +181,9 @@ class ControlConfig:
     enabled: bool = False  # `ktqueue up` runs one
     redis_url: str | None = None  # of arq's queue; None: the broker's
     queue: str = "ktqueue:control"
+    crontab: tuple[str, ...] = ("* * * * * batches", "17 3 * * * retention")  # when, in five fields, and what
+    batch_dir: str | None = None  # its in/ is run, out/ gets answers, done/ and failed/ the inputs; None: no batches
+    keep_files: float = 30 * 86_400.0  # in out/, done/ and failed/, from their last change
     webhook_secret: str | None = field(default=None, repr=False)  # None: no webhooks
     webhook_hosts: tuple[str, ...] = ()  # host or host:port that may be private, and without TLS
     webhook_attempts: int = 8
@@ -189,6 +192,7 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
+        _at_least(self, "keep_files", 0, "control")
         _at_least(self, "webhook_attempts", 1, "control")
         _at_least(self, "webhook_pause", 0, "control")
         _at_least(self, "webhook_timeout", 0.01, "control")

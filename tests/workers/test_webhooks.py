@@ -56,6 +56,10 @@ class Receiver:
                 self.send_header("content-length", "0")
                 self.end_headers()
 
+            def do_GET(self) -> None:
+                receiver.got.append(({}, b"a redirect was followed"))
+                self.send_error(404)
+
             def log_message(self, *_: Any) -> None:
                 pass
 

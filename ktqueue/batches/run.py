@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ktqueue.batches.input import BatchLine
+from ktqueue.batches.output import BatchOutput
+from ktqueue.batches.work import Work, failed, failure_record, work_id
 from ktqueue.broker.broker import Broker
-from ktqueue.cli.batch_input import BatchLine
-from ktqueue.cli.batch_output import BatchOutput
-from ktqueue.cli.batch_work import Work, failed, failure_record, work_id
 from ktqueue.core.errors import (
     InvalidRequest,
     JobNotFound,
@@ -31,8 +31,15 @@ PATIENCE = 60.0  # seconds that Redis may be away before the run gives up
 FIRST_PAUSE = 0.2  # seconds; doubles up to
 LONGEST_PAUSE = 5.0
 MAX_ATTEMPTS = 3  # a job whose journal is gone is run again so often
+LEAST_WINDOW, LARGEST_WINDOW = 16, 1024
 KEPT_DELAYS = 10_000
 SKIPS_PER_BREATH = 1_000
+
+
+async def window_for(broker: Broker) -> int:
+    """Lines to have in Redis at once: twice the rows of all workers."""
+    rows = sum(worker.max_num_seqs for worker in await broker.models.workers())
+    return min(max(2 * rows, LEAST_WINDOW), LARGEST_WINDOW)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ktqueue.cli.failures import UsageFault
-from ktqueue.cli.id_set import IdSet
+from ktqueue.batches.faults import BatchFault, OutputLocked
+from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, dumps, loads
 
 SYNC_SECONDS = 1.0
@@ -27,24 +27,24 @@ class RecordFile:
     """One append-only file of JSON lines, each with a custom_id."""
 
     def __init__(self, path: Path, *, mend: bool = True) -> None:
-        """Open or make the file, lock it and mend its end. Raises UsageFault, OSError."""
+        """Open or make the file, lock it and mend its end. Raises BatchFault, OSError."""
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._handle)
-            raise UsageFault(f"{path}: another batch run is writing to it") from error
+            raise OutputLocked(f"{path}: another batch run is writing to it") from error
         self._synced = time.monotonic()
         try:
             if mend:
                 self._mend()
-        except UsageFault:
+        except BatchFault:
             os.close(self._handle)
             raise
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What the file holds. Raises UsageFault naming the line that is no batch output line."""
+        """What the file holds. Raises BatchFault naming the line that is no batch output line."""
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.strip():
@@ -52,9 +52,9 @@ class RecordFile:
                 try:
                     value = loads(raw)
                 except CodecError as error:
-                    raise UsageFault(f"{self.path}:{number}: {error.message} (--overwrite starts anew)") from error
+                    raise BatchFault(f"{self.path}:{number}: {error.message} (--overwrite starts anew)") from error
                 if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str):
-                    raise UsageFault(f"{self.path}:{number}: not a batch output line (--overwrite starts anew)")
+                    raise BatchFault(f"{self.path}:{number}: not a batch output line (--overwrite starts anew)")
                 yield value
 
     def append(self, record: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class RecordFile:
             loads(torn)
         except CodecError:
             if not torn.startswith(_RECORD_START[: len(torn)]):
-                raise UsageFault(f"{self.path}: not a batch output (--overwrite starts anew)") from None
+                raise BatchFault(f"{self.path}: not a batch output (--overwrite starts anew)") from None
             os.ftruncate(self._handle, size - len(torn))
         else:
             os.write(self._handle, b"\n")
@@ -103,7 +103,7 @@ class BatchOutput:
     """The files of one batch. `answered` and `failed` count what they hold, of earlier runs too."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
-        """Open the files and read which custom_ids they hold. Raises UsageFault, OSError."""
+        """Open the files and read which custom_ids they hold. Raises BatchFault, OSError."""
         self._run_path = path.with_name(path.name + ".run")
         self.error_path = path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}")
         self._answers = RecordFile(path, mend=not overwrite)
@@ -167,7 +167,7 @@ class BatchOutput:
         except FileNotFoundError:
             return None
         except (CodecError, TypeError, KeyError) as error:
-            raise UsageFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
+            raise BatchFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
 
     def _fresh_run(self) -> str:
         run = secrets.token_hex(RUN_NAME_BYTES)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktqueue.cli.batch_input import LineFault, read_lines, survey
-from ktqueue.cli.batch_output import BatchOutput, RecordFile
-from ktqueue.cli.failures import UsageFault
-from ktqueue.cli.id_set import IdSet
+from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.id_set import IdSet
+from ktqueue.batches.input import LineFault, read_lines, survey
+from ktqueue.batches.output import BatchOutput, RecordFile
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
 
@@ -54,7 +54,7 @@ def test_an_id_set_takes_32_bytes_a_text_at_most():
 def test_a_faulty_line_is_named(tmp_path, text, says):
     path = tmp_path / "in.jsonl"
     path.write_text(_line() + "\n\n" + text + "\n")
-    with pytest.raises(UsageFault, match=r"in\.jsonl:3: ") as fault:
+    with pytest.raises(BatchFault, match=r"in\.jsonl:3: ") as fault:
         survey(path, model=None)
     assert says in fault.value.message
 
@@ -62,7 +62,7 @@ def test_a_faulty_line_is_named(tmp_path, text, says):
 def test_broken_utf8_and_a_second_use_of_an_id_are_named(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(_line().encode() + b"\n\xff\n" + _line().encode())
-    with pytest.raises(UsageFault) as fault:
+    with pytest.raises(BatchFault) as fault:
         survey(path, model=None)
     assert "in.jsonl:2: not UTF-8" in fault.value.message
     assert "in.jsonl:3: custom_id 'a' was used before" in fault.value.message
@@ -71,7 +71,7 @@ def test_broken_utf8_and_a_second_use_of_an_id_are_named(tmp_path):
 def test_ten_faults_are_enough(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("{\n" * 1_000)
-    with pytest.raises(UsageFault) as fault:
+    with pytest.raises(BatchFault) as fault:
         survey(path, model=None)
     assert fault.value.message.count("not JSON") == 10
 
@@ -113,7 +113,7 @@ def test_a_torn_end_is_mended(tmp_path, before, after):
 
 def test_two_runs_cannot_write_one_output(tmp_path):
     first = BatchOutput(tmp_path / "out.jsonl")
-    with pytest.raises(UsageFault, match="another batch run"):
+    with pytest.raises(BatchFault, match="another batch run"):
         BatchOutput(tmp_path / "out.jsonl")
     first.close(finished=False)
     BatchOutput(tmp_path / "out.jsonl").close(finished=False)
@@ -149,7 +149,7 @@ def test_each_custom_id_has_one_record(tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_text(text)
-    with pytest.raises(UsageFault, match=r"out\.jsonl.*--overwrite"):
+    with pytest.raises(BatchFault, match=r"out\.jsonl.*--overwrite"):
         BatchOutput(path)
     assert path.read_text() == text
     assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktqueue.cli.failures import UsageFault
-from ktqueue.cli.id_set import IdSet
+from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
 
 CHAT_URL = "/v1/chat/completions"
@@ -21,7 +21,7 @@ MAX_CUSTOM_ID_LENGTH = 512  # characters
 MAX_FAULTS_SHOWN = 10
 
 
-class LineFault(UsageFault):
+class LineFault(BatchFault):
     """One line of the input is wrong; the message begins with file:line."""
 
 
@@ -55,7 +55,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 def survey(path: Path, *, model: str | None) -> Survey:
     """Read the whole file and check every line and that custom_ids are unique. `model` stands in for the lines' own.
 
-    Raises UsageFault naming the first faulty lines.
+    Raises BatchFault naming the first faulty lines.
     """
     found = Survey()
     faults: list[str] = []
@@ -73,9 +73,9 @@ def survey(path: Path, *, model: str | None) -> Survey:
         if isinstance(name, str):
             found.models.setdefault(name, line.number)
     if faults:
-        raise UsageFault("\n".join(faults))
+        raise BatchFault("\n".join(faults))
     if not found.lines:
-        raise UsageFault(f"{path}: holds no lines")
+        raise BatchFault(f"{path}: holds no lines")
     return found
 
 

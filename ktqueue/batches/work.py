@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from ktqueue.cli.batch_input import CHAT_URL, BatchLine
+from ktqueue.batches.input import CHAT_URL, BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
 from ktqueue.core.events import TokenEvent
