@@ -24,7 +24,7 @@ REDIS_KILL, GATEWAY_KILL, FORK_SERVER_KILL = "Redis kill -9", "gateway kill -9",
 # Mean seconds between two of a kind. A supervisor gives Redis up when it dies within 10 s of its start time and again.
 PACE = {
     WORKER_KILL: 3.4, UNSEEN_KILL: 3.4, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
-    FORK_SERVER_KILL: 120.0,
+    FORK_SERVER_KILL: 150.0,
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ class Nemesis:
             WORKER_STOP: self._stop_worker,
             REDIS_KILL: lambda draw: self._kill(REDIS_KILL, self._up.redis_pid),
             GATEWAY_KILL: lambda draw: self._kill(GATEWAY_KILL, self._up.gateway.pid),
-            FORK_SERVER_KILL: lambda draw: self._kill(FORK_SERVER_KILL, self._up.fork_server.pid),
+            FORK_SERVER_KILL: lambda draw: self._kill(FORK_SERVER_KILL, _pid(self._up.fork_server)),
         }
         try:
             async with asyncio.TaskGroup() as group:
@@ -131,6 +131,10 @@ class Nemesis:
                 return worker, frozenset(job.decode() for job in await client.hkeys(running))
         except (Unavailable, redis.RedisError, OSError):
             return None
+
+
+def _pid(child: Child | None) -> int | None:
+    return None if child is None else child.pid
 
 
 def _send(pid: int, number: signal.Signals) -> None:

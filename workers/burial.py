@@ -17,7 +17,7 @@ async def bury(config: BrokerConfig, pid: int) -> None:
     which then registers anew.
     """
     try:
-        async with await Broker.open(config) as broker:
+        async with await Broker.open(config, patience=config.lease_seconds) as broker:
             for worker in await broker.models.workers():
                 if (worker.host, worker.pid) == (socket.gethostname(), pid):
                     await broker.reaper().bury(worker.worker_id)

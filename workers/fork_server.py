@@ -1,7 +1,7 @@
 """The fork server: a process that has the worker's model loaded and forks a worker whenever it is asked to.
 
-So a worker that died is back in a fraction of a second whatever the size of its model, and workers on the CPU share
-one copy of the weights. On a GPU only the libraries are loaded beforehand: what a device holds cannot be forked.
+So a worker that died is back in a fraction of a second whatever the size of its model, and the workers of a machine
+share one copy of the weights. For models on the CPU alone: what a device holds cannot be forked.
 A module to execute (`python -m workers.fork_server`) by workers/forks.py; settings come from the environment.
 
 Over the socket that is its standard input, JSON lines: {"log": path} asks for a worker that writes there and is
@@ -22,8 +22,8 @@ from typing import NoReturn
 from ktqueue.core.config import load_config
 from workers.exit_codes import BROKEN, DRAINED
 from workers.process import die_with
-from workers.run import conclude, leave, log_to_stderr, run, serve
-from workers.startup import build, on_gpu, set_threads
+from workers.run import conclude, leave, log_to_stderr, serve
+from workers.startup import build, set_threads
 
 
 class ForkServer:
@@ -110,13 +110,11 @@ def main() -> NoReturn:
 
     def forks() -> int:
         config = load_config(environment=os.environ)
-        built = None if on_gpu(config.engine) else build(config.engine)
+        built = build(config.engine)
         gc.collect()
         gc.freeze()  # a collector that walks over old objects would copy their pages in each worker
 
         def worker() -> int:
-            if built is None:
-                return run(config)
             set_threads(config.engine)  # threads do not survive a fork
             return serve(config, built)
 

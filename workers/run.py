@@ -41,7 +41,7 @@ def serve(config: Config, built: Built) -> int:
 
 
 async def _serve(config: Config, built: Built) -> int:
-    broker = await Broker.open(config.broker)
+    broker = await Broker.open(config.broker, patience=config.broker.connect_timeout)
     worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config)
     loop = asyncio.get_running_loop()
     watching = asyncio.create_task(watch(WATCH_STALLS * config.worker.stall_seconds), name="watchdog")

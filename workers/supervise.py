@@ -35,6 +35,7 @@ STOP_MARGIN = 7.0  # seconds that a process has beyond its drain_seconds before 
 POLL_SECONDS = 0.05
 QUICK_WORKER_DEATH = 2.0  # seconds; a forked worker serves after a tenth of one
 
+WORKER_COMMAND = [sys.executable, "-m", "workers.run"]
 GATEWAY_COMMAND = [
     sys.executable,
     "-c",
@@ -59,7 +60,7 @@ class Supervisor:
         self.config = config
         self.gateway: Child
         self.workers: list[Child] = []
-        self.fork_server: Child
+        self.fork_server: Child | None = None  # of workers on the CPU
         self.helpers: list[Child] = []  # arq's workers, where the configuration wants them
         self._count = workers
         self._report = report or log.info
@@ -134,7 +135,7 @@ class Supervisor:
             child.stop()
         drain = self.config.worker.drain_seconds + STOP_MARGIN
         await asyncio.gather(*(child.ended(drain) for child in [*self.helpers, *self.workers]))
-        if self._forks is not None:
+        if self.fork_server is not None and self._forks is not None:
             self.fork_server.stop()
             await self.fork_server.ended(STOP_MARGIN)
             await self._forks.closed()
@@ -165,19 +166,17 @@ class Supervisor:
             threads = max(1, _physical_cores() // self._count)
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
-        self._forks = Forks(self._environment())
-        self.fork_server = self._supervised("fork-server", self._forks.launch, state)
+        launch, quick_death = self._worker_launch(state)
         self.workers = [
-            self._supervised(
-                f"worker-{i + 1}", self._forks.fork, state, quick_death=QUICK_WORKER_DEATH, on_death=self.bury
-            )
+            self._supervised(f"worker-{i + 1}", launch, state, quick_death=quick_death, on_death=self.bury)
             for i in range(self._count)
         ]
         if self.config.bridge.enabled:
             self.helpers.append(self._child("bridge", BRIDGE_COMMAND, state))
         if self.config.control.enabled:
             self.helpers.append(self._child("control", CONTROL_COMMAND, state))
-        children = [self.gateway, self.fork_server, *self.workers, *self.helpers]
+        loading = [] if self.fork_server is None else [self.fork_server]
+        children = [self.gateway, *loading, *self.workers, *self.helpers]
         self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in children]
         await self._until("the gateway", self.gateway, self._gateway_answers, GATEWAY_START_SECONDS)
         broker = await Broker.open(self.config.broker)
@@ -200,6 +199,14 @@ class Supervisor:
             url = await self._redis.start()
             self.config = replace(self.config, broker=replace(self.config.broker, url=url))
             self._tasks.append(asyncio.create_task(self._redis.run(), name="redis"))
+
+    def _worker_launch(self, state: Path) -> tuple[Launch, float]:
+        """How a worker comes to be, and how soon after that its death is a quick one, in seconds."""
+        if self.config.engine.device != "cpu":  # what a device holds cannot be forked
+            return Command(WORKER_COMMAND, self._environment()), QUICK_DEATH
+        self._forks = Forks(self._environment())
+        self.fork_server = self._supervised("fork-server", self._forks.launch, state)
+        return self._forks.fork, QUICK_WORKER_DEATH
 
     def _child(self, name: str, command: list[str], state: Path) -> Child:
         return self._supervised(name, Command(command, self._environment()), state)

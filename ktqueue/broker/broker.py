@@ -1,5 +1,6 @@
 """A process's hold on the broker: one connection pool, one subscription, and the nouns over them."""
 
+import asyncio
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.models import Models
+from ktqueue.broker.node import Lost
 from ktqueue.broker.reaper import Reaper
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.server import running_url
@@ -18,6 +20,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 MAILBOX_BYTES = 1 << 20  # of one journal reader, unless said otherwise
+OPEN_PAUSE = 0.1  # seconds between tries to find a server
 
 
 class Broker:
@@ -36,9 +39,10 @@ class Broker:
         self._connection = connection
 
     @classmethod
-    async def open(cls, config: BrokerConfig, *, max_mailbox_bytes: int = MAILBOX_BYTES) -> Self:
+    async def open(cls, config: BrokerConfig, *, max_mailbox_bytes: int = MAILBOX_BYTES, patience: float = 0.0) -> Self:
         """Find the server and check it: 6.2 at least, evicting nothing, no replica, as durable as the settings ask.
 
+        While the server is away, the search is repeated for `patience` seconds.
         Without a URL: the private server that runs on the state folder. Raises Unavailable, ConfigError.
         """
         url = config.url or running_url(config.state_dir)
@@ -48,8 +52,16 @@ class Broker:
                 param="broker.url",
             )
         connection = Connection(url, config, Keys(config.prefix).tag)
+        end = asyncio.get_running_loop().time() + patience
         try:
-            await connection.open()
+            while True:
+                try:
+                    await connection.open()
+                    break
+                except Lost:
+                    if asyncio.get_running_loop().time() + OPEN_PAUSE > end:
+                        raise
+                await asyncio.sleep(OPEN_PAUSE)
         except BaseException:
             await connection.close()
             raise

@@ -42,7 +42,11 @@ class Gateway:
         """Open a broker unless one was given; True if this gateway must close it. Raises Unavailable."""
         if self._broker is not None:
             return False
-        self._broker = await Broker.open(self.config.broker, max_mailbox_bytes=self.config.gateway.max_mailbox_bytes)
+        self._broker = await Broker.open(
+            self.config.broker,
+            max_mailbox_bytes=self.config.gateway.max_mailbox_bytes,
+            patience=self.config.broker.connect_timeout,
+        )
         return True
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:

@@ -76,7 +76,7 @@ def serve(config: Config) -> None:
 
 async def _check_broker(config: Config) -> None:
     """Fail here, by name; inside the server the same error would be a long traceback."""
-    await (await Broker.open(config.broker)).close()
+    await (await Broker.open(config.broker, patience=config.broker.connect_timeout)).close()
 
 
 def _allow_files(wanted: int) -> None:

@@ -190,6 +190,26 @@ def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path, monkeypatc
         find_program()
 
 
+async def test_who_starts_while_the_server_is_away_waits_for_it(config, server, tmp_path, eventually):
+    config = replace(config, url=server.start(tmp_path))
+
+    async def dead():
+        return server.pid is None
+
+    os.kill(server.pid, signal.SIGKILL)
+    await eventually(dead)
+    with pytest.raises(Unavailable, match="away"):
+        await Broker.open(config)
+    with pytest.raises(Unavailable, match="away"):
+        await Broker.open(config, patience=0.2)
+    opening = asyncio.create_task(Broker.open(config, patience=30.0))
+    await asyncio.sleep(0.2)
+    assert not opening.done()
+    server.start(tmp_path)
+    async with asyncio.timeout(20):
+        await (await opening).close()
+
+
 async def test_a_stream_goes_on_over_a_killed_server(config, card, make_request, tmp_path, eventually):
     server = PrivateServer()
     url = server.start(tmp_path)

@@ -68,6 +68,19 @@ async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
     assert child.deaths == 5
 
 
+async def test_what_a_signal_ends_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "LONGEST_PAUSE", 0.01)
+    died: list[int] = []
+    command = Command(["sh", "-c", "kill -9 $$"], os.environ)
+    child = Child("thing", command, log_path=tmp_path / "log", on_death=died.append)
+    watching = asyncio.create_task(child.run())
+    await until(lambda: child.deaths > 2 * child_module.MAX_QUICK_DEATHS)
+    assert len(set(died)) == len(died) >= 2 * child_module.MAX_QUICK_DEATHS
+    child.stop()
+    await child.ended(5.0)
+    await watching
+
+
 async def test_a_final_exit_code_is_not_tried_again(tmp_path: Path) -> None:
     child = child_of([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "log", final_codes=frozenset({2}))
     with pytest.raises(ProcessFailed, match="ended with code 2"):

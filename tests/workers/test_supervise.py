@@ -46,6 +46,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp
     assert told[0] == "waiting for the gateway"
     assert up.gateway.pid is None
     assert up.workers[0].pid is None
+    assert up.fork_server is not None
     assert up.fork_server.pid is None
     assert up.fork_server.deaths == 1
 
