@@ -171,14 +171,28 @@ class Jobs:
         reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
         return _found(job_id, reply)
 
-    async def list(self, *, state: JobState | None = None, limit: int = 100, tenant: str | None = None) -> JobRecords:
+    async def list(
+        self,
+        *,
+        state: JobState | None = None,
+        limit: int = 100,
+        tenant: str | None = None,
+        job_class: JobClass | None = None,
+        model: str | None = None,
+    ) -> JobRecords:
         """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big.
 
-        Those of one tenant, or of all. Looks at 2,000 live and 2,000 ended jobs, whosesoever they are.
+        Those of one tenant, class or model, or of all. Looks at 2,000 live and 2,000 ended jobs, whosesoever they are.
         A record that another version wrote and this one cannot decode is left out; `get` says what is wrong with it.
         """
         reply = await self._scripts.call(
-            "list", min(limit, MAX_LISTED), "" if state is None else state.value, MAX_LISTED_BYTES, tenant or ""
+            "list",
+            min(limit, MAX_LISTED),
+            state or "",
+            MAX_LISTED_BYTES,
+            tenant or "",
+            job_class or "",
+            model or "",
         )
         records = []
         for job_id, described in reply:

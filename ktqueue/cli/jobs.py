@@ -13,6 +13,7 @@ from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.core.errors import JobNotFound
 from ktqueue.core.events import JobState
+from ktqueue.core.request import JobClass
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
@@ -35,6 +36,9 @@ def application() -> typer.Typer:
 def list_jobs(
     common: CommonFlags,
     state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    job_class: Annotated[JobClass | None, typer.Option("--class", help="Only jobs of this class.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only jobs of this model.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only jobs of this tenant.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1_000, help="Most jobs to list.")] = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +47,7 @@ def list_jobs(
     from ktqueue.gateway.openai_records import record_json
 
     async def question(broker: "Broker") -> "Sequence[JobRecord]":
-        return await broker.jobs.list(state=state, limit=limit)
+        return await broker.jobs.list(state=state, limit=limit, tenant=tenant, job_class=job_class, model=model)
 
     records = ask(settings(common), question)
     if as_json:

@@ -54,6 +54,26 @@ async def test_a_model_whose_name_has_colons_is_counted(broker, card, make_reque
     await lease.close()
 
 
+async def test_jobs_are_listed_by_what_they_are(broker, card, lease, make_request):
+    other = await Lease.register(broker, replace(card, name="other"))
+    wanted = {}
+    for model in ("tale", "other"):
+        for job_class in JobClass:
+            for tenant in ("one", "two"):
+                record = await broker.jobs.submit(make_request(model=model, job_class=job_class), tenant=tenant)
+                wanted[record.id] = {"model": model, "job_class": job_class, "tenant": tenant}
+    await lease.claim(1)
+    for name in ("model", "job_class", "tenant"):
+        for value in {one[name] for one in wanted.values()}:
+            listed = [job.id for job in await broker.jobs.list(**{name: value})]
+            assert sorted(listed) == sorted(id_ for id_, one in wanted.items() if one[name] == value)
+    narrow = {"model": "tale", "job_class": JobClass.BATCH, "tenant": "two"}
+    assert [job.id for job in await broker.jobs.list(**narrow)] == [id_ for id_, one in wanted.items() if one == narrow]
+    assert [job.model for job in await broker.jobs.list(state=JobState.RUNNING)] == ["tale"]
+    assert await broker.jobs.list(state=JobState.RUNNING, model="other") == []
+    await other.close()
+
+
 async def test_a_worker_tells_its_lease_and_its_last_step(broker, lease, make_request):
     (worker,) = await broker.models.workers()
     assert 0 < worker.lease_left <= broker.config.lease_seconds

@@ -59,6 +59,11 @@ def test_a_job_goes_on_without_its_client(ktqueue, stack):
     listed = ktqueue("jobs", "list", "--state", "done", *stack.flags).stdout
     assert "cli-mine" in listed
     assert "\033" not in table + listed
+    for words, found in (
+        (("--class", "interactive", "--model", "demo", "--tenant", "default"), True),
+        (("--class", "batch"), False),
+    ):
+        assert ("cli-mine" in ktqueue("jobs", "list", *words, *stack.flags).stdout) == found
 
 
 def test_cancel_ends_a_running_job(ktqueue, stack):
