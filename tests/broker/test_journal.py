@@ -277,6 +277,7 @@ async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, r
     readers = [asyncio.create_task(seqs(broker, job_id)) for job_id in ids]
     await asyncio.sleep(0.2)
     assert len(raw.client_list(_type="pubsub")) == 1  # of all readers of a process, and of its worker
+    assert len(raw.client_list()) < 25  # that one, the pool's 16, and those of the fixtures
     for seq in range(1, 6):
         state = JobState.DONE if seq == 5 else None
         await lease.commit([(job_id, TokenEvent(seq=seq, state=state)) for job_id in ids])
