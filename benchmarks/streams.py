@@ -53,8 +53,8 @@ def points(seconds: float, stall_seconds: float) -> list[Point]:
     return [*plain, *(Point(1000, 20.0, stall_seconds, heavy) for heavy in ("read", "stalled") if stall_seconds)]
 
 
-def measure(point: Point, url: str, folder: Path) -> dict[str, Any]:
-    """One point, with a gateway, workers and clients of its own."""
+def measure(point: Point, url: str, server: int, folder: Path) -> dict[str, Any]:
+    """One point, with a gateway, workers and clients of its own. `server`: the process id of Redis."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     with ExitStack() as stack:
@@ -70,9 +70,12 @@ def measure(point: Point, url: str, folder: Path) -> dict[str, Any]:
             question = {"job_ids": job_ids[place::CLIENT_PROCESSES], "stalled": None if place else stalled}
             one.ask({"follow": question})
         full = _resident_bytes(gateway)
-        began, cpu = time.monotonic(), machine.cpu_seconds(gateway)
+        processes = {"gateway": [gateway], "redis": [server], "workers": [workers.process_id],
+                     "clients": [one.process_id for one in clients]}  # fmt: skip
+        began, before = time.monotonic(), _cpu_seconds(processes)
         committed = workers.ask({"run": {"rate": point.rate, "seconds": point.seconds}})
-        cpu, wall = machine.cpu_seconds(gateway) - cpu, time.monotonic() - began
+        cpu = {name: seconds - before[name] for name, seconds in _cpu_seconds(processes).items()}
+        wall = time.monotonic() - began
         after = _resident_bytes(gateway)
         reports = [one.ask({"report": {}}) for one in clients]
     delays = [delay / 1e3 for report in reports for delay in report["delays_us"]]
@@ -86,8 +89,8 @@ def measure(point: Point, url: str, folder: Path) -> dict[str, Any]:
         "p99_ms": percentile(delays, 0.99),
         "max_ms": max(delays),
         "latest_step_ms": committed["latest_step_ms"],
-        "gateway_us_per_event": 1e6 * cpu / events,
-        "gateway_cpu": cpu / wall,
+        "gateway_us_per_event": 1e6 * cpu["gateway"] / events,
+        "cpus": {name: seconds / wall for name, seconds in cpu.items()},
         "mb_per_1000_clients": (max(full, after) - empty) / 1e6 / point.streams * 1000,
         "gateway_mb": after / 1e6,
         "stalled": reports[0].get("stalled"),
@@ -122,6 +125,10 @@ def _answers(port: int) -> bool:
         return False
 
 
+def _cpu_seconds(processes: dict[str, list[int]]) -> dict[str, float]:
+    return {name: sum(map(machine.cpu_seconds, ids)) for name, ids in processes.items()}
+
+
 def _resident_bytes(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -138,7 +145,7 @@ def run(*, rounds: int, seconds: float, stall_seconds: float) -> dict[str, Any]:
             watch = machine.Bystanders([server.pid]).watch
             for turn in range(rounds):
                 for point in points(seconds, stall_seconds):
-                    figure = {"round": turn, **watch(partial(measure, point, url, folder))}
+                    figure = {"round": turn, **watch(partial(measure, point, url, server.pid, folder))}
                     sys.stderr.write(json.dumps(figure) + "\n")
                     figures.append(figure)
         finally:

@@ -9,7 +9,9 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from ktqueue.broker.bell import Bell
 from ktqueue.broker.node import Subscriber
 from ktqueue.broker.pauses import jittered
 from ktqueue.core.errors import ConfigError, Unavailable
@@ -35,7 +37,7 @@ class Mailbox:
         self._messages: deque[bytes] = deque()
         self._bytes = 0
         self._missed = False
-        self._arrived = asyncio.Event()
+        self._arrived = Bell()
 
     def put(self, message: bytes) -> None:
         """Add a message; an overflow drops all and leaves `missed`."""
@@ -44,21 +46,18 @@ class Mailbox:
             return
         self._messages.append(message)
         self._bytes += len(message)
-        self._arrived.set()
+        self._arrived.ring()
 
     def miss(self) -> None:
         """Drop what is waiting: the reader must look at the source again."""
         self._messages.clear()
         self._bytes = 0
         self._missed = True
-        self._arrived.set()
+        self._arrived.ring()
 
     async def take(self, seconds: float) -> Mail:
         """All that waits; waits at most `seconds` until something comes (then an empty Mail)."""
-        if not self._arrived.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._arrived.wait()
+        await self._arrived.wait(seconds)
         mail = Mail(tuple(self._messages), self._missed)
         self._messages.clear()
         self._bytes = 0
@@ -86,6 +85,7 @@ class Hub:
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
         self._pause = FIRST_PAUSE
+        self._heard = False  # since the hub looked last
         self._fault = ""  # why the connection was lost last
 
     async def subscribe(self, channel: str, *, max_bytes: int, seconds: float) -> Mailbox:
@@ -170,26 +170,43 @@ class Hub:
             await subscriber.send("SUBSCRIBE", *channels[start : start + 512])
 
     async def _receive(self, subscriber: Subscriber) -> None:
-        asked = False
-        while True:
-            push = await subscriber.receive(QUIET_SECONDS)
-            if push is None:
-                if asked:
-                    raise Unavailable("Redis is away: no answer to PING")
+        asking = asyncio.create_task(self._ask(subscriber), name="ktqueue-hub-ping")
+        try:
+            while True:
+                push = await subscriber.receive()
+                self._heard = True
+                self._pause = FIRST_PAUSE  # it is of use
+                await self._handle(push, subscriber)
+        finally:
+            asking.cancel()
+
+    async def _ask(self, subscriber: Subscriber) -> None:
+        """PING when nothing came for a while; end a connection on which nothing comes then either.
+
+        Here, and not as a time limit of each receive, because that would cost more than the rest of it.
+        """
+        with contextlib.suppress(Unavailable):  # the connection is lost, as `receive` says too
+            while True:
+                self._heard = False
+                await asyncio.sleep(QUIET_SECONDS)
+                if self._heard:
+                    continue
                 await subscriber.send("PING")
-                asked = True
-                continue
-            asked = False
-            self._pause = FIRST_PAUSE  # it is of use
-            kind = push[0]
-            if kind == b"message":
-                topic = self._topics.get(push[1].decode())
-                for mailbox in topic.mailboxes if topic else ():
-                    mailbox.put(push[2])
-            elif kind == b"subscribe":
-                await self._acknowledged(push[1].decode(), subscriber)
-            elif kind == b"unsubscribe":
-                self._left(push[1].decode())
+                await asyncio.sleep(QUIET_SECONDS)
+                if not self._heard:
+                    await subscriber.close()
+                    return
+
+    async def _handle(self, push: list[Any], subscriber: Subscriber) -> None:
+        kind = push[0]
+        if kind == b"message":
+            topic = self._topics.get(push[1].decode())
+            for mailbox in topic.mailboxes if topic else ():
+                mailbox.put(push[2])
+        elif kind == b"subscribe":
+            await self._acknowledged(push[1].decode(), subscriber)
+        elif kind == b"unsubscribe":
+            self._left(push[1].decode())
 
     async def _acknowledged(self, channel: str, subscriber: Subscriber) -> None:
         topic = self._topics.get(channel)

@@ -171,10 +171,10 @@ class Subscriber:
         except (RedisError, OSError) as error:
             raise _lost(error) from error
 
-    async def receive(self, seconds: float) -> list[Any] | None:
-        """The next push or reply; None when nothing came within `seconds`."""
+    async def receive(self) -> list[Any]:
+        """The next push or reply, whenever it comes."""
         try:
-            reply: list[Any] | None = await self._connection.read_response(timeout=seconds)
+            reply: list[Any] = await self._connection.read_response()
         except (RedisError, OSError) as error:
             raise _lost(error) from error
         return reply

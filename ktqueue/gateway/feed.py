@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import aclosing
 
+from ktqueue.broker.bell import Bell
 from ktqueue.broker.journal import Journal
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.events import TokenEvent
@@ -27,7 +28,7 @@ class Feed:
     def __init__(self, journal: Journal, job_ids: Sequence[str], *, after: int = 0) -> None:
         self._journal = journal
         self._events: deque[tuple[int, TokenEvent]] = deque()
-        self._wake = asyncio.Event()
+        self._wake = Bell()
         self._room = asyncio.Event()
         self._interruption: KtqueueError | None = None
         self._fault: KtqueueError | None = None
@@ -45,7 +46,7 @@ class Feed:
     def interrupt(self, error: KtqueueError) -> None:
         """Let the next `take`, also one that waits, raise `error` (the first one wins)."""
         self._interruption = self._interruption or error
-        self._wake.set()
+        self._wake.ring()
 
     async def take(self, timeout_seconds: float) -> Batch:
         """All events that wait, oldest first; nothing if none came in time or all journals have ended.
@@ -54,10 +55,7 @@ class Feed:
         """
         if not self._events and self._interruption is None and self._fault is None and self._running:
             self._wake.clear()
-            try:
-                async with asyncio.timeout(timeout_seconds):
-                    await self._wake.wait()
-            except TimeoutError:
+            if not await self._wake.wait(timeout_seconds):
                 return []
         if self._interruption is not None:
             raise self._interruption
@@ -84,7 +82,7 @@ class Feed:
                         self._room.clear()
                         await self._room.wait()
                     self._events.append((place, event))
-                    self._wake.set()
+                    self._wake.ring()
         except KtqueueError as error:
             self._fault = self._fault or error
         except Exception:
@@ -92,4 +90,4 @@ class Feed:
             self._fault = self._fault or Unavailable("the job's journal cannot be read")
         finally:
             self._running -= 1
-            self._wake.set()
+            self._wake.ring()
