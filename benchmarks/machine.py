@@ -74,13 +74,22 @@ class Bystanders:
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = list(processes)
+        self._began = (0.0, 0.0, 0.0)
 
     def watch(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `measure` gives; `others`, the CPUs that bystanders and the host took meanwhile; the load average."""
-        began, busy, own = time.perf_counter(), _busy_seconds(), self._own_seconds()
-        figure = measure()
+        """What `measure` gives, and what `end` tells."""
+        self.begin()
+        return {**measure(), **self.end()}
+
+    def begin(self) -> None:
+        """From now on."""
+        self._began = (time.perf_counter(), _busy_seconds(), self._own_seconds())
+
+    def end(self) -> dict[str, float]:
+        """`others`: the CPUs that bystanders and the host took since `begin`; the load average."""
+        began, busy, own = self._began
         others = (_busy_seconds() - busy) - (self._own_seconds() - own) - 2 / TICKS  # what rounding alone may give
-        return {**figure, "others": max(0.0, others / (time.perf_counter() - began)), "load_average": load_average()}
+        return {"others": max(0.0, others / (time.perf_counter() - began)), "load_average": load_average()}
 
     def _own_seconds(self) -> float:
         own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
