@@ -17,7 +17,7 @@ from ktqueue.broker.broker import Broker
 WORDS = ("king", "queen", "wolf", "forest", "bread", "gold", "river", "night", "door", "mother", "giant", "hill", "fox")
 CLIENTS = 48
 TERMINAL = {"done", "failed", "cancelled", "expired"}
-SHORT = {"job_ttl": 12.0, "journal_ttl": 12.0, "idempotency_ttl": 12.0, "model_ttl": 5.0}
+SHORT = {"job_ttl": 20.0, "journal_ttl": 20.0, "idempotency_ttl": 20.0, "model_ttl": 5.0}
 
 
 class Crowd:
