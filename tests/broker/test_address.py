@@ -1,0 +1,55 @@
+"""URLs of Redis: what they say, and what is wrong with them, without a password in any message."""
+
+import pytest
+
+from ktqueue.broker.address import Endpoint, Kind, Login, parse_address
+from ktqueue.core.errors import ConfigError
+
+
+def test_what_urls_say(tmp_path):
+    one = parse_address("redis://:p%40ss@127.0.0.1/3")
+    assert (one.kind, one.endpoints, one.database) == (Kind.SERVER, (Endpoint("127.0.0.1", 6379),), 3)
+    assert (one.login, one.tls) == (Login(None, "p@ss"), None)
+    for url in ("unix:///a%20b.sock?password=x&db=2", "unix:/a%20b.sock?password=x&db=2"):
+        one = parse_address(url)
+        assert (one.endpoints, one.login, one.database) == ((Endpoint("/a b.sock", 0),), Login(None, "x"), 2)
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    one = parse_address(f"rediss+sentinel://u:p@[::1]:1,b/tales/4?sentinel_password=z&ssl_ca_certs={authority}")
+    assert one.endpoints == (Endpoint("::1", 1), Endpoint("b", 26379))
+    assert (one.service, one.database, one.login, one.sentinel_login) == ("tales", 4, Login("u", "p"), Login(None, "z"))
+    assert one.tls is not None
+    assert (one.tls.ca_certs, one.tls.verify, one.tls.check_hostname) == (str(authority), True, True)
+    one = parse_address("redis+cluster://a,b:7000")
+    assert (one.kind, one.endpoints) == (Kind.CLUSTER, (Endpoint("a", 6379), Endpoint("b", 7000)))
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://h", "begins with"),
+        ("redis:h", "begins with"),
+        ("unix+sentinel://h/tales", "begins with"),
+        ("redis://a,b", "several hosts"),
+        ("redis://:secret@h:99999", "no host:port"),
+        ("redis://h/abc", "database"),
+        ("redis+sentinel://:secret@h", "name of the service"),
+        ("redis+cluster://h/1", "database 0 only"),
+        ("redis://:secret@h?pasword=secret", "did you mean 'password'"),
+        ("redis://h?ssl_ca_certs=/x", "say rediss"),
+        ("rediss://h?ssl_ca_certs=/none/x.pem", "no file '/none/x.pem'"),
+        ("rediss://h?ssl_cert_reqs=maybe", "ssl_cert_reqs"),
+        ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname"),
+        ("unix://", "path of a socket"),
+    ],
+)
+def test_what_is_wrong_is_said(url, told):
+    with pytest.raises(ConfigError) as caught:
+        parse_address(url)
+    assert told in caught.value.message
+    assert caught.value.param == "broker.url"
+    assert "secret" not in caught.value.message
+
+
+def test_a_password_is_in_no_text():
+    assert "secret" not in repr(parse_address("redis+sentinel://:secret@h/tales?sentinel_password=secret"))
