@@ -114,9 +114,12 @@ async def test_what_cannot_run_now_runs_later_and_what_never_can_is_refused(
     assert isinstance(locked.value.__cause__, OutputLocked)
     other.close(finished=False)
     assert (folder / "in" / "one.jsonl").exists()
+    secret = folder / "secret.jsonl"
+    secret.write_text("{}\n")
     for name in ("../secret.jsonl", "/etc/passwd", "one.txt", "none.jsonl"):
         with pytest.raises(InvalidRequest):
             await control._files.run({}, name)
+    assert secret.exists()  # neither read nor put away
     await control.leave()
 
 
@@ -152,4 +155,5 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
         await until(lambda: one.jobs_complete + other.jobs_complete == 1)
         await until(lambda: one.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
         await until(lambda: other.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
+        assert await one.pool.zcard("ktqueue:control") == 0  # nobody holds it for later
     assert one.jobs_complete + other.jobs_complete == 1
