@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.compare import PROMPTS
+from benchmarks.fairness_table import rows
 from benchmarks.results import RESULTS, write
 from benchmarks.system import percentile
 from ktqueue.broker.broker import Broker
@@ -200,25 +201,6 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    lines = [
-        "| round | idle p50, p95 | loaded p50, p95 | p95 ratio | batch waiting | batch alone, beside | batch kept "
-        "| batch's share in a flood |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for turn, one in enumerate(result["figures"]):
-        idle, loaded = one["idle"], one["loaded"]
-        lines.append(
-            f"| {turn + 1} | {idle['p50_ms']:.1f}, {idle['p95_ms']:.1f} ms "
-            f"| {loaded['p50_ms']:.1f}, {loaded['p95_ms']:.1f} ms | {one['p95_loaded_over_idle']:.2f} "
-            f"| {one['batch_queued'][0]:,} to {one['batch_queued'][1]:,} "
-            f"| {one['batch_tokens_per_second_alone']:.0f}, {one['batch_tokens_per_second_beside']:.0f} tok/s "
-            f"| {one['batch_kept']:.0%} | {one['batch_share_in_a_flood']:.1%} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -232,7 +214,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     result = asyncio.run(measure(given))
-    sys.stdout.write(table(result) + "\n")
+    sys.stdout.write("\n".join(rows(result)) + "\n")
     write(given.results / "fairness.json", result, "fairness")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import accuracy_tables, chaos_table, cpu_table, experts_table, gpu_table
+from benchmarks import accuracy_tables, chaos_table, cpu_table, experts_table, fairness_table, gpu_table
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -31,6 +31,7 @@ def render() -> str:
         "perplexity": accuracy_tables.perplexity,
         "system": _system,
         "chaos": chaos_table.make,
+        "fairness": fairness_table.make,
         "seeded": _seeded,
     }
     parts = []

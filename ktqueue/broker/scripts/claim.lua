@@ -95,8 +95,8 @@ else
         seen = seen + 1
         if seen > WINDOW or (best and tonumber(list[i + 1]) - earliest > WORTH) then break end
         local job = look_up(id)
-        local own = knows and shared(warm, job.names) or 0
-        if own > longest and not leave(job, own) then best, longest = i, own end
+        job.own = job.own or (knows and shared(warm, job.names) or 0)
+        if job.own > longest and not leave(job, job.own) then best, longest = i, job.own end
         if best and not knows then break end
       end
     end
