@@ -112,7 +112,7 @@ soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed worke
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 # Tests that start servers of their own are the same on each kind.
-SHARED := $(filter-out %_access.py %_address.py %_cluster.py %_durability.py %_sentinel.py %_server.py, $(wildcard tests/broker/test_*.py))
+SHARED := $(filter-out %_access.py %_address.py %_cluster.py %_durability.py %_pool.py %_sentinel.py %_server.py, $(wildcard tests/broker/test_*.py))
 fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel and in a cluster
 	@$(BIN)/python -m pytest -m fleet $(ARGS)
 	@$(BIN)/python -m pytest --redis sentinel $(SHARED) tests/gateway $(ARGS)
