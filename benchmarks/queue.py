@@ -2,11 +2,13 @@
 
 latency: from before a job's submit to its start in an idle worker process. throughput: jobs that were queued before,
 from the first start to the last, in one worker process. recovery: from the kill -9 of the worker that runs a job to the
-job's second start, in a worker that was idle; at the defaults, and with a lease (idle timeout, heartbeat) of one length
-for all. `python -m benchmarks.queue`.
+job's second start, in a worker that was idle, with a lease (idle timeout, heartbeat) of one length for all, and at the
+peers' defaults; and for us with a supervisor too, which sees the death, as under `ktqueue up`.
+`python -m benchmarks.queue`.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -27,10 +29,13 @@ from benchmarks.peer import Peer
 from benchmarks.results import RESULTS, write
 from benchmarks.system import percentile
 from ktqueue.broker.server import PrivateServer
+from ktqueue.core.config import BrokerConfig
+from workers.burial import bury
 
 OURS = "ktqueue"
 DISTRIBUTIONS = {"streaq": ["streaq"], "saq": ["saq"], "taskiq": ["taskiq", "taskiq-redis"]}  # of each peer's Python
-MODULES = {OURS: "ours", "streaq": "streaq", "saq": "saq", "taskiq": "taskiq"}
+SUPERVISED = "ktqueue up"  # takes part in the recovery alone
+MODULES = {OURS: "ours", SUPERVISED: "ours", "streaq": "streaq", "saq": "saq", "taskiq": "taskiq"}
 SLOTS = 64
 JOBS = {OURS: 40_000}  # of a throughput point; of the others:
 FEWER_JOBS = 6_000
@@ -120,13 +125,15 @@ class Contest:
             [victim] = [worker for worker in workers if worker.process_id == held["process"]]
             killed = time.monotonic_ns()
             victim.kill()
+            if name == SUPERVISED:
+                asyncio.run(bury(BrokerConfig(url=self._url), victim.process_id))
             at = client.ask({"again": LONGEST_WAIT[tuned]})["at"]
         return {"seconds": None if at is None else (at - killed) / 1e9, "twice": False}
 
 
 def find_pythons(candidates: Sequence[str]) -> dict[str, str]:
     """The first Python that has each peer; ours for ktqueue. Peers that none has are left out."""
-    found = {OURS: sys.executable}
+    found = {OURS: sys.executable, SUPERVISED: sys.executable}
     for name, distributions in DISTRIBUTIONS.items():
         for python in candidates:
             if versions(python, distributions):
@@ -163,22 +170,29 @@ def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> 
                 redis_version = client.info("server")["redis_version"]
         finally:
             server.stop()
-    told = {k: v for name in pythons if name != OURS for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()}
+    told = {
+        k: v
+        for name in pythons
+        if name in DISTRIBUTIONS
+        for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()
+    }
     return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
             "waited_seconds": LONGEST_WAIT[False], "versions": {**told, "redis": redis_version},
             "figures": figures}  # fmt: skip
 
 
 def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
-    tuned, untuned = partial(contest.recovery, tuned=True), partial(contest.recovery, tuned=False)
-    order: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
-        ("latency", contest.latency),
-        ("throughput", contest.throughput),
-        *[("recovery", tuned)] * kills,
-        *[("recovery at defaults", untuned)] * defaults,
+    everybody = list(contest.pythons)
+    peers = [name for name in everybody if name in DISTRIBUTIONS]
+    queues = [name for name in everybody if name != SUPERVISED]
+    order: list[tuple[str, Callable[[str], dict[str, Any]], list[str]]] = [
+        ("latency", contest.latency, queues),
+        ("throughput", contest.throughput, queues),
+        *[("recovery", partial(contest.recovery, tuned=True), everybody)] * kills,
+        *[("recovery at defaults", partial(contest.recovery, tuned=False), peers)] * defaults,
     ]
-    for point, measure in order:
-        for name in contest.pythons:
+    for point, measure, names in order:
+        for name in names:
             yield point, name, partial(measure, name)
 
 

@@ -6,7 +6,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import accuracy_tables, chaos_table, cpu_table, experts_table, fairness_table, gpu_table
+from benchmarks import (
+    accuracy_tables,
+    broker_tables,
+    chaos_table,
+    cpu_table,
+    experts_table,
+    fairness_table,
+    gpu_table,
+)
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -30,6 +38,9 @@ def render() -> str:
         "accuracy": accuracy_tables.accuracy,
         "perplexity": accuracy_tables.perplexity,
         "system": _system,
+        "queue": broker_tables.queue,
+        "streams": broker_tables.streams,
+        "depth": broker_tables.depth,
         "chaos": chaos_table.make,
         "fairness": fairness_table.make,
         "seeded": _seeded,
