@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 
 class Wire(Protocol):
-    """What a connection must do. Breaking `read_response` off disconnects; `send_command` connects, if need be."""
+    """What a connection must do. Breaking `read_response` off disconnects; sending connects, if need be."""
 
-    async def send_command(self, *words: Any, check_health: bool) -> None: ...
+    async def send_packed_command(self, command: bytes, check_health: bool) -> None: ...
 
     async def read_response(self) -> Any: ...
 
@@ -23,9 +23,16 @@ class Wire(Protocol):
 class Pool:
     """At most `most` connections, opened as they are needed; calls beyond that wait their turn."""
 
-    def __init__(self, make: Callable[[], Wire], most: int, lost: tuple[type[Exception], ...]) -> None:
-        """`lost`: what a connection raises once the server is gone."""
+    def __init__(
+        self,
+        make: Callable[[], Wire],
+        pack: Callable[[tuple[bytes | str | int, ...]], bytes],
+        most: int,
+        lost: tuple[type[Exception], ...],
+    ) -> None:
+        """`pack`: words as the protocol has them. `lost`: what a connection raises once the server is gone."""
         self._make = make
+        self._pack = pack
         self._lost = lost
         self._turns = asyncio.Semaphore(most)
         self._idle: list[Wire] = []
@@ -34,11 +41,12 @@ class Pool:
 
     async def call(self, *words: bytes | str | int) -> Any:
         """Send one command, once, and give its reply. Raises what the connection raises."""
+        command = self._pack(words)
         async with self._turns:
             wire = self._idle.pop() if self._idle else self._make()
             self._lent.add(wire)
             try:
-                await wire.send_command(*words, check_health=False)
+                await wire.send_packed_command(command, check_health=False)
                 return await wire.read_response()
             except self._lost:
                 await self._drop_idle()
