@@ -15,6 +15,7 @@ class Bell:
         self._waiter: asyncio.Future[None] | None = None
         self._deadline = 0.0  # of the wait under way, by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
 
     def ring(self) -> None:
         """Wake who waits."""
@@ -30,9 +31,8 @@ class Bell:
         if not self.rung:
             loop = asyncio.get_running_loop()
             self._deadline = loop.time() + seconds
-            if self._timer is None or self._timer.when() > self._deadline:
-                self.close()
-                self._timer = loop.call_at(self._deadline, self._look)
+            if self._timer is None or self._timer_at > self._deadline:
+                self._set_timer(loop)
             waiter = self._waiter = loop.create_future()
             try:
                 await waiter
@@ -41,11 +41,10 @@ class Bell:
                     self._waiter = None
         return self.rung
 
-    def close(self) -> None:
-        """No timer is left. It may be used again."""
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer, self._timer_at = loop.call_at(self._deadline, self._look), self._deadline
 
     def _look(self) -> None:
         self._timer = None
@@ -55,7 +54,7 @@ class Bell:
         if loop.time() >= self._deadline:
             self._wake()
         else:
-            self._timer = loop.call_at(self._deadline, self._look)
+            self._set_timer(loop)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

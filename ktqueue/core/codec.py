@@ -124,10 +124,9 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
             index=value.get("i", 0),
             token_ids=tuple(value.get("t", ())),
             text=value.get("x", ""),
-            logprobs=tuple(
-                PositionLogprobs(_unpack(chosen), tuple(_unpack(one) for one in top))
-                for chosen, top in value.get("l", ())
-            ),
+            logprobs=tuple([PositionLogprobs(_unpack(chosen), tuple(map(_unpack, top))) for chosen, top in value["l"]])
+            if "l" in value
+            else (),
             finish_reason=FinishReason(value["f"]) if "f" in value else None,
             state=JobState(value["s"]) if "s" in value else None,
             usage=Usage(prompt_tokens=usage[0], completion_tokens=usage[1], cached_tokens=usage[2]) if usage else None,

@@ -60,13 +60,18 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
         try:
+            # A task of its own: each wake-up would go through all layers of the application otherwise.
+            await asyncio.create_task(self._stream(scope, send), name=f"stream {scope['path']}")
+        finally:
+            self._finished()
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        try:
             async with _Patience(self._stall_seconds) as patience:
                 await self._answer(scope, send, patience)
         except TimeoutError:
             # Left unfinished, so that the server closes the connection.
             logger.warning("a client took nothing for %g seconds; its stream was dropped", self._stall_seconds)
-        finally:
-            self._finished()
 
     async def _answer(self, scope: Scope, send: Send, patience: "_Patience") -> None:
         async def write(data: bytes) -> None:
