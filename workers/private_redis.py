@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ktqueue.broker.server import PrivateServer
+from ktqueue.core.errors import Unavailable
 from workers.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
 
 POLL_SECONDS = 0.1
@@ -36,7 +37,7 @@ class PrivateRedis:
         return await self._start(None)
 
     async def run(self) -> None:
-        """Bring the server back whenever it dies, until cancelled. Raises ProcessFailed or Unavailable."""
+        """Bring the server back whenever it dies, until cancelled. Raises ProcessFailed."""
         quick_deaths, began = 0, time.monotonic()
         assert self._server.url is not None
         port = urlsplit(self._server.url).port
@@ -45,11 +46,14 @@ class PrivateRedis:
             if self._server.pid is not None:
                 continue
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH else 0
-            if quick_deaths >= MAX_QUICK_DEATHS:
+            if quick_deaths >= MAX_QUICK_DEATHS and not self._server.killed:
                 raise ProcessFailed(f"Redis died {quick_deaths} times in a row; see {self._state_dir / 'redis.log'}")
             log.warning("redis died; starting it again")
             began = time.monotonic()
-            await self._start(port)
+            try:
+                await self._start(port)
+            except Unavailable as error:  # it died while it read its file
+                log.warning("%s", error)
 
     async def stop(self) -> None:
         """End the server. Does nothing the second time."""

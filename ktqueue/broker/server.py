@@ -96,6 +96,11 @@ class PrivateServer:
         """Of the server, while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal has ended the server."""
+        return self._process is not None and (self._process.poll() or 0) < 0
+
     def start(
         self,
         state_dir: str | Path,
