@@ -55,7 +55,7 @@ class Plan:
     shortest: int = 20
     longest: int = 160
     lease_seconds: float = 2.0
-    keep_seconds: float = 60.0  # records and journals of ended jobs; a gateway may be away for a while of it
+    keep_seconds: float = 120.0  # records and journals of ended jobs; a gateway may be away for a while of it
     until_empty: bool = True  # wait in the end until all of them are gone; else only look that they all will be
     pace: tuple[tuple[str, float], ...] = tuple(PACE.items())
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+import httpx
 import redis
 import redis.asyncio
 
@@ -73,7 +74,7 @@ class Nemesis:
             WORKER_DRAIN: lambda draw: self._signal_worker(draw, WORKER_DRAIN, signal.SIGTERM),
             WORKER_STOP: self._stop_worker,
             REDIS_KILL: lambda draw: self._kill(REDIS_KILL, self._up.redis_pid),
-            GATEWAY_KILL: lambda draw: self._kill(GATEWAY_KILL, self._up.gateway.pid),
+            GATEWAY_KILL: self._kill_gateway,
             FORK_SERVER_KILL: lambda draw: self._kill(FORK_SERVER_KILL, _pid(self._up.fork_server)),
         }
         try:
@@ -95,6 +96,13 @@ class Nemesis:
         if pid is not None:
             self.blows.append(Blow(kind, time.monotonic()))
             _send(pid, signal.SIGKILL)
+
+    async def _kill_gateway(self, draw: random.Random) -> None:
+        """Once it answers: on a machine that is busy with other things it might never come up."""
+        async with httpx.AsyncClient(base_url=self._up.url, trust_env=False) as http:
+            with contextlib.suppress(httpx.TransportError):
+                if (await http.get("/healthz")).is_success:
+                    await self._kill(GATEWAY_KILL, self._up.gateway.pid)
 
     async def _signal_worker(self, draw: random.Random, kind: str, number: signal.Signals) -> None:
         victim = await self._at_work(draw)

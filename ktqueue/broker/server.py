@@ -88,6 +88,7 @@ class PrivateServer:
     def __init__(self) -> None:
         self.url: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._last_code = 0
         self._lock: int | None = None
         self._disk = _DiskSync()
 
@@ -98,8 +99,8 @@ class PrivateServer:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal has ended the server."""
-        return self._process is not None and (self._process.poll() or 0) < 0
+        """Whether a signal has ended the server, the last one where none runs."""
+        return (self._last_code if self._process is None else self._process.poll() or 0) < 0
 
     def start(
         self,
@@ -145,6 +146,7 @@ class PrivateServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            self._last_code = process.returncode
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
