@@ -77,8 +77,17 @@ async def test_workers_and_readers_go_on_with_the_new_master(fleet, broker, card
     assert (await broker.jobs.depth())[0].running == 0
 
 
+async def beat(lease: Lease) -> None:
+    """Keep the lease until cancelled, or until it is lost."""
+    with suppress(LeaseLost):
+        while True:
+            await lease.beat({})
+            await asyncio.sleep(0.1)
+
+
 async def test_what_a_failover_has_lost_is_told_to_everybody(fleet, broker, card, make_request):
     lease = await Lease.register(broker, card)
+    beating = asyncio.create_task(beat(lease))
     kept = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(kept.id, TokenEvent(seq=seq, text="kept")) for seq in (1, 2, 3)])
@@ -92,6 +101,7 @@ async def test_what_a_failover_has_lost_is_told_to_everybody(fleet, broker, card
         waiting = [asyncio.create_task(anext(one)) for one in (events, none)]
         await asyncio.sleep(0.1)
         replica = fleet.replica
+        beating.cancel()
         fleet.master.signal(signal.SIGKILL)
         replica.signal(signal.SIGCONT)
         async with asyncio.timeout(60):

@@ -147,10 +147,11 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
     old.write_text("")
     os.utime(old, (1.0, 1.0))
     async with running(broker, hourly) as one, running(broker, hourly) as other:
-        for control in (one, other):
-            (job,) = control.cron_jobs
-            await until(lambda job=job: job.next_run is not None)
-            job.next_run = datetime.now(tz=control.timezone) - timedelta(seconds=1)
+        jobs = [job for control in (one, other) for job in control.cron_jobs]
+        await until(lambda: all(job.next_run is not None for job in jobs))
+        due = datetime.now(tz=one.timezone) - timedelta(seconds=1)
+        for job in jobs:
+            job.next_run = due  # one moment for both, as it is on the clock
         await until(lambda: not old.exists())
         await until(lambda: one.jobs_complete + other.jobs_complete == 1)
         await until(lambda: one.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
