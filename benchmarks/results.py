@@ -1,6 +1,7 @@
 """Keeps results: a JSON file each, with the machine and the command, and the README's tables made anew."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,12 +15,19 @@ RESULTS = tables.FOLDER / "results"
 def write(path: Path, result: dict[str, Any], module: str, digits: int = 4) -> None:
     """Keep a result of `python -m benchmarks.MODULE`, its figures with so many digits."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # of other places, names
-    command = shlex.join(["python", "-m", f"benchmarks.{module}", *words])
+    command = shlex.join([*_before_others(), "python", "-m", f"benchmarks.{module}", *words])
     path.parent.mkdir(exist_ok=True)
     whole = _short({**result, "machine": machine.facts(), "command": command}, digits)
     path.write_text(json.dumps(whole, indent=1) + "\n")
     if path.parent == RESULTS:
         tables.write()
+
+
+def _before_others() -> list[str]:
+    """How the run was put before other processes, if it was."""
+    if os.sched_getscheduler(0) != os.SCHED_RR:
+        return []
+    return ["chrt", "-r", str(os.sched_getparam(0).sched_priority)]
 
 
 def _short(value: Any, digits: int) -> Any:
