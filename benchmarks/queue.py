@@ -153,7 +153,7 @@ def versions(python: str, distributions: Sequence[str]) -> dict[str, str]:
 
 
 def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> dict[str, Any]:
-    """All points of all queues, taken in turns, `rounds` times, with `kills` in each; at the defaults one kill in all."""
+    """All points of all queues, taken in turns, `rounds` times, `kills` in each; at the defaults one kill in all."""
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         server = PrivateServer()
