@@ -1,9 +1,9 @@
 """What a supervisor does for the jobs of a worker whose process it saw end. Knows Redis, and no processes."""
 
 import logging
-import socket
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import KtqueueError
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 async def bury(config: BrokerConfig, pid: int) -> None:
-    """End the leases of a process of this host that has ended, so that its jobs go on at once.
+    """End the leases of a process of ours that has ended, so that its jobs go on at once.
 
     Best effort: what is not ended here lapses by itself, and a lease that lives is missed by nobody but its worker,
     which then registers anew.
@@ -19,7 +19,7 @@ async def bury(config: BrokerConfig, pid: int) -> None:
     try:
         async with await Broker.open(config, patience=config.lease_seconds) as broker:
             for worker in await broker.models.workers():
-                if (worker.host, worker.pid) == (socket.gethostname(), pid):
+                if worker.process == process_name(pid):
                     await broker.reaper().bury(worker.worker_id)
     except KtqueueError as error:
         log.warning("the lease of process %d is left to lapse: %s", pid, error)

@@ -20,6 +20,7 @@ from typing import Self
 import httpx
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
 from workers.burial import bury
@@ -184,8 +185,10 @@ class Supervisor:
             for worker in self.workers:
 
                 async def serves(worker: Child = worker) -> bool:
-                    here = (socket.gethostname(), worker.pid)
-                    return any((one.host, one.pid) == here for one in await broker.models.workers())
+                    pid = worker.pid
+                    return pid is not None and process_name(pid) in {
+                        one.process for one in await broker.models.workers()
+                    }
 
                 what = f"{worker.name} to load {self.config.engine.model}"
                 await self._until(what, worker, serves, WORKER_START_SECONDS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktqueue.broker.hub import Mailbox
 from ktqueue.broker.job_record import MICROSECONDS
+from ktqueue.broker.process_name import process_name
 from ktqueue.broker.scripts import Refused
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card, encode_event
@@ -82,7 +83,7 @@ class Lease:
                 lease._lease,
                 card.name,
                 encode_card(card),
-                dumps({"host": host, "pid": os.getpid()}),
+                dumps({"host": host, "process": process_name(os.getpid())}),
                 milliseconds(broker.config.model_ttl),
             )
         except BaseException:

@@ -11,7 +11,8 @@ from ktqueue.core.model_card import ModelCard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A live worker incarnation. `stats` are what it told with its last beat; `started_at` in Unix seconds.
+    """A live worker incarnation. `process` is what process_name() says of it; `stats` are what it told with its last
+    beat; `started_at` in Unix seconds.
 
     `lease_left` and `step_age` in seconds by the server's clock: until its lease lapses unless it beats, and since its
     last step; None before the first.
@@ -22,11 +23,16 @@ class WorkerInfo:
     max_num_seqs: int
     running: int
     host: str
-    pid: int
+    process: str
     started_at: float
     stats: Mapping[str, float]
     lease_left: float
     step_age: float | None
+
+    @property
+    def pid(self) -> int:
+        """Its process number where it runs."""
+        return int(self.process.rpartition(":")[2])
 
 
 class Models:
@@ -54,7 +60,7 @@ class Models:
                     max_num_seqs=card.max_num_seqs,
                     running=running,
                     host=facts["host"],
-                    pid=facts["pid"],
+                    process=facts["process"],
                     started_at=int(started) / MICROSECONDS,
                     stats=loads(stats),
                     lease_left=left / MICROSECONDS,

@@ -1,6 +1,7 @@
 """Jobs from the client's side."""
 
 import asyncio
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
+from ktqueue.broker.process_name import process_name
 from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -172,7 +174,7 @@ async def test_workers_tell_what_they_are(broker, card, make_request):
     (worker,) = await broker.models.workers()
     assert (worker.worker_id, worker.model, worker.max_num_seqs, worker.running) == (lease.id, "tale", 32, 1)
     assert worker.stats == {"running": 1.0}
-    assert worker.pid > 0
+    assert worker.process == process_name(os.getpid())
     assert worker.host
     assert await broker.models.cards() == [card]
     await lease.close()
