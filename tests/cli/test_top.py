@@ -115,7 +115,8 @@ def worker(number: int) -> WorkerInfo:
     """A worker with wide figures."""
     return WorkerInfo(
         worker_id=f"long-host-name-{1000000 + number}-ab12cd34", model="Qwen3-Coder-480B-A35B-Instruct-Q4_K_M",
-        max_num_seqs=256, running=255, host="long-host-name.rack-7.example", pid=1000000 + number, started_at=0.0,
+        max_num_seqs=256, running=255, host="long-host-name.rack-7.example", started_at=0.0,
+        process=f"boot:1:{1000000 + number}",
         stats={"running": 256, "free_pages": 0, "total_pages": 9, "draining": 1,
                "generation_tokens_per_second": 12345.6},
         lease_left=119.0, step_age=3.0,
