@@ -167,7 +167,7 @@ def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> 
                     sys.stderr.write(json.dumps(figure) + "\n")
                     figures.append(figure)
             with redis.Redis.from_url(url) as client:
-                redis_version = client.info("server")["redis_version"]
+                facts = client.info("server")
         finally:
             server.stop()
     told = {
@@ -177,8 +177,13 @@ def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> 
         for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()
     }
     return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
-            "waited_seconds": LONGEST_WAIT[False], "versions": {**told, "redis": redis_version},
+            "waited_seconds": LONGEST_WAIT[False], "versions": {**told, **_server_version(facts)},
             "figures": figures}  # fmt: skip
+
+
+def _server_version(facts: dict[str, Any]) -> dict[str, str]:
+    """Valkey calls itself a Redis too, of the version up to which they are one."""
+    return {name: facts[f"{name}_version"] for name in ("valkey", "redis") if f"{name}_version" in facts}
 
 
 def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:

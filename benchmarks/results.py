@@ -25,9 +25,10 @@ def write(path: Path, result: dict[str, Any], module: str, digits: int = 4) -> N
 
 def _before_others() -> list[str]:
     """How the run was put before other processes, if it was."""
-    if os.sched_getscheduler(0) != os.SCHED_RR:
-        return []
-    return ["chrt", "-r", str(os.sched_getparam(0).sched_priority)]
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        return ["chrt", "-r", str(os.sched_getparam(0).sched_priority)]
+    nice = os.nice(0)
+    return ["nice", "-n", str(nice)] if nice else []
 
 
 def _short(value: Any, digits: int) -> Any:
