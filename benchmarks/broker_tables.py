@@ -71,7 +71,7 @@ def streams(result: Figures) -> list[str]:
         "SSE clients of one gateway process, fed through leases and Redis by a process that plays the workers, all on "
         "the same cores; from the beginning of a commit to the client's socket; medians over rounds. In the last two "
         f"rows one of the streams has events of {result['heavy_bytes']:,} bytes, and its client reads, or does not "
-        f"until the end. {_conditions(result)}",
+        f"until the end. {_conditions(result)} {result.get('undisturbed', '')}".rstrip(),
         "",
         f"| {' | '.join(head)} |",
         f"|{' ---: |' * len(head)}",
