@@ -32,14 +32,16 @@ def test_one_frame_is_plain_text(ktqueue, stack):
 
 
 def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue, start, stack, tmp_path):
-    submitted = ktqueue("submit", "hello", "--max-tokens", 4000, "-n", 3, "-d", "--job-id", "cli-top", *stack.flags)
-    assert submitted.returncode == 0, submitted.stderr
     process = start("top", "--json", "--interval", 0.2, *stack.flags, cwd=tmp_path)
+    assert json.loads(process.stdout.readline())["workers"]
+    submitted = ktqueue("submit", "hello", "--max-tokens", 4000, "-n", 32, "-d", "--job-id", "cli-top", *stack.flags)
+    assert submitted.returncode == 0, submitted.stderr
     busy = None
     for line in islice(process.stdout, 200):
         look = json.loads(line)
         (worker,) = look["workers"]
-        if worker["stats"]["running"] == 3 and look["tokens_per_second"] > 0 and worker["step_age"] is not None:
+        rows, rate = worker["stats"]["running"], look["tokens_per_second"]
+        if worker["jobs"] == 1 and rows > 1 and rate > 0 and worker["step_age"] is not None:
             busy = look
             break
     process.send_signal(signal.SIGINT)
