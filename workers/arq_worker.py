@@ -178,18 +178,19 @@ class SteadyWorker(Worker):
             await self.pool.zrem(abort_jobs_ss, *running, *gone)
 
     async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
-        """The end of a job that never began. One that was sent as pickle is refused in words its client can read."""
+        """The end of a job that never began. One that was sent as pickle is refused, in JSON as everything here."""
         raw = await self.pool.get(job_key_prefix + job_id)
         if raw is not None and raw.startswith(PICKLE_MARK):
             result_data = self._refusal(job_id)
         await super().finish_failed_job(job_id, result_data)
 
     def _refusal(self, job_id: str) -> bytes | None:
-        log.warning("queue %s: job %s came as pickle: refused unread", self.queue_name, job_id)
-        # Written by arq's default serializer, since the client reads by arq's default deserializer.
+        log.warning("queue %s: job %s came as pickle: %s", self.queue_name, job_id, PICKLE_REFUSED)
+        fault = JobExecutionFailed(PICKLE_REFUSED)
+        of_job = (job_id, self.queue_name, job_id)
         return serialize_result(
-            "<unread>", (), {}, 1, 0, False, JobExecutionFailed(PICKLE_REFUSED), 0, 0, job_id, self.queue_name, job_id
-        )
+            "<unread>", (), {}, 1, 0, False, fault, 0, 0, *of_job, serializer=self.job_serializer
+        )  # fmt: skip
 
     async def _renew(self) -> None:
         while True:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,15 +17,14 @@ import arq
 import pytest
 import redis
 from arq.connections import ArqRedis, RedisSettings
-from arq.jobs import Job, SerializationError
-from arq.worker import JobExecutionFailed
+from arq.jobs import DeserializationError, Job, SerializationError
 
 from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BridgeConfig, Config, config_environment
-from ktqueue.core.errors import Cancelled, InvalidRequest, ModelNotFound
+from ktqueue.core.errors import Cancelled, InvalidRequest, KtqueueError, ModelNotFound
 from ktqueue.core.events import JobState
 from workers.bridge import Bridge
 
@@ -147,14 +147,19 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
-async def test_pickle_is_refused_unread_in_words_that_its_client_can_read(
-    client: Any, bridge: Bridge, tmp_path: Path
+async def test_pickle_is_refused_unread_and_in_json(
+    client: Any, bridge: Bridge, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = await client(job_serializer=None)  # arq's default
     trap = tmp_path / "sprung"
-    with pytest.raises(JobExecutionFailed, match=r"never pickle.*job_serializer=ktqueue\.arq_json\.dumps"):
-        await result(await pool.enqueue_job("generate", Trap(str(trap))))
+    words = r"never pickle.*job_serializer=ktqueue\.arq_json\.dumps"
+    with pytest.raises(DeserializationError):  # its client cannot read JSON either, and says so
+        await result(await pool.enqueue_job("generate", Trap(str(trap)), _job_id="pickled"))
     assert not trap.exists()
+    assert re.search(words, caplog.text)
+    json_reader = await client()
+    with pytest.raises(KtqueueError, match=words):
+        await result(Job("pickled", json_reader, _deserializer=loads))
 
 
 async def test_abort_cancels_our_job(client: Any, bridge: Bridge, start_worker: Any, broker: Broker) -> None:
