@@ -41,23 +41,29 @@ class BatchBuilder:
         self._kv = kv
 
     def build(self, rows: Mapping[Sequence, int]) -> Batch:
-        """The batch that computes the next `rows[sequence]` tokens of each sequence."""
+        """The batch that computes the next `rows[sequence]` tokens of each sequence. Where a token is not known yet, as
+        is that of a row to which the next one is promised, `tell` is to be called."""
         page_size = self._kv.layout.page_size
         table = np.zeros((len(rows), max(one.page_count for one in rows)), dtype=np.int32)
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts, contexts, scored = [0], [], []
-        for place, (one, count) in enumerate(rows.items()):
-            pages = one.pages[: one.page_count]
+        for row, (one, count) in zip(table, rows.items(), strict=True):
+            row[: one.page_count] = one.pages[: one.page_count]
             first, context = one.computed, one.computed + count
-            table[place, : one.page_count] = pages
-            input_ids += one.tokens[first:context].tolist()
-            positions += range(first, context)
-            slots += [pages[at // page_size] * page_size + at % page_size for at in range(first, context)]
+            if count == 1:
+                input_ids.append(one.tokens[first])
+                positions.append(first)
+                slots.append(int(row[first // page_size]) * page_size + first % page_size)
+            else:
+                at = np.arange(first, context)
+                input_ids += one.tokens[first:context].tolist()
+                positions += at.tolist()
+                slots += (row[at // page_size] * page_size + at % page_size).tolist()
             starts.append(len(input_ids))
             contexts.append(context)
-            if context == one.length:
+            if context >= one.length:
                 scored.append(len(input_ids) - 1)
         return Batch(
             input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
@@ -71,3 +77,8 @@ class BatchBuilder:
                 kv=self._kv,
             ),
         )
+
+    @staticmethod
+    def tell(batch: Batch, rows: Mapping[Sequence, int]) -> None:
+        """Write the token of each row into `batch`, which was built for these rows of one token each."""
+        batch.input_ids.numpy()[0] = [one.tokens[one.computed] for one in rows]

@@ -29,7 +29,7 @@ from ktqueue.engine.logits import flat_edits
 from ktqueue.engine.logprobs import told_logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW
-from ktqueue.engine.selector import Selection, sampling_rows
+from ktqueue.engine.selector import Meanwhile, Selection, nothing, sampling_rows
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.staging import Fetcher, Staging
 
@@ -53,12 +53,16 @@ class DeviceSelector:
         self._staging = Staging(device)
         self._fetcher = Fetcher(device)
 
-    def select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
+    def select(
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = nothing
+    ) -> Selection:
         """As Selector says."""
         with torch.inference_mode():
-            return self._select(logits, rows, sequences)
+            return self._select(logits, rows, sequences, meanwhile)
 
-    def _select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
+    def _select(
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile
+    ) -> Selection:
         work = _work(rows, sequences, logits.shape)
         arrays = work.arrays
         on_device: dict[str, torch.Tensor] = {}
@@ -73,10 +77,10 @@ class DeviceSelector:
             _edit(logits, on_device)
             chosen, still = greedy(logits)
             finite &= still
-        answer = self._draw(logits, raw, chosen, finite, on_device, work, CANDIDATES)
+        answer = self._draw(logits, raw, chosen, finite, on_device, work, CANDIDATES, meanwhile)
         waited = answer.waited
         if not answer.enough:
-            answer = self._draw(logits, raw, chosen, finite, on_device, work, logits.shape[1])
+            answer = self._draw(logits, raw, chosen, finite, on_device, work, logits.shape[1], nothing)
         return Selection(
             token_ids=answer.tokens,
             finite=answer.finite,
@@ -93,6 +97,7 @@ class DeviceSelector:
         on_device: dict[str, torch.Tensor],
         work: _Work,
         candidates: int,
+        meanwhile: Meanwhile,
     ) -> "_Answer":
         """Draw where there is something to draw, and fetch everything. `candidates`: looked at in filtered rows."""
         chosen = chosen.clone()
@@ -115,7 +120,7 @@ class DeviceSelector:
         packed = torch.cat(parts)
         ends = list(itertools.accumulate(part.shape[0] for part in parts))
         began = time.perf_counter()
-        fetched = self._fetcher.fetch(packed)
+        fetched = self._fetcher.fetch(packed, meanwhile)
         waited = time.perf_counter() - began
         tokens, fine, *others = (fetched[start:end] for start, end in itertools.pairwise([0, *ends]))
         enough_rows = others.pop(0) if work.drawn_from_few else fine[:0]

@@ -25,6 +25,7 @@ from ktqueue.engine.graphs import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.parts import make_parts
+from ktqueue.engine.prepared import PreparedStep
 from ktqueue.engine.profile import Profile, StepRecord
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import Plan, Scheduler
@@ -80,10 +81,12 @@ class Engine:
         self._selector = parts.selector
         self.graph_bytes = parts.graph_bytes
         self._requests: dict[str, Request] = {}
+        self._prepared: PreparedStep | None = None
         self._early: list[SequenceOutput] = []  # of resumed choices that had ended
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._out_of_memory = 0
+        self._prepared_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +113,7 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             out_of_memory=self._out_of_memory,
             replayed_steps=self._runner.replayed,
+            prepared_steps=self._prepared_steps,
             steps=profile.steps,
             schedule_seconds=profile.schedule_seconds,
             forward_seconds=profile.forward_seconds,
@@ -180,12 +184,11 @@ class Engine:
         """Run the model once over what the scheduler picks; the news of every sequence that got on."""
         outputs, self._early = self._early, []
         began = time.perf_counter()
-        plan = self._scheduler.schedule()
+        plan, batch = self._plan()
         for sequence in plan.hopeless:
             outputs.append(self._fail(sequence, self._too_long(sequence)))
-        if not plan.rows:
+        if batch is None:
             return outputs
-        batch = self._builder.build(plan.rows)
         planned = time.perf_counter()
         logits = self._execute(batch, plan)
         if logits is None:
@@ -193,7 +196,8 @@ class Engine:
             outputs.append(self._fail(sequence, EngineFailure("the device has no memory for this sequence alone")))
             return outputs
         ran = time.perf_counter()
-        # From here to the wait in `select` the device is at work, and the host does what needs no token.
+        # From here to the wait in `select` the device is at work, and the host does what needs no token: books, the
+        # sampler's numbers, the next step.
         ready = self._commit_pages(plan.rows)
         selection = self._select(logits, ready)
         self._model.after_step()
@@ -222,6 +226,24 @@ class Engine:
         self._model.close()
         self.profile.close()
 
+    def _plan(self) -> tuple[Plan, Batch | None]:
+        """What to run now: the prepared step if it still holds, else what the scheduler says. None: no rows."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.changes == self._scheduler.changes:
+            self._prepared_steps += 1
+            self._builder.tell(prepared.batch, prepared.plan.rows)
+            return prepared.plan, prepared.batch
+        plan = self._scheduler.schedule()
+        return plan, self._builder.build(plan.rows) if plan.rows else None
+
+    def _prepare(self) -> None:
+        """Make the next step as far as it can be known, while the device is at this one."""
+        plan = self._scheduler.ahead()
+        if plan is not None:
+            batch = self._builder.build(plan.rows)
+            self._runner.prepare(batch)
+            self._prepared = PreparedStep(plan, batch, self._scheduler.changes)
+
     def _execute(self, batch: Batch, plan: Plan) -> torch.Tensor | None:
         """Run the model. While the device has too little memory for it, with half of the rows; None: not even for one,
         which is all that is left in the plan."""
@@ -244,7 +266,8 @@ class Engine:
             self._runner.wait()
             return Selection([], [], {}, time.perf_counter() - began)
         try:
-            return self._selector.select(logits, [row for row, _ in ready], [sequence for _, sequence in ready])
+            rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
+            return self._selector.select(logits, rows, sequences, self._prepare)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1:
                 raise

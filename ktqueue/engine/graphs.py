@@ -56,6 +56,7 @@ class GraphRunner:
         self._planner = planner
         self._device = torch.device(device)
         self._staging = Staging(device)
+        self._prepared: Batch | None = None
         self._graphs: list[_Bucket] = []  # rising
         self.replayed = 0  # steps
         before = capturer.used() if buckets else 0
@@ -70,11 +71,22 @@ class GraphRunner:
     def execute(self, batch: Batch) -> torch.Tensor:
         """As Runner says."""
         with torch.inference_mode():
-            bucket = self._bucket(batch) if batch.decodes else None
+            prepared, self._prepared = self._prepared, None
+            bucket = self._bucket(batch)
             if bucket is None:
                 return self._eager(batch)
+            if prepared is not batch:
+                bucket.prepare(batch)
             self.replayed += 1
             return bucket.run(batch)
+
+    def prepare(self, batch: Batch) -> None:
+        """As Runner says."""
+        with torch.inference_mode():
+            bucket = self._bucket(batch)
+            if bucket is not None:
+                bucket.prepare(batch)
+                self._prepared = batch
 
     def wait(self) -> None:
         """As Runner says."""
@@ -82,8 +94,9 @@ class GraphRunner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _bucket(self, batch: Batch) -> "_Bucket | None":
+        """The one that `batch` is replayed with; None: it runs eagerly."""
         rows = batch.scored.shape[0]
-        return next((one for one in self._graphs if one.rows >= rows), None)
+        return next((one for one in self._graphs if one.rows >= rows), None) if batch.decodes else None
 
     def _eager(self, batch: Batch) -> torch.Tensor:
         host = batch.step
@@ -125,9 +138,11 @@ class _Bucket:
         self._scratch_page = kv.scratch_page
         page_size = kv.layout.page_size
         self._scratch_slots = kv.scratch_page * page_size + np.arange(rows) % page_size
+        # Token ids are the last to be known, so they go alone. Copies come behind the step before, which reads the same
+        # tensors; each is done before that step's successor begins, so that the host seldom waits to write again.
+        self._tokens = FixedStaging({"input_ids": ((1, rows), np.int64)}, device)
         self._staging = FixedStaging(
             {
-                "input_ids": ((1, rows), np.int64),
                 "position_ids": ((1, rows), np.int64),
                 "scored": ((rows,), np.int64),
                 "slots": ((rows,), np.int64),
@@ -143,7 +158,7 @@ class _Bucket:
         arrays["starts"][:] = np.arange(rows + 1)
         self._widest = 0
         self._fill(None)
-        host, on_device = self._staging.host, self._staging.device
+        host, on_device, input_ids = self._staging.host, self._staging.device, self._tokens.device["input_ids"]
         self._host = StepContext(host["starts"], host["contexts"], host["pages"], host["slots"], kv)
         self._attention = planner.decode_plan(rows, max_pages)
         self._attention.update(self._host)
@@ -158,19 +173,27 @@ class _Bucket:
             live_tokens=on_device["live"],
         )
         self._replay = capturer.capture(
-            lambda: forward(on_device["input_ids"], on_device["position_ids"], on_device["scored"], step)
+            lambda: forward(input_ids, on_device["position_ids"], on_device["scored"], step)
         )
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Logits of the real rows."""
+    def prepare(self, batch: Batch) -> None:
+        """Send all of the batch but its token ids, behind what the device was given."""
         self._staging.open()
         self._fill(batch)
         self._attention.update(self._host)
         self._staging.send()
-        return self._replay()[: batch.scored.shape[0]]
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits of the real rows of a batch that was prepared."""
+        live = batch.scored.shape[0]
+        ids = self._tokens.open()["input_ids"]
+        ids[0, :live] = batch.input_ids[0].numpy()
+        ids[0, live:] = 0
+        self._tokens.send()
+        return self._replay()[:live]
 
     def _fill(self, batch: Batch | None) -> None:
-        """Write the batch and the padding; None: padding alone."""
+        """Write the batch without its token ids, and the padding; None: padding alone."""
         arrays = self._staging.arrays
         live = 0
         width = 1
@@ -178,17 +201,16 @@ class _Bucket:
             live = batch.scored.shape[0]
             table = batch.step.page_table.numpy()
             width = table.shape[1]
-        ids, positions, slots, contexts = (arrays[key] for key in ("input_ids", "position_ids", "slots", "contexts"))
+        positions, slots, contexts = (arrays[key] for key in ("position_ids", "slots", "contexts"))
         pages = arrays["pages"]
         pages[:, : max(width, self._widest)] = 0
         self._widest = width
         if batch is not None:
-            ids[0, :live] = batch.input_ids[0].numpy()
             positions[0, :live] = batch.position_ids[0].numpy()
             slots[:live] = batch.step.slot_mapping.numpy()
             contexts[:live] = batch.step.context_lengths.numpy()
             pages[:live, :width] = table
-        ids[0, live:] = positions[0, live:] = 0
+        positions[0, live:] = 0
         slots[live:] = self._scratch_slots[live:]
         contexts[live:] = 1
         pages[live:, 0] = self._scratch_page

@@ -19,13 +19,14 @@ class EmittedChoice:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SequenceOutput:
     """News of one choice of one request.
 
     `token_ids` are new ids, also those whose `text` is still held back. A choice ends with
     `finish_reason` or with `error`; the request's last output has `request_done` and `usage`.
-    A resumed request whose choices had all ended gives one output with `request_done` alone.
+    A resumed request whose choices had all ended gives one output with `request_done` alone. Not frozen: one is made a
+    row a step while the device waits, and a frozen one takes three times as long to make.
     """
 
     request_id: str
@@ -46,7 +47,8 @@ class EngineStats:
     `prompt_tokens` are computed (not cached) prompt tokens, recomputed ones included;
     `prefix_queries` and `prefix_hits` are tokens looked up in, and served from, the prefix cache.
     `out_of_memory` counts the steps that were made smaller because the device had no memory for them, `replayed_steps`
-    those that replayed a captured graph. Seconds are wall time spent in each part of all steps so far.
+    those that replayed a captured graph, `prepared_steps` those that were made while the device was at the one before.
+    Seconds are wall time spent in each part of all steps so far.
     """
 
     running: int
@@ -60,6 +62,7 @@ class EngineStats:
     prefix_hits: int
     out_of_memory: int
     replayed_steps: int
+    prepared_steps: int
     steps: int
     schedule_seconds: float
     forward_seconds: float

@@ -26,6 +26,11 @@ class Runner(Protocol):
         to them. Columns beyond the vocabulary (models pad theirs) are cut off. Whatever the model raises is raised.
         """
 
+    def prepare(self, batch: Batch) -> None:
+        """Do what can be done for the `execute` of this very batch before its token ids are known. The device may still
+        be at the last step: what is launched comes behind it, and its logits stay good. Another batch may be executed
+        instead."""
+
     def wait(self) -> None:
         """Return once the device has done all that it was given."""
 
@@ -50,6 +55,9 @@ class HostRunner:
                 step=batch.step,
             ).logits
             return logits[0, :, : self._vocab].float()
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing can be done."""
 
     def wait(self) -> None:
         """Nothing is ever under way."""

@@ -57,6 +57,8 @@ class Scheduler:
         self.pages = pages
         self.seats = min(max_num_seqs, max_num_batched_tokens)  # a budget smaller than the rows would starve some
         self.running: list[Sequence] = []
+        self.changes = 0
+        """Counts whatever makes another plan possible than that all who run go on: who comes, goes, stops or forks."""
         self.preemptions = 0
         self.prefix_queries = 0  # tokens
         self.prefix_hits = 0  # tokens
@@ -66,6 +68,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._batch_floor = batch_floor
         self._kept: set[Sequence] = set()  # of the batch class, but ranked as interactive
+        self._ranked = -1  # the `changes` for which `running` is in order of rank
 
     @property
     def waiting(self) -> int:
@@ -79,11 +82,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
+        self.changes += 1
         sequence.status = Status.WAITING
         insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands; its pages come back. Siblings that wait for it go on without it."""
+        self.changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
@@ -97,9 +102,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Plan a step."""
-        batch = [one for one in self.running if one.request.job_class is JobClass.BATCH]
-        self._kept = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
-        self.running.sort(key=self._rank)
+        self._sort()
         plan = Plan()
         decoding = [one for one in self.running if one.remaining == 1]
         filling = [one for one in self.running if one.remaining > 1]
@@ -113,6 +116,33 @@ class Scheduler:
         while plan.tokens < self._budget and (head := self._head()) is not None and self._admit(head, plan):
             self._plan(head, plan)
         return plan
+
+    def ahead(self) -> Plan | None:
+        """What `schedule` will plan if each running sequence gets one token now and `changes` stays as it is.
+
+        None if that is known to be otherwise, or would take more than available pages. Called when the computed tokens
+        are booked; the sequences keep the pages that they get here, since each needs its own whenever it goes on.
+        """
+        self._sort()
+        head = self._head()
+        if head is not None and (self._is_hopeless(head) or self._has_seat(head)):
+            return None
+        plan = Plan()
+        missing = 0
+        for one in self.running:
+            place = one.computed // self._page_size
+            if one.remaining or one.ends_next:
+                return None
+            if place == one.page_count:
+                missing += 1
+            elif self.pages.is_shared(int(one.pages[place])):
+                return None
+            plan.rows[one] = 1
+        if missing > self.pages.available:
+            return None
+        for one in plan.rows:
+            self._make_room(one, 1, plan)
+        return plan if plan.rows else None
 
     def shrink(self, plan: Plan) -> bool:
         """Preempt the lower half in rank of a planned step that could not be made. False: it had one row."""
@@ -159,26 +189,33 @@ class Scheduler:
     def _class(self, sequence: Sequence) -> int:
         return int(sequence.request.job_class is JobClass.BATCH and sequence not in self._kept)
 
+    def _sort(self) -> None:
+        """Put the running in order of rank, if anything has changed since."""
+        if self._ranked != self.changes:
+            batch = [one for one in self.running if one.request.job_class is JobClass.BATCH]
+            self._kept = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
+            self.running.sort(key=self._rank)
+            self._ranked = self.changes
+
     def _head(self) -> Sequence | None:
         heads = [queue[0] for queue in self._waiting.values() if queue]
         return min(heads, key=self._rank, default=None)
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Give the first waiting one a seat, or find that it can never run. False: it has to wait."""
-        needed = self._pages_for(sequence.length)
-        if needed > self.pages.total:
+        if self._is_hopeless(sequence):
             self.remove(sequence)
             plan.hopeless.append(sequence)
             return True
-        lower = sum(_seats(one) for one in self.running if self._class(one) > self._class(sequence))
-        if self.seats_taken - lower + _seats(sequence) > self.seats:
+        if not self._has_seat(sequence):
             return False
         while self.seats_taken + _seats(sequence) > self.seats:
             self._preempt_below(sequence, plan)
-        found = self._lookup(sequence)
+        needed, found = self._pages_for(sequence.length), self._lookup(sequence)
         while self.pages.available - self.pages.idle_among(found) < needed - len(found):
             if not self._preempt_below(sequence, plan):
                 return False
+        self.changes += 1
         self._waiting[sequence.request.job_class].remove(sequence)
         self.running.append(sequence)
         sequence.status = Status.RUNNING
@@ -189,6 +226,14 @@ class Scheduler:
         sequence.computed = len(found) * self._page_size
         self._count_hits(sequence)
         return True
+
+    def _is_hopeless(self, sequence: Sequence) -> bool:
+        return self._pages_for(sequence.length) > self.pages.total
+
+    def _has_seat(self, sequence: Sequence) -> bool:
+        """Whether a waiting one can get seats, those of lower classes included."""
+        lower = sum(_seats(one) for one in self.running if self._class(one) > self._class(sequence))
+        return self.seats_taken - lower + _seats(sequence) <= self.seats
 
     def _preempt_below(self, sequence: Sequence, plan: Plan) -> bool:
         """Preempt the last of the running, if it is of a lower class than `sequence`."""
@@ -201,7 +246,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Pages for the next `count` tokens, own ones where it writes. False: it stands still in this step."""
         pages = self.pages
-        if self._pages_for(sequence.length) > pages.total:
+        if self._is_hopeless(sequence):
             plan.hopeless.append(sequence)
             return False
         first = sequence.computed // self._page_size
@@ -241,6 +286,7 @@ class Scheduler:
 
         Where the leader has logits for the prompt's end, they are the fork's too (`remaining` 0).
         """
+        self.changes += 1
         prompt = len(leader.request.prompt)
         count = self._pages_for(prompt)
         fork.pages[:count] = leader.pages[:count]

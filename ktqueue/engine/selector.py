@@ -22,7 +22,7 @@ from ktqueue.engine.sequence import Sequence
 class Selection:
     """The outcome for each row, in order. Where `finite` is False the token id means nothing.
 
-    `waited`: seconds in which the host only waited for the device.
+    `waited`: seconds in which the host had nothing to do for this step, since the device was at it.
     """
 
     token_ids: list[int]
@@ -41,12 +41,23 @@ class Selection:
         )
 
 
+Meanwhile = Callable[[], None]
+"""What the host may do while a device is at work: launches there what comes behind, and waits for nothing of it."""
+
+
+def nothing() -> None:
+    """A Meanwhile."""
+
+
 class Selector(Protocol):
     """Chooses tokens, on whatever device the logits are."""
 
-    def select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
+    def select(
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = nothing
+    ) -> Selection:
         """A token for each of `sequences` from row `rows[i]` of `logits` [scored, vocab] float32, which may be written
-        to. Several sequences may share a row. Returns when the tokens are on the host."""
+        to. Several sequences may share a row. Returns when the tokens are on the host; `meanwhile` is called before the
+        wait for them, or not at all where there is none."""
 
 
 class HostSelector:
@@ -56,8 +67,10 @@ class HostSelector:
         self._token_bytes = token_bytes
         self._sampler = Sampler()
 
-    def select(self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence]) -> Selection:
-        """As Selector says."""
+    def select(
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = nothing
+    ) -> Selection:
+        """As Selector says; there is no wait."""
         array = logits.numpy()
         if len(rows) > len(array):
             array = array[list(rows)]  # choices that share their prompt's last logits

@@ -134,6 +134,11 @@ class Sequence:
         """Tokens to compute before the next one can be sampled; 1 when decoding."""
         return self.length - self.computed
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is the last that it may have."""
+        return self.generated + 1 >= self.request.max_tokens
+
     def append(self, token_id: int) -> None:
         """One more generated token."""
         self.tokens[self.length] = token_id

@@ -4,7 +4,7 @@ A step's arrays are written side by side into one pinned buffer, copied in one p
 one buffer there. On a CPU "device" the same is done with plain memory. Knows nothing of what the arrays mean.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -115,9 +115,11 @@ class Fetcher:
             self._pinned = torch.empty(0, dtype=torch.int64, pin_memory=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fetch(self, values: torch.Tensor) -> NDArray[np.int64]:
-        """`values` [count] int64 on the host, good until the next call; the wait of a step."""
+    def fetch(self, values: torch.Tensor, meanwhile: Callable[[], None]) -> NDArray[np.int64]:
+        """`values` [count] int64 on the host, good until the next call; the wait of a step, `meanwhile` is called
+        before it. What that enqueues on the current stream comes behind the copy of the values."""
         if self._pinned is None or self._arrived is None:
+            meanwhile()
             array: NDArray[np.int64] = values.numpy()
             return array
         if len(self._pinned) < len(values):
@@ -125,6 +127,7 @@ class Fetcher:
         pinned = self._pinned[: len(values)]
         pinned.copy_(values, non_blocking=True)
         self._arrived.record()
+        meanwhile()
         self._arrived.synchronize()
         fetched: NDArray[np.int64] = pinned.numpy()
         return fetched

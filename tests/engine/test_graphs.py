@@ -61,7 +61,9 @@ def test_fixed_arrays_never_move():
 
 
 def test_fetching():
-    assert Fetcher("cpu").fetch(torch.arange(4)).tolist() == [0, 1, 2, 3]
+    meanwhile = []
+    assert Fetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
+    assert meanwhile == [1]
 
 
 class Recorder(Again):
@@ -186,10 +188,10 @@ def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocab
         engine = make_engine(make_model(), vocabulary, max_num_seqs=8)
         select = engine._selector.select
 
-        def limited(logits, rows, sequences):
+        def limited(logits, rows, sequences, meanwhile):
             if len(rows) > limit:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return select(logits, rows, sequences)
+            return select(logits, rows, sequences, meanwhile)
 
         monkeypatch.setattr(engine._selector, "select", limited)
         sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=1, repetition_penalty=1.4, n=2)

@@ -223,9 +223,9 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
     fetches = []
     fetch = Fetcher.fetch
 
-    def counted(self: Fetcher, values: torch.Tensor) -> Any:
+    def counted(self: Fetcher, values: torch.Tensor, meanwhile: Callable[[], None]) -> Any:
         fetches.append(1)
-        return fetch(self, values)
+        return fetch(self, values, meanwhile)
 
     monkeypatch.setattr(Fetcher, "fetch", counted)
     for drawn in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 1, "logprobs": 2}):
@@ -241,10 +241,28 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
             assert len(fetches) == 1
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        assert engine.stats().replayed_steps - before.replayed_steps == 5
+        after = engine.stats()
+        assert after.replayed_steps - before.replayed_steps == after.prepared_steps - before.prepared_steps == 5
         while engine.has_work:
             engine.step()
     engine.close()
+
+
+@pytest.mark.parametrize("pages", [200, 16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_that_are_prepared_change_nothing(device, pages, models, by_decoder, monkeypatch):
+    """Rows end at different lengths, so that some of what was prepared is dropped."""
+    model = load_model(models["experts"], rules=by_decoder, device=device)
+    asked = [(ids, replace(one, max_tokens=3 + 5 * i)) for i, (ids, one) in enumerate(requests(512, 16))]
+    answers = []
+    for ahead in (True, False):
+        engine = on_device(model, settings_for(device, num_pages=pages))
+        if not ahead:
+            monkeypatch.setattr(engine, "_prepare", lambda: None)
+        answers.append(serve(engine, asked))
+        assert (engine.stats().prepared_steps > 40) == ahead
+        engine.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.gpu
