@@ -6,7 +6,7 @@ Knows requests and outputs; no leases, no journals.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
@@ -42,9 +42,13 @@ class EngineThread:
         self.stats: dict[str, float] = {}
         self._take_stats()
 
-    async def turn(self, aborts: Sequence[str], adds: Sequence[RunningJob]) -> Turn:
-        """Abort, add, then make one step if there is anything to do. An exception here means that the engine broke."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._turn, aborts, adds)
+    async def turn(self, aborts: Sequence[str], adds: Sequence[RunningJob], go_on: Callable[[], bool]) -> Turn:
+        """Abort, add, then make one step if there is anything to do. An exception here means that the engine broke.
+
+        `go_on` is called in the engine's thread when the step is done: whether nobody waits for the next turn, so that
+        a GPU may begin with its step.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._turn, aborts, adds, go_on)
 
     async def clear(self, request_ids: Sequence[str], within: float) -> None:
         """Wait for the step under way, then drop the given requests. Raises EngineStalled after `within` seconds."""
@@ -58,12 +62,12 @@ class EngineThread:
         """Let the thread go."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _turn(self, aborts: Sequence[str], adds: Sequence[RunningJob]) -> Turn:
+    def _turn(self, aborts: Sequence[str], adds: Sequence[RunningJob], go_on: Callable[[], bool]) -> Turn:
         self.clock.start()
         try:
             self._abort(aborts)
             refused = [(job.id, reason) for job in adds if (reason := self._add(job)) is not None]
-            outputs = self._engine.step() if self._engine.has_work else []
+            outputs = self._engine.step(go_on) if self._engine.has_work else []
             has_work = self._engine.has_work
             if not has_work or time.monotonic() - self._stats_at > STATS_SECONDS:
                 self._take_stats()

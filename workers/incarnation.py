@@ -186,7 +186,7 @@ class Incarnation:
     async def _turn(self) -> None:
         aborts, self._aborts = self._aborts, []
         adds, self._admitted = [job for job in self._admitted if not job.ended], []
-        turn = await self._engine.turn(aborts, adds)
+        turn = await self._engine.turn(aborts, adds, lambda: not (self._admitted or self._aborts))
         self._has_work = turn.has_work
         for job_id, reason in turn.refused:
             if (job := self._jobs.get(job_id)) is not None:

@@ -180,18 +180,21 @@ class Engine:
             for sequence in request.sequences:
                 self._scheduler.remove(sequence)
 
-    def step(self) -> list[SequenceOutput]:
-        """Run the model once over what the scheduler picks; the news of every sequence that got on."""
+    def step(self, go_on: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
+        """Run the model once over what the scheduler picks; the news of every sequence that got on.
+
+        `go_on` is asked at the end, where the next step is at hand: whether to launch it at once, so that the device
+        need not wait for the caller. Who is added from then on joins a step later than else.
+        """
         outputs, self._early = self._early, []
         began = time.perf_counter()
-        plan, batch = self._plan()
+        plan, batch, logits = self._next()
         for sequence in plan.hopeless:
             outputs.append(self._fail(sequence, self._too_long(sequence)))
         if batch is None:
             return outputs
         planned = time.perf_counter()
-        logits = self._execute(batch, plan)
-        if logits is None:
+        if logits is None and (logits := self._execute(batch, plan)) is None:
             (sequence,) = plan.rows
             outputs.append(self._fail(sequence, EngineFailure("the device has no memory for this sequence alone")))
             return outputs
@@ -208,6 +211,10 @@ class Engine:
             else:
                 fault = EngineFailure("the model gave logits that are not finite numbers for this sequence")
                 outputs.append(self._fail(sequence, fault))
+        prepared = self._prepared
+        if prepared is not None and prepared.quick and prepared.holds(self._scheduler.changes) and go_on():
+            self._builder.tell(prepared.batch, prepared.plan.rows)
+            prepared.logits = self._runner.execute(prepared.batch)
         self.profile.record(
             StepRecord(
                 schedule=planned - began,
@@ -223,26 +230,30 @@ class Engine:
 
     def close(self) -> None:
         """Close the profile, and what the model holds on a device."""
+        if self._prepared is not None and self._prepared.logits is not None:
+            self._runner.wait()
         self._model.close()
         self.profile.close()
 
-    def _plan(self) -> tuple[Plan, Batch | None]:
-        """What to run now: the prepared step if it still holds, else what the scheduler says. None: no rows."""
+    def _next(self) -> tuple[Plan, Batch | None, torch.Tensor | None]:
+        """What to run now: the prepared step if it still holds, else what the scheduler says. Without a batch there are
+        no rows; with logits it is launched."""
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.changes == self._scheduler.changes:
+        if prepared is not None and prepared.holds(self._scheduler.changes):
             self._prepared_steps += 1
-            self._builder.tell(prepared.batch, prepared.plan.rows)
-            return prepared.plan, prepared.batch
+            if prepared.logits is None:
+                self._builder.tell(prepared.batch, prepared.plan.rows)
+            return prepared.plan, prepared.batch, prepared.logits
         plan = self._scheduler.schedule()
-        return plan, self._builder.build(plan.rows) if plan.rows else None
+        return plan, self._builder.build(plan.rows) if plan.rows else None, None
 
     def _prepare(self) -> None:
         """Make the next step as far as it can be known, while the device is at this one."""
         plan = self._scheduler.ahead()
         if plan is not None:
             batch = self._builder.build(plan.rows)
-            self._runner.prepare(batch)
-            self._prepared = PreparedStep(plan, batch, self._scheduler.changes)
+            quick = self._runner.prepare(batch)
+            self._prepared = PreparedStep(plan, batch, self._scheduler.changes, quick)
 
     def _execute(self, batch: Batch, plan: Plan) -> torch.Tensor | None:
         """Run the model. While the device has too little memory for it, with half of the rows; None: not even for one,
@@ -282,6 +293,9 @@ class Engine:
         ready = []
         row = 0
         for sequence, count in rows.items():
+            if sequence.status is not Status.RUNNING:  # aborted since the step was launched, in which it decodes
+                row += 1
+                continue
             self._prompt_tokens += max(0, min(count, len(sequence.request.prompt) - sequence.computed))
             forks = self._scheduler.commit(sequence, count)
             if sequence.remaining == 0:

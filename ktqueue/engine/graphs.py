@@ -80,13 +80,15 @@ class GraphRunner:
             self.replayed += 1
             return bucket.run(batch)
 
-    def prepare(self, batch: Batch) -> None:
-        """As Runner says."""
+    def prepare(self, batch: Batch) -> bool:
+        """As Runner says. Eager steps are not prepared."""
         with torch.inference_mode():
             bucket = self._bucket(batch)
-            if bucket is not None:
-                bucket.prepare(batch)
-                self._prepared = batch
+            if bucket is None:
+                return False
+            bucket.prepare(batch)
+            self._prepared = batch
+            return True
 
     def wait(self) -> None:
         """As Runner says."""

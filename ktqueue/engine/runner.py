@@ -26,10 +26,10 @@ class Runner(Protocol):
         to them. Columns beyond the vocabulary (models pad theirs) are cut off. Whatever the model raises is raised.
         """
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch) -> bool:
         """Do what can be done for the `execute` of this very batch before its token ids are known. The device may still
         be at the last step: what is launched comes behind it, and its logits stay good. Another batch may be executed
-        instead."""
+        instead. Whether `execute` will do nothing but a launch, which takes no memory."""
 
     def wait(self) -> None:
         """Return once the device has done all that it was given."""
@@ -56,8 +56,9 @@ class HostRunner:
             ).logits
             return logits[0, :, : self._vocab].float()
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch) -> bool:
         """Nothing can be done."""
+        return False
 
     def wait(self) -> None:
         """Nothing is ever under way."""

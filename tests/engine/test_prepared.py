@@ -46,45 +46,50 @@ def random_sampling(noise, name):
     return SamplingParams(**given)
 
 
-def lives(engine, seed, model):
-    """Every step's outputs over a random workload: bursts, prompts in chunks, aborts, faults, resumed choices."""
+def workload(seed):
+    """What happens before each step: names to abort, requests to add. In bursts, resumed ones among them."""
     noise = random.Random(seed)
-    bad = noise.randrange(96)
-    model.poison = lambda context: len(context) > 9 and context[-1] == context[-2] == bad
     stems = [[noise.randrange(96) for _ in range(25)] for _ in range(3)]
-    told, todo = [], 20
-    while todo or engine.has_work:
-        while todo and noise.random() < 0.25:
-            todo -= 1
+    turns, names = [], list(range(20))
+    while names:
+        adds = []
+        while names and noise.random() < 0.25:
             prompt = noise.choice(stems)[: noise.randint(0, 25)] + [noise.randrange(96) for _ in range(3)]
-            sampling = random_sampling(noise, todo)
+            sampling = random_sampling(noise, names[0])
             emitted = ()
             if noise.random() < 0.2 and sampling.max_tokens > 4:
                 emitted = [EmittedChoice(token_ids=(1, 2, 3)) for _ in range(noise.randint(1, sampling.n))]
-            engine.add(
-                str(todo),
-                prompt,
-                sampling,
-                job_class=noise.choice([JobClass.BATCH, JobClass.INTERACTIVE, JobClass.INTERACTIVE]),
-                emitted=emitted,
-            )
-        if noise.random() < 0.04:
-            engine.abort(str(noise.randint(todo, 20)))
-        told.append(engine.step())
+            kind = noise.choice([JobClass.BATCH, JobClass.INTERACTIVE, JobClass.INTERACTIVE])
+            adds.append((str(names.pop(0)), prompt, sampling, kind, emitted))
+        turns.append(([str(noise.randrange(20))] if noise.random() < 0.06 else [], adds))
+    return turns
+
+
+def lives(engine, turns, go_on=lambda: False):
+    """Every step's outputs."""
+    told = []
+    turns = list(turns)
+    while turns or engine.has_work:
+        aborts, adds = turns.pop(0) if turns else ((), ())
+        for name in aborts:
+            engine.abort(name)
+        for name, prompt, sampling, kind, emitted in adds:
+            engine.add(name, prompt, sampling, job_class=kind, emitted=emitted)
+        told.append(engine.step(go_on))
         engine.check()
     stats = engine.stats()
     assert stats.free_pages == stats.total_pages and stats.running == stats.waiting == 0
-    return told, stats
+    return told
 
 
-@pytest.mark.parametrize("pages", [400, 18])
-@pytest.mark.parametrize("seed", range(5))
-def test_nobody_can_tell(make_model, vocabulary, make_engine, monkeypatch, seed, pages):
-    """Step by step the same tokens, text, log probabilities and ends, in the same order."""
-    answers = []
-    for ahead in (True, False):
+@pytest.fixture
+def make_crowded(make_model, vocabulary, make_engine):
+    """An engine for a workload, over a model that gives some of its contexts no numbers."""
+
+    def make(seed, pages):
         model = make_model()
-        engine = make_engine(
+        model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
+        return make_engine(
             model,
             vocabulary,
             num_pages=pages,
@@ -94,13 +99,47 @@ def test_nobody_can_tell(make_model, vocabulary, make_engine, monkeypatch, seed,
             cuda_graphs=seed % 3 < 2,
             enable_prefix_caching=seed % 2 == 0,
         )
+
+    return make
+
+
+@pytest.mark.parametrize("pages", [400, 18])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_can_tell(make_crowded, monkeypatch, seed, pages):
+    """Step by step the same tokens, text, log probabilities and ends, in the same order."""
+    answers = []
+    for ahead in (True, False):
+        engine = make_crowded(seed, pages)
         if not ahead:
             monkeypatch.setattr(engine, "_prepare", lambda: None)
-        told, stats = lives(engine, seed, model)
-        answers.append((told, stats.preemptions, model.steps, stats.prefix_hits))
-        assert (stats.prepared_steps > 3) == ahead
+        told = lives(engine, workload(seed))
+        stats = engine.stats()
+        answers.append((told, stats.steps, stats.preemptions, stats.prefix_hits))
+        assert (stats.prepared_steps > 2) == ahead
         assert stats.preemptions > 0 or pages == 400
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("pages", [400, 18])
+@pytest.mark.parametrize("seed", [0, 1, 3])  # those with graphs
+def test_steps_that_are_launched_early_give_the_same(make_crowded, gather_outputs, seed, pages):
+    """Who comes meanwhile joins a step later, so steps differ; what each request gets does not."""
+    turns = workload(seed)
+    aborted = {name for aborts, _ in turns for name in aborts}
+    noise, answers = random.Random(seed), []
+    for go_on in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
+        results = {}
+        for outputs in lives(make_crowded(seed, pages), turns, go_on):
+            gather_outputs(results, outputs)
+        answers.append(
+            {
+                key: (one.token_ids, one.text, one.logprobs, one.finish_reason, one.error)
+                for key, one in results.items()
+                if key[0] not in aborted
+            }
+        )
+    assert answers[0] == answers[1] == answers[2]
+    assert any(one[-1] is not None for one in answers[0].values())
 
 
 def test_all_steps_that_only_decode_are_prepared(model, vocabulary, make_engine, monkeypatch, run, greedy):
@@ -108,7 +147,7 @@ def test_all_steps_that_only_decode_are_prepared(model, vocabulary, make_engine,
     engine = make_engine(model, vocabulary, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16)
     made = []
     prepare = engine._runner.prepare
-    monkeypatch.setattr(engine._runner, "prepare", lambda batch: (made.append(batch), prepare(batch)))
+    monkeypatch.setattr(engine._runner, "prepare", lambda batch: made.append(batch) or prepare(batch))
     for turn in range(3):
         for i in range(3):
             engine.add(f"r{i}", [turn, i, 7], greedily(20))
@@ -172,3 +211,56 @@ def test_the_host_s_parts_prepare_nothing(model, vocabulary, make_engine, run, p
     engine.add("x", PROMPT, greedily(9))
     run(engine)
     assert engine.stats().prepared_steps == 0
+
+
+def test_a_step_that_is_launched_early_goes_on_without_those_who_left(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=4)
+    for i in range(3):
+        engine.add(f"r{i}", PROMPT[: 3 + i], greedily(20, logprobs=1))
+    engine.step()
+    told = engine.step(lambda: True)
+    assert len(model.steps) == 3, "one more than was told of"
+    engine.abort("r1")
+    engine.add("late", PROMPT[:3], greedily(20))
+    told += engine.step(lambda: True)
+    assert len(model.steps) == 3, "nothing is launched when somebody came"
+    assert [one.request_id for one in told] == ["r0", "r1", "r2", "r0", "r2"]
+    results = run(engine)
+    for name, prompt in (("r0", PROMPT[:3]), ("r2", PROMPT[:5]), ("late", PROMPT[:3])):
+        expected = greedy(prompt, 20)
+        assert results[name, 0].token_ids == expected[-len(results[name, 0].token_ids) :]
+    assert len(results["late", 0].token_ids) == 20 and len(results["r0", 0].token_ids) == 17
+
+
+def test_a_step_that_everybody_left_is_forgotten(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary)
+    engine.add("x", PROMPT, greedily(20))
+    engine.step(lambda: True)
+    engine.abort("x")
+    assert not engine.has_work
+    engine.add("y", PROMPT[:3], greedily(9))
+    assert engine.step()[0].token_ids == tuple(greedy(PROMPT[:3], 1)), "nobody waits for it"
+    assert run(engine)["y", 0].token_ids == greedy(PROMPT[:3], 9)[1:]
+    engine.add("z", PROMPT[:4], greedily(9))
+    engine.step(lambda: True)
+    engine.close()
+
+
+def test_a_step_that_follows_an_end_is_not_launched_early(model, vocabulary, make_engine, greedy):
+    end = greedy(PROMPT, 9)[-1]
+    engine = make_engine(model, vocabulary)
+    engine.add("ends", PROMPT, greedily(30, stop_token_ids=(end,)))
+    engine.add("stays", PROMPT[:4], greedily(20))
+    tokens = 0
+    while engine.has_work:
+        tokens += sum(len(one.token_ids) for one in engine.step(lambda: True))
+    assert 20 < tokens <= 29 and model.computed_tokens == len(PROMPT) + 4 + tokens - 2, "nothing is computed in vain"
+
+
+def test_nothing_is_launched_that_takes_time(model, vocabulary, make_engine):
+    """An eager step is prepared, but the caller would have to wait for its launch."""
+    engine = make_engine(model, vocabulary, cuda_graphs=False)
+    engine.add("x", PROMPT, greedily(20))
+    for _ in range(3):
+        engine.step(lambda: True)
+    assert len(model.steps) == 3 and engine.stats().prepared_steps == 2

@@ -21,6 +21,7 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.operators.gpu.attention import AttentionPlanner
 from workers.generation import GenerationWorker
 
 ENGINE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, num_pages=256, max_model_len=512, threads=1)
@@ -34,12 +35,19 @@ class Model:
     loaded: LoadedModel
     tokenizer: Tokenizer
 
-    def engine(self, config: EngineConfig = ENGINE, module: Callable[..., Any] | None = None) -> Engine:
+    def engine(
+        self,
+        config: EngineConfig = ENGINE,
+        module: Callable[..., Any] | None = None,
+        planner: AttentionPlanner | None = None,
+    ) -> Engine:
+        """With a planner one with the parts of a device, which is the CPU here."""
         assert config.num_pages is not None
         assert config.max_model_len is not None
         layout = self.loaded.kv_layout(config.page_size)
         model = module or self.loaded.module
-        return Engine(model, self.tokenizer, layout, config, config.num_pages, config.max_model_len)
+        pages, length = config.num_pages, config.max_model_len
+        return Engine(model, self.tokenizer, layout, config, pages, length, planner=planner)
 
     def card(self, config: EngineConfig = ENGINE) -> ModelCard:
         return ModelCard(

@@ -13,6 +13,7 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from workers.heartbeat import EngineStalled
 
 STORY = "Once upon a time there was a king who"
@@ -43,6 +44,30 @@ async def test_many_jobs_stream_what_the_engine_alone_would_say(
             assert len(one.events) > 4  # it streamed
         await running.drained()
         assert running.engine.stats().running == running.engine.stats().waiting == 0
+
+
+async def test_a_device_s_steps_are_launched_before_their_turn(
+    model: Any, broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody can tell, whoever comes or is cancelled meanwhile."""
+    engine = model.engine(planner=TorchPlanner(16))
+    step, launched = engine.step, []
+
+    def counted(go_on: Callable[[], bool]) -> Any:
+        outputs = step(go_on)
+        launched.append(engine._prepared is not None and engine._prepared.logits is not None)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", counted)
+    requests = [ask(f"{STORY} had {i} cows", max_tokens=12 + 2 * i, **(SEEDED if i % 2 else {})) for i in range(12)]
+    async with start_worker(engine):
+        jobs = [await broker.jobs.submit(request) for request in requests]
+        await broker.jobs.cancel(jobs[3].id)
+        seen = [await finished(job.id) for job in jobs]
+    for number, (request, one) in enumerate(zip(requests, seen, strict=True)):
+        assert number == 3 or one.choices == model.undisturbed(request)
+    assert sum(launched) > 10
+    assert engine.stats().running == engine.stats().waiting == 0
 
 
 async def test_choices_share_a_job(model: Any, broker: Broker, start_worker: Any, finished: Any) -> None:
