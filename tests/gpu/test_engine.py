@@ -130,7 +130,9 @@ def requests(vocabulary: int, count: int, seed: int = 1) -> list[tuple[list[int]
     return made
 
 
-def serve(engine: Engine, asked: list[tuple[list[int], SamplingParams]], together: int = 7) -> list[list[int]]:
+def serve(
+    engine: Engine, asked: list[tuple[list[int], SamplingParams]], together: int = 7, go_on: bool = False
+) -> list[list[int]]:
     """Tokens of all requests, a few of which come with every step; pages must be back at the end."""
     found: list[list[int]] = [[] for _ in asked]
     waiting = list(enumerate(asked))
@@ -138,7 +140,7 @@ def serve(engine: Engine, asked: list[tuple[list[int], SamplingParams]], togethe
         for i, (prompt, sampling) in waiting[:together]:
             engine.add(str(i), prompt, sampling)
         del waiting[:together]
-        for one in engine.step():
+        for one in engine.step(lambda: go_on):
             assert one.error is None, one.error
             found[int(one.request_id)] += one.token_ids
     engine.check()
@@ -253,16 +255,33 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
 def test_steps_that_are_prepared_change_nothing(device, pages, models, by_decoder, monkeypatch):
     """Rows end at different lengths, so that some of what was prepared is dropped."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
-    asked = [(ids, replace(one, max_tokens=3 + 5 * i)) for i, (ids, one) in enumerate(requests(512, 16))]
+    asked = [(ids, replace(one, max_tokens=3 + 3 * i)) for i, (ids, one) in enumerate(requests(512, 16))]
     answers = []
-    for ahead in (True, False):
+    for ahead, early in ((False, False), (True, False), (True, True)):
         engine = on_device(model, settings_for(device, num_pages=pages))
         if not ahead:
             monkeypatch.setattr(engine, "_prepare", lambda: None)
-        answers.append(serve(engine, asked))
-        assert (engine.stats().prepared_steps > 40) == ahead
+        answers.append(serve(engine, asked, go_on=early))
+        assert (engine.stats().prepared_steps > 20) == ahead
         engine.close()
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_aborted_while_a_step_is_under_way(device, models, answers, by_decoder):
+    """Steps that were launched early write to pages that are given back meanwhile and go to others."""
+    model = load_model(models["experts"], rules=by_decoder, device=device)
+    engine = on_device(model, settings_for(device, num_pages=40))
+    asked = requests(512, 16)
+    for again in range(3):
+        for i in range(6):
+            engine.add(f"aborted{i}", asked[i][0], replace(asked[i][1], max_tokens=40))
+        for _ in range(4 + again):
+            engine.step(lambda: True)
+        for i in range(6):
+            engine.abort(f"aborted{i}")
+        assert serve(engine, asked, go_on=True) == answers("experts")
+    engine.close()
 
 
 @pytest.mark.gpu
