@@ -24,6 +24,7 @@ _COUNTERS = (
     ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("steps", "steps", "Steps of the engine."),
     ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
+    ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU was at the one before."),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device had no memory for them."),
     ("expert_moves", "expert_moves", "Experts that came into GPU memory for others."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),
