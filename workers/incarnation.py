@@ -100,16 +100,16 @@ class Incarnation:
         while not self._draining.is_set():
             await self._let_go()
             free, interactive = self._room()
-            claims = await self._lease.claim(free, interactive) if interactive > 0 else []
-            if claims:
-                await self._take(claims)
-                continue
-            events: list[Coroutine[Any, Any, Any]] = []
-            if interactive > 0:
-                events.append(self._lease.wait_for_work(IDLE_SECONDS, interactive_only=free == 0))
-            if free == 0:
-                events.append(self._rows_freed.wait())
-            await self._until_drain(*events)
+            claims = await self._lease.claim(free, interactive, wait=True) if interactive > 0 else []
+            if not claims:
+                events: list[Coroutine[Any, Any, Any]] = []
+                if interactive > 0:
+                    events.append(self._lease.wait_for_work(IDLE_SECONDS, interactive_only=free == 0))
+                if free == 0:
+                    events.append(self._rows_freed.wait())
+                claims = await self._until_drain(*events)
+            await self._take(claims)
+        await self._lease.release([claim.job_id for claim in await self._lease.claim(0)])  # given while it waited
         self._intake_over = True
         self._wake.set()
 
@@ -158,13 +158,12 @@ class Incarnation:
         self._admitted.append(job)
         self._wake.set()
 
-    async def _until_drain(self, *events: Coroutine[Any, Any, Any]) -> None:
-        """Wait for the first of the events, or for the drain."""
-        tasks = [asyncio.ensure_future(one) for one in (*events, self._draining.wait())]
+    async def _until_drain(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
+        """Wait for the first of the events, or for the drain; the job that the lease was given meanwhile."""
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in (*events, self._draining.wait())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            return next((given for task in done if isinstance(given := task.result(), list)), [])
         finally:
             for task in tasks:
                 task.cancel()

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import uvloop
+
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, load_config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
@@ -37,7 +39,8 @@ def run(config: Config, progress: Progress | None = None, captured: Progress | N
 def serve(config: Config, built: Built) -> int:
     """The same with a model that is loaded, perhaps by the process that this one was forked from."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    return asyncio.run(_serve(config, built))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, built))
 
 
 async def _serve(config: Config, built: Built) -> int:

@@ -1,8 +1,8 @@
 """ktqueue: the broker as a worker uses it, with an engine that does nothing: what the queue itself costs.
 
 The worker registers a lease, beats, claims as many jobs as it has room for, ends each with one event, and commits while
-it claims the next ones, by the worker's own outbox; like every worker it reaps. The client runs under uvloop, as our
-gateway does, the worker does not, as ours do not.
+it claims the next ones, by the worker's own outbox; like every worker it reaps. Both run under uvloop, as our gateway
+and our workers do.
 """
 
 import asyncio
@@ -67,9 +67,8 @@ async def work(settings: Settings, told: Told, ready: Callable[[], None]) -> Non
         group.create_task(outbox.run())
         ready()
         while True:
-            claims = await lease.claim(settings.slots)
+            claims = await lease.claim(settings.slots, wait=True) or await lease.wait_for_work(IDLE_SECONDS)
             if not claims:
-                await lease.wait_for_work(IDLE_SECONDS)
                 continue
             for claim in claims:
                 told.tell(int(claim.request.user or 0))
@@ -96,4 +95,4 @@ async def _beat(lease: Lease, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(open_client, work)
+    main(open_client, work, fast_worker=True)

@@ -29,10 +29,10 @@ class Mail:
 
 
 class Mailbox:
-    """Messages of one channel for one reader, at most `max_bytes` of them."""
+    """Messages of some channels for one reader, at most `max_bytes` of them."""
 
-    def __init__(self, channel: str, max_bytes: int) -> None:
-        self.channel = channel
+    def __init__(self, channels: tuple[str, ...], max_bytes: int) -> None:
+        self.channels = channels
         self._max_bytes = max_bytes
         self._messages: deque[bytes] = deque()
         self._bytes = 0
@@ -88,24 +88,24 @@ class Hub:
         self._heard = False  # since the hub looked last
         self._fault = ""  # why the connection was lost last
 
-    async def subscribe(self, channel: str, *, max_bytes: int, seconds: float) -> Mailbox:
+    async def subscribe(self, *channels: str, max_bytes: int, seconds: float) -> Mailbox:
         """A mailbox that misses nothing from now on: the server has acknowledged.
 
         Raises Unavailable when that takes longer than `seconds`.
         """
-        topic = self._topics.get(channel)
-        if topic is None:
-            topic = self._topics[channel] = _Topic()
-        mailbox = Mailbox(channel, max_bytes)
-        first = not topic.mailboxes
-        topic.mailboxes.add(mailbox)
+        mailbox = Mailbox(channels, max_bytes)
+        topics = {channel: self._topics.setdefault(channel, _Topic()) for channel in channels}
+        new = [channel for channel, topic in topics.items() if not topic.mailboxes]
+        for topic in topics.values():
+            topic.mailboxes.add(mailbox)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="ktqueue-hub")
         try:
-            if first:
-                await self._send_subscribe(channel, topic)
+            for channel in new:
+                await self._send_subscribe(channel, topics[channel])
             async with asyncio.timeout(seconds):
-                await topic.ready.wait()
+                for topic in topics.values():
+                    await topic.ready.wait()
         except BaseException as error:
             await self.unsubscribe(mailbox)
             if isinstance(error, TimeoutError):
@@ -115,18 +115,19 @@ class Hub:
         return mailbox
 
     async def unsubscribe(self, mailbox: Mailbox) -> None:
-        """Give a mailbox back. The channel is left with its last reader."""
-        topic = self._topics.get(mailbox.channel)
-        if topic is None:
-            return
-        topic.mailboxes.discard(mailbox)
-        if not topic.mailboxes:
-            topic.ready.clear()
-            if self._subscriber is None:
-                del self._topics[mailbox.channel]
-            else:
-                with contextlib.suppress(Unavailable):  # a lost connection has no subscriptions
-                    await self._subscriber.send("UNSUBSCRIBE", mailbox.channel)
+        """Give a mailbox back. A channel is left with its last reader."""
+        for channel in mailbox.channels:
+            topic = self._topics.get(channel)
+            if topic is None:
+                continue
+            topic.mailboxes.discard(mailbox)
+            if not topic.mailboxes:
+                topic.ready.clear()
+                if self._subscriber is None:
+                    del self._topics[channel]
+                else:
+                    with contextlib.suppress(Unavailable):  # a lost connection has no subscriptions
+                        await self._subscriber.send("UNSUBSCRIBE", channel)
 
     async def close(self) -> None:
         """Drop the connection. Mailboxes get nothing more."""

@@ -5,10 +5,10 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
-from ktqueue.broker.limits import Cost, check_size, limit_error, limit_words, standing
+from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_error, limit_words, standing
 from ktqueue.broker.prefix import prefix_names
 from ktqueue.broker.scripts import Refused, Scripts
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
@@ -110,10 +110,11 @@ class Jobs:
         job_id = f"job-{secrets.token_hex(12)}" if job_id is None else _checked(job_id)
         stored, stored_body = request, body
         if request.sampling.seed is None:
-            stored = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+            stored = request.with_seed(secrets.randbits(63))
             stored_body = encode_request(stored)
-        cost = Cost.of(request)
+        cost = NO_COST
         if limits is not None:
+            cost = Cost.of(request)
             check_size(limits, cost, len(stored_body))
         cap = {
             JobClass.INTERACTIVE: self._config.max_queued_interactive,
@@ -145,15 +146,19 @@ class Jobs:
         if reply[0] == 0:
             return decode_job(reply[1].decode(), reply[2])
         created_at = int(reply[1]) / MICROSECONDS
+        worker = reply[2].decode() if isinstance(reply[2], bytes) else None
         return JobRecord(
             id=job_id,
-            state=JobState.QUEUED,
+            state=JobState.QUEUED if worker is None else JobState.RUNNING,
             model=request.model,
             job_class=request.job_class,
             tenant=tenant,
             created_at=created_at,
             deadline=None if request.expires_in is None else created_at + request.expires_in,
-            position=reply[2] + 1,
+            started_at=None if worker is None else created_at,
+            attempts=0 if worker is None else 1,
+            worker_id=worker,
+            position=reply[2] + 1 if worker is None else None,
             request=stored,
             standing=standing(limits, reply[3:]),
         )

@@ -17,10 +17,11 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
 | conversation:DIGEST      | string     | job id of its latest answer (JSON)            | idempotency_ttl           |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
-| worker:WORKER            | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
+| worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
+| parked:MODEL             | zset       | workers that wait for a job, by their claim   | a minute                  |
 | models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
 | tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
@@ -50,3 +51,7 @@ class Keys:
     def wake_channel(self, model: str) -> str:
         """Where a new job for the model is announced."""
         return f"{self.tag}:wake:{model}"
+
+    def worker_channel(self, worker_id: str) -> str:
+        """Where a worker that waits is told of the job that it has been given."""
+        return f"{self.tag}:worker:{worker_id}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OUTAGE_LEASES = 30  # a worker waits so many lease times for Redis to come back; the scripts bridge no longer gap
 MAX_EVENTS = 1_000  # in one script call; a longer commit is several
-WAKE_BYTES = 4_096
+MAILBOX_BYTES = 1 << 17  # a request that is handed over, and wake-ups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ class Lease:
         self._terminal = Terminal.of(broker.config)
         self._lease = microseconds(broker.config.lease_seconds)
         self._patience = OUTAGE_LEASES * broker.config.lease_seconds
-        self._claims = 0
+        self._claim = 0  # the number of the last one
+        self._answered = True  # it gave jobs: the next one has a new number
         self._steps = 0
         self._look_again: float | None = None  # when a job that was left to another worker is anybody's
         self._untold: set[str] = set()  # jobs to stop that the next commit tells of
@@ -73,7 +74,10 @@ class Lease:
         name = re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
         lease_id = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
         mailbox = await broker.hub.subscribe(
-            broker.keys.wake_channel(card.name), max_bytes=WAKE_BYTES, seconds=broker.config.operation_timeout
+            broker.keys.wake_channel(card.name),
+            broker.keys.worker_channel(lease_id),
+            max_bytes=MAILBOX_BYTES,
+            seconds=broker.config.operation_timeout,
         )
         lease = cls(broker, lease_id, card, mailbox)
         try:
@@ -95,29 +99,40 @@ class Lease:
         """Renew the lease and tell the worker's statistics; call it every quarter of the lease time."""
         await self._call("beat", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
 
-    async def claim(self, limit: int, interactive_limit: int = 0) -> list[Claim]:
+    async def claim(self, limit: int, interactive_limit: int = 0, *, wait: bool = False) -> list[Claim]:
         """Take waiting jobs of the model for `limit` free rows, a row for each choice.
 
         Interactive jobs may fill `interactive_limit` rows in all, where that is more: those that the engine then takes
         from batch jobs that run.
 
+        `wait`: where there is none, this lease may be given one as soon as it is submitted; `wait_for_work` returns
+        it, or the next claim, whatever its limits. The caller's free rows must not become fewer until then.
+
         A job whose record cannot be decoded (another version wrote it) fails here, alone. A claim that failed
-        half-way leaves jobs with this lease: LeaseLost, and they go elsewhere once it lapses.
+        half-way may leave jobs with this lease, which the next one returns.
         """
         config, terminal = self._broker.config, self._terminal
         async with self._claiming:
-            self._claims += 1
+            if self._answered:
+                self._claim += 1
+                self._answered = False
             jobs, again = await self._call(
                 "claim",
-                self._claims,
+                self._claim,
                 limit,
                 max(limit, interactive_limit),
                 config.batch_share,
                 terminal.expired,
                 terminal.job_ttl,
                 terminal.journal_ttl,
+                "1" if wait else "",
             )
-        self._look_again = None if again == 0 else time.monotonic() + again / MICROSECONDS
+            self._look_again = None if again == 0 else time.monotonic() + again / MICROSECONDS
+            claims = await self._readable(jobs)
+            self._answered = bool(jobs)
+        return claims
+
+    async def _readable(self, jobs: Iterable[Sequence[Any]]) -> list[Claim]:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
         for job_id, request, attempt, deadline, rank, entries in jobs:
@@ -173,18 +188,40 @@ class Lease:
         finally:
             await self._broker.hub.unsubscribe(self._mailbox)
 
-    async def wait_for_work(self, timeout: float, *, interactive_only: bool = False) -> None:  # noqa: ASYNC109
+    async def wait_for_work(
+        self,
+        timeout: float,  # noqa: ASYNC109
+        *,
+        interactive_only: bool = False,
+    ) -> list[Claim]:
         """Return when a job (an interactive one) was queued since the last call, or after `timeout` seconds.
 
-        Sooner where the last claim left a job to a worker that knows its prefix: for at most 20 ms.
+        Sooner where the last claim left a job to a worker that knows its prefix: for at most 20 ms. What it returns
+        is the job that this lease was given, if its last claim said that it would wait; else claim again.
         """
         end = time.monotonic() + timeout
         if self._look_again is not None:
             end = min(end, self._look_again)
         while (left := end - time.monotonic()) > 0:
             mail = await self._mailbox.take(left)
+            for message in mail.messages:
+                if (job := self._handed(message)) is not None:
+                    claims = await self._readable([job])
+                    self._answered = True
+                    return claims
             if mail.missed or JobClass.INTERACTIVE.encode() in mail.messages or not interactive_only:
-                return
+                break
+        return []
+
+    def _handed(self, message: bytes) -> Sequence[Any] | None:
+        """The job that `submit` gave to the last claim; None for a wake-up, and for what an earlier claim returned."""
+        head, line, request = message.partition(b"\n")
+        if not line:
+            return None
+        number, job_id, deadline, rank = head.split(b" ")
+        if int(number) != self._claim or self._answered:
+            return None
+        return job_id, request, 1, None if deadline == b"-" else deadline, rank, ()
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal

@@ -37,6 +37,9 @@ class Cost:
         return cls(prompt, prompt + request.sampling.n * (request.sampling.max_tokens or ASSUMED_TOKENS))
 
 
+NO_COST = Cost(0, 0)  # of a caller whose jobs are not counted
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """One of a tenant's rates: the most at once, what is left of it, and the seconds until all of it is."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.webhook import Webhook
@@ -16,6 +16,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 100  # either way
+
+_Slotted = TypeVar("_Slotted", "SamplingParams", "GenerationRequest")
 
 
 class JobClass(StrEnum):
@@ -179,3 +181,17 @@ class GenerationRequest:
             raise _refuse("webhook", self.webhook, "an object of url and events")
         if self.expires_in is not None:
             _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")
+
+    def with_seed(self, seed: int) -> "GenerationRequest":
+        """The same with a seed of 63 bits. What was valid is not looked at again: `replace` takes ten times as long."""
+        sampling, request = _copy(self.sampling), _copy(self)
+        object.__setattr__(sampling, "seed", seed)
+        object.__setattr__(request, "sampling", sampling)
+        return request
+
+
+def _copy(one: _Slotted) -> _Slotted:
+    twin = object.__new__(type(one))
+    for name in type(one).__slots__:
+        object.__setattr__(twin, name, getattr(one, name))
+    return twin

@@ -6,7 +6,7 @@ from ktqueue.broker.hub import Mail, Mailbox
 
 
 async def test_messages_wait_in_order():
-    mailbox = Mailbox("c", 100)
+    mailbox = Mailbox(("c",), 100)
     for message in (b"a", b"b"):
         mailbox.put(message)
     assert await mailbox.take(0) == Mail((b"a", b"b"), False)
@@ -15,7 +15,7 @@ async def test_messages_wait_in_order():
 
 @pytest.mark.parametrize("fill", [b"x" * 11, b"x" * 6])
 async def test_an_overflow_drops_all_and_is_told_once(fill):
-    mailbox = Mailbox("c", 10)
+    mailbox = Mailbox(("c",), 10)
     mailbox.put(b"12345")
     mailbox.put(fill)
     assert await mailbox.take(0) == Mail((), True)
@@ -24,7 +24,7 @@ async def test_an_overflow_drops_all_and_is_told_once(fill):
 
 
 async def test_what_comes_after_an_overflow_is_kept():
-    mailbox = Mailbox("c", 10)
+    mailbox = Mailbox(("c",), 10)
     mailbox.put(b"123456")
     mailbox.put(b"123456")
     mailbox.put(b"7")

@@ -44,7 +44,8 @@ class Holder:
                 if loop.time() - beat > self.broker.config.lease_seconds / 4:
                     await lease.beat({})
                     beat = loop.time()
-                for claim in await lease.claim(16 - len(jobs)):
+                claims = await lease.claim(16 - len(jobs), wait=not jobs)
+                for claim in claims or ([] if jobs else await lease.wait_for_work(0.05)):
                     events = claim.events
                     jobs[claim.job_id] = [len(events), events[-1].text.split("<")[0] if events else ""]
                 dice = self.rng.random()
@@ -81,8 +82,6 @@ class Holder:
                         for job_id, (seq, parent) in late
                     ]
                 )
-                if not jobs:
-                    await lease.wait_for_work(0.05)
         finally:
             await self.broker.hub.unsubscribe(lease._mailbox)
 

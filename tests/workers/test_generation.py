@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -233,6 +234,27 @@ async def test_drain_finishes_what_runs(broker: Broker, start_worker: Any, finis
         await running.task
         assert (await broker.jobs.get(late.id)).state is JobState.QUEUED
         assert await broker.models.workers() == []
+
+
+async def test_a_job_that_comes_as_the_drain_begins_goes_back_at_once(
+    broker: Broker, start_worker: Any, finished: Any, redis_direct: str
+) -> None:
+    with redis.Redis.from_url(redis_direct) as raw:
+        async with start_worker(drain_seconds=10.0) as running:
+            long = await broker.jobs.submit(ask(max_tokens=480))
+            await claimed(broker, long.id)
+            record = f"{broker.keys.tag}:worker:{running.worker.lease_id}"
+            while raw.hget(record, "claimed") != b"":  # noqa: ASYNC110  # it has rows left and waits
+                await asyncio.sleep(0.002)
+            running.worker.drain()
+            late = await broker.jobs.submit(ask())  # reaches the server before the worker's last claim
+            while (await broker.jobs.get(late.id)).state is JobState.RUNNING:
+                if await broker.journal.replay(late.id):
+                    break  # the worker saw it just before the drain
+                assert (await broker.jobs.get(long.id)).state is JobState.RUNNING
+            else:
+                assert (await broker.jobs.get(late.id)).attempts == 0
+            assert (await finished(long.id)).state is JobState.DONE
 
 
 async def test_drain_gives_the_rest_back_without_using_a_try(

@@ -9,7 +9,7 @@ local record = TAG .. 'worker:' .. worker
 local field = redis.call('HMGET', record, 'model', 'card')
 if not field[1] then return lease_lost(worker) end
 redis.call('ZADD', TAG .. 'leases', now + lease, worker)
-redis.call('HSET', record, 'stats', ARGV[3])
+redis.call('HSET', record, 'stats', ARGV[3], 'home', home_of(worker))
 redis.call('PEXPIRE', record, math.floor(lease * 30 / 1000))
 redis.call('PEXPIRE', TAG .. 'warm:' .. worker, math.floor(lease * 30 / 1000))
 redis.call('HSET', TAG .. 'models', field[1], field[2])

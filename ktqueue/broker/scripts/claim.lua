@@ -1,6 +1,6 @@
 -- A worker takes jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
---       expired event, job TTL in ms, journal TTL in ms.
+--       expired event, job TTL in ms, journal TTL in ms, 1 where the worker will wait if there is none, else ''.
 -- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id, request, attempt, deadline or false, place in the order of its class, journal entries}.
 -- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.
 -- A job takes a row for each of its choices; the last one may take more than are left, or it would never find its
@@ -8,11 +8,12 @@
 -- its rows are there.
 -- Among the first few of a class one that begins like a job that this worker has run goes first, and a job that came
 -- just now is left for a moment to a worker that has more of its prefix and rows for it.
--- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again.
+-- A worker that waits is parked: `submit` may give it one job as the answer to this claim, and tell it by its channel.
+-- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again, once
+-- there were some: those that `submit` gave too.
 local WINDOW = 16 -- waiting jobs of a class among which a warm one is sought
 local WORTH = 2000000 -- us of waiting that a warm prefix is worth: no job goes before one that came so much earlier
 local LEAVE = 20000 -- us for which a job is left to another worker
-local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local job_ttl, journal_ttl = ARGV[8], ARGV[9]
@@ -21,53 +22,36 @@ if not lease_lives(worker, now, lease) then return lease_lost(worker) end
 local record, running = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker
 local field = redis.call('HMGET', record, 'model', 'claim', 'claimed', 'slots')
 if not field[1] then return lease_lost(worker) end
-local warm = TAG .. 'warm:' .. worker
+local warm, parked = TAG .. 'warm:' .. worker, TAG .. 'parked:' .. field[1]
 local taken, again = {}, 0
 if field[2] == number then
   for id in string.gmatch(field[3], '%S+') do
     if redis.call('HEXISTS', running, id) == 1 then taken[#taken + 1] = id end
   end
-else
+end
+if #taken == 0 then
   local interactive, batch = TAG .. 'queue:interactive:' .. field[1], TAG .. 'queue:batch:' .. field[1]
   local slots = tonumber(field[4])
   local rows, late = 0, 0
   local knows = redis.call('EXISTS', warm) == 1
-  local learnt = false
+  local learnt = {}
   local lists, jobs, others = {}, {}, nil
 
   local function look_up(id)
     if not jobs[id] then
       local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account')
-      local names = {}
-      for name in string.gmatch(at[3] or '', '%w+') do names[#names + 1] = name end
       jobs[id] = {
-        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names, order = tonumber(at[4]),
-        tenant = at[5], account = at[6],
+        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names_of(at[3]),
+        order = tonumber(at[4]), tenant = at[5], account = at[6],
       }
     end
     return jobs[id]
   end
 
-  -- How many of a prefix's names are warm in a worker, the longest counted.
-  local function shared(key, names)
-    for i = #names, 1, -1 do
-      if redis.call('ZSCORE', key, names[i]) then return i end
-    end
-    return 0
-  end
-
   -- Whether a living worker with rows for it has more of the job's prefix.
   local function leave(job, own)
     if #job.names <= own or now - job.order >= LEAVE then return false end
-    if not others then
-      others = {}
-      for _, other in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
-        local at = redis.call('HMGET', TAG .. 'worker:' .. other, 'model', 'idle')
-        if other ~= worker and at[1] == field[1] and tonumber(at[2] or 0) >= 1 then
-          others[#others + 1] = TAG .. 'warm:' .. other
-        end
-      end
-    end
+    others = others or warm_elsewhere(field[1], worker, now)
     for _, key in ipairs(others) do
       if shared(key, job.names) > own then
         again = math.max(again, LEAVE - (now - job.order))
@@ -129,20 +113,20 @@ else
       redis.call('HSET', running, id, tail_of(id))
       taken[#taken + 1] = id
       list[place] = false
-      for _, name in ipairs(look_up(id).names) do
-        redis.call('ZADD', warm, now, name)
-        learnt = true
-      end
+      for _, name in ipairs(look_up(id).names) do learnt[#learnt + 1] = name end
       if rows < free then slots = slots + 1 end
       rows = rows + needed
     end
   end
-  if learnt then
-    redis.call('ZREMRANGEBYRANK', warm, 0, -MAX_WARM - 1)
-    redis.call('PEXPIRE', warm, math.floor(lease * 30 / 1000))
-  end
+  if #learnt > 0 then learn(worker, learnt, now) end
   redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots,
     'idle', math.max(0, free - rows))
+  if #taken == 0 and free > 0 and ARGV[10] ~= '' then
+    redis.call('ZADD', parked, now, worker)
+    redis.call('PEXPIRE', parked, MINUTE / 1000)
+  else
+    redis.call('ZREM', parked, worker)
+  end
 end
 local reply = {}
 for _, id in ipairs(taken) do

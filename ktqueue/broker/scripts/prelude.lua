@@ -6,6 +6,7 @@ local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept in the listing
 local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
 local MINUTE = 60000000
+local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 
 local function now_us()
   local time = redis.call('TIME')
@@ -114,6 +115,60 @@ local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, jo
   count_waiting(id, 1, field[8], field[9])
   redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3] + (field[7] or 0), id)
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
+end
+
+-- How many of a prefix's names are warm in a worker, the longest counted.
+local function shared(warm, names)
+  for i = #names, 1, -1 do
+    if redis.call('ZSCORE', warm, names[i]) then return i end
+  end
+  return 0
+end
+
+-- What is warm in the living workers of a model with rows to spare, but for one of them.
+local function warm_elsewhere(model, but, now)
+  local keys = {}
+  for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
+    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'idle')
+    if worker ~= but and at[1] == model and tonumber(at[2] or 0) >= 1 then keys[#keys + 1] = TAG .. 'warm:' .. worker end
+  end
+  return keys
+end
+
+local function names_of(prefix)
+  local names = {}
+  for name in string.gmatch(prefix or '', '%w+') do names[#names + 1] = name end
+  return names
+end
+
+-- A worker has jobs with these prefixes now.
+local function learn(worker, names, now)
+  local warm = TAG .. 'warm:' .. worker
+  for _, name in ipairs(names) do redis.call('ZADD', warm, now, name) end
+  redis.call('ZREMRANGEBYRANK', warm, 0, -MAX_WARM - 1)
+  redis.call('PEXPIRE', warm, MINUTE / 1000) -- each beat gives it as long as the worker's record has
+end
+
+-- A worker is gone, and all that is known of it.
+local function forget(worker)
+  local record = TAG .. 'worker:' .. worker
+  redis.call('ZREM', TAG .. 'leases', worker)
+  redis.call('ZREM', TAG .. 'parked:' .. (redis.call('HGET', record, 'model') or ''), worker)
+  redis.call('DEL', record, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker, TAG .. 'warm:' .. worker)
+end
+
+-- The server's name for itself, another one after each start; '' if the user of `broker.url` may not ask.
+local function run_id()
+  local facts = redis.pcall('INFO', 'server')
+  return type(facts) == 'string' and string.match(facts, 'run_id:(%w+)') or ''
+end
+
+-- Where a worker is connected: this server's run id if its subscription is here; '' where it is not, or if the user of
+-- `broker.url` may not ask.
+local function home_of(worker)
+  local heard = redis.pcall('PUBSUB', 'NUMSUB', TAG .. 'worker:' .. worker)
+  if heard.err or heard[2] == 0 then return '' end
+  return run_id()
 end
 
 -- `tick` is the last time that anybody beat or reaped. A long gap means that the server or all of us were away,

@@ -1,22 +1,29 @@
 -- The housekeeping that anybody may do, and everybody does.
 -- ARGV: lease in us, most tries, cancelled event, expired event, poison event, job TTL in ms, journal TTL in ms.
 -- Replies {jobs taken from dead workers, jobs expired}.
+-- A worker is dead when its lease has lapsed, or when it has let a beat pass and the connection that it had when it beat
+-- last is closed, although this server has been there all the time: that is how the death of a process looks from here.
 -- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
 -- it began gets one more lease time; at most 256 deadlines a call.
+local SILENCE = 0.375 -- leases without a beat, of which there are four in each
 local lease, max_attempts = tonumber(ARGV[1]), tonumber(ARGV[2])
 local events = { cancelled = ARGV[3], expired = ARGV[4], poison = ARGV[5] }
 local now = now_us()
 tick(now, lease)
 local orphans, expired = 0, 0
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', digits(now), digits(now + lease * (1 - SILENCE)))) do
+  local home = redis.call('HGET', TAG .. 'worker:' .. worker, 'home')
+  if home and home ~= '' and home_of(worker) == '' and run_id() == home then
+    redis.call('ZADD', TAG .. 'leases', 'XX', now, worker)
+  end
+end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', digits(now))) do
   local running = redis.call('HGETALL', TAG .. 'running:' .. worker)
   for i = 1, #running, 2 do
     give_back(running[i], tonumber(running[i + 1]), now, false, max_attempts, events, ARGV[6], ARGV[7])
     orphans = orphans + 1
   end
-  redis.call('ZREM', TAG .. 'leases', worker)
-  redis.call('DEL', TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker,
-    TAG .. 'warm:' .. worker)
+  forget(worker)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digits(now), 'LIMIT', 0, 256)) do
   local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')

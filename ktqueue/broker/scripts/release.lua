@@ -16,8 +16,5 @@ for _, id in ipairs(ids) do
     give_back(id, tonumber(tail), now, true, 0, events, ARGV[6], ARGV[7])
   end
 end
-if ARGV[3] == '1' then
-  redis.call('ZREM', TAG .. 'leases', worker)
-  redis.call('DEL', TAG .. 'worker:' .. worker, running, TAG .. 'cancels:' .. worker, TAG .. 'warm:' .. worker)
-end
+if ARGV[3] == '1' then forget(worker) end
 return 1

@@ -5,11 +5,17 @@
 --       jobs are not counted) or nine numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
 --       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve;
 --       1 where a webhook is to be called at the end, else ''; names of the prompt's prefixes, the shortest first.
--- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job,
--- {0, id, job} for one that is already there.
+-- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job, {0, id,
+-- job} for one that is already there. In place of the place: the worker that has it at once.
 -- Refuses with QUEUE_BYTES and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs end).
+-- Where nothing waits and a parked worker has rows, the job is its own at once, as if its claim had found it, and comes
+-- to it by its channel: `CLAIM ID DEADLINE PLACE`, a line's end, the request. A message that is lost does no harm: the
+-- worker asks again under the same claim number.
 -- Promises: the same id or idempotency key never makes a second job, nor counts twice; another request under it is
 -- CONFLICT.
+local PARKED = 1000000 -- us after which a worker that says nothing is no longer taken for one that waits
+local MAX_PARKED = 16 -- of them are looked at
+local MAX_HANDED = 65536 -- bytes of a request in a message
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
 local now = now_us()
 local known = id
@@ -81,24 +87,69 @@ end
 local order = now
 local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
 if #newest > 0 and tonumber(newest[2]) >= order then order = tonumber(newest[2]) + 1 end
-local job = TAG .. 'job:' .. id
-redis.call('HSET', job, 'state', 'queued', 'model', model, 'class', class, 'tenant', ARGV[4], 'request', ARGV[5],
-  'hash', hash, 'order', digits(order), 'attempts', 0)
+local job, names, rows = TAG .. 'job:' .. id, names_of(ARGV[16]), tonumber(ARGV[12])
+local deadline = ARGV[7] ~= '' and now + ARGV[7]
+
+-- The parked worker that has most of the prefix in its cache, of these the one with most free rows; nil where there is
+-- none, or one that is not parked has more of the prefix. And its claim, its free rows, and how many it has filled.
+-- A claim that has its answer is not given another one. A batch job goes before no interactive one.
+local function find_taker()
+  if waiting > 0 or #ARGV[5] > MAX_HANDED then return end
+  local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, '+inf', 'LIMIT', 0, MAX_PARKED)
+  local best, most, field = nil, -1, nil
+  for _, worker in ipairs(parked) do
+    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed')
+    if at[1] and at[4] == '' and tonumber(at[2]) >= rows then
+      local own = shared(TAG .. 'warm:' .. worker, names)
+      if own > most or (own == most and tonumber(at[2]) > tonumber(field[2])) then best, most, field = worker, own, at end
+    end
+  end
+  if not best then return end
+  if class == 'batch' and redis.call('EXISTS', TAG .. 'queue:interactive:' .. model) == 1 then return end
+  if most < #names then
+    for _, warm in ipairs(warm_elsewhere(model, best, now)) do
+      if shared(warm, names) > most then return end
+    end
+  end
+  return best, field
+end
+
+local taker, its = find_taker()
+redis.call('HSET', job, 'state', taker and 'running' or 'queued', 'model', model, 'class', class, 'tenant', ARGV[4],
+  'request', ARGV[5], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
+  unpack(taker and { 'worker', taker, 'started', digits(now) } or {}))
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
 if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
 if ARGV[16] ~= '' then redis.call('HSET', job, 'prefix', ARGV[16]) end
-if ARGV[12] ~= '1' then redis.call('HSET', job, 'rows', ARGV[12]) end
-if ARGV[7] ~= '' then
-  local deadline = now + ARGV[7]
+if rows ~= 1 then redis.call('HSET', job, 'rows', rows) end
+if deadline then
   redis.call('HSET', job, 'deadline', digits(deadline))
   redis.call('ZADD', TAG .. 'deadlines', deadline, id)
 end
 if idempotency ~= '' then
   redis.call('SET', TAG .. 'idempotency:' .. idempotency, hash .. ' ' .. id, 'PX', ARGV[9])
 end
-redis.call('ZADD', queue, order + ARGV[11], id)
 redis.call('ZADD', TAG .. 'live', order, id)
-count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
-redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
-return { 1, digits(order), redis.call('ZRANK', queue, id), requests_left, requests_reset, tokens_left, tokens_reset }
+
+-- Only now, since a server without memory refuses a script's first write, and no later one.
+if taker then
+  local head = table.concat({ its[1], id, deadline and digits(deadline) or '-', digits(order + ARGV[11]) }, ' ')
+  if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process is gone
+    redis.call('HSET', job, 'state', 'queued', 'attempts', 0)
+    redis.call('HDEL', job, 'worker', 'started')
+    taker = nil
+  end
+end
+local place = taker
+if taker then
+  redis.call('HSET', TAG .. 'running:' .. taker, id, 0)
+  redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', its[2] - rows, 'slots', its[3] + 1)
+  if #names > 0 then learn(taker, names, now) end
+else
+  redis.call('ZADD', queue, order + ARGV[11], id)
+  count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
+  place = redis.call('ZRANK', queue, id)
+  redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
+end
+return { 1, digits(order), place, requests_left, requests_reset, tokens_left, tokens_reset }

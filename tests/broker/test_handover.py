@@ -1,0 +1,227 @@
+"""A job that comes while a worker waits is the worker's at once, no other's, and is not lost with its message."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim, Lease
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.limits import TenantLimits
+from ktqueue.core.request import JobClass, SamplingParams
+
+BIG = "x" * 70_000  # more than a message may have
+WARM = "Once upon a time there was a queue. " * 100
+
+
+@pytest.fixture
+async def lease(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+@pytest.fixture
+async def other(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+async def given(lease) -> list[Claim]:
+    """What the worker is told of, while it waits."""
+    async with asyncio.timeout(10):
+        while not (claims := await lease.wait_for_work(10)):
+            pass  # woken for something else
+        return claims
+
+
+async def lose_messages(lease) -> None:
+    """Whatever was published to the worker is gone."""
+    while (await lease._mailbox.take(0.2)).messages:
+        pass
+
+
+async def test_a_worker_that_waits_is_given_the_job(broker, lease, other, make_request):
+    assert await lease.claim(4, wait=True) == []
+    record = await broker.jobs.submit(make_request(priority=3, expires_in=60))
+    assert (record.state, record.worker_id, record.position) == (JobState.RUNNING, lease.id, None)
+    assert await broker.jobs.get(record.id) == replace(record, standing=None)
+    (claim,) = await given(lease)
+    assert (claim.job_id, claim.request, claim.attempt, claim.events) == (record.id, record.request, 1, [])
+    assert claim.deadline == record.deadline
+    assert claim.rank == pytest.approx(record.created_at + 3 * broker.config.priority_seconds)
+    assert await other.claim(4) == await lease.claim(4) == []
+    await lease.commit([(record.id, TokenEvent(seq=1, text="a")), (record.id, TokenEvent(seq=2, state=JobState.DONE))])
+    assert (await broker.jobs.get(record.id)).state is JobState.DONE
+
+
+async def test_what_is_given_is_what_a_claim_gives(broker, lease, make_request):
+    request = make_request(expires_in=60, sampling=SamplingParams(seed=1, n=2), metadata={"a": "b"})
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(request)
+    (by_message,) = await given(lease)
+    await lease.release([record.id])
+    (by_claim,) = await lease.claim(4)
+    assert by_claim == by_message
+
+
+async def test_only_who_said_so_is_given_jobs(broker, lease, make_request):
+    assert await lease.claim(4) == []
+    assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
+
+
+async def test_one_job_for_one_claim(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    records = [await broker.jobs.submit(make_request()) for _ in range(3)]
+    assert [record.state for record in records] == [JobState.RUNNING, JobState.QUEUED, JobState.QUEUED]
+    (first,) = await given(lease)
+    rest = await lease.claim(3, wait=True)
+    assert [claim.job_id for claim in (first, *rest)] == [record.id for record in records]
+
+
+async def test_a_lost_message_costs_a_claim(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request())
+    await lose_messages(lease)
+    (claim,) = await lease.claim(4, wait=True)
+    assert (claim.job_id, claim.attempt) == (record.id, 1)
+    assert await lease.claim(4) == []
+
+
+async def test_a_message_after_the_claim_says_nothing_new(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request())
+    (claim,) = await lease.claim(4, wait=True)
+    assert claim.job_id == record.id
+    assert await lease.wait_for_work(10) == []  # its message, too late
+    assert await lease.claim(4, wait=True) == []
+    again = await broker.jobs.submit(make_request())
+    assert [one.job_id for one in await given(lease)] == [again.id]
+
+
+async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request(expires_in=0.001))
+    await lose_messages(lease)
+    while not (await broker.jobs.get(record.id)).state.terminal:
+        await broker.reaper().reap()
+    assert await lease.claim(4, wait=True) == []
+    later = await broker.jobs.submit(make_request())
+    assert (await broker.jobs.get(later.id)).worker_id == lease.id
+
+
+async def test_a_worker_that_is_gone_is_given_nothing(broker, config, lease, card, make_request):
+    async with await Broker.open(config) as elsewhere:
+        gone = await Lease.register(elsewhere, replace(card, max_num_seqs=64))
+        await gone.claim(64, wait=True)
+    record = await broker.jobs.submit(make_request())
+    assert record.state is JobState.QUEUED
+    assert [claim.job_id for claim in await lease.claim(4)] == [record.id]
+
+
+async def test_a_cut_connection_loses_no_job(broker, lease, raw, make_request):
+    got = []
+    for _ in range(10):
+        while claims := await lease.claim(4, wait=True):
+            got += claims
+        raw.client_kill_filter(_type="pubsub")
+        record = await broker.jobs.submit(make_request())
+        while record.id not in [claim.job_id for claim in got]:
+            got += await lease.wait_for_work(0.2) or await lease.claim(4, wait=True)
+    assert len(got) == 10
+
+
+async def test_a_worker_that_stands_still_is_given_nothing(broker, lease, raw, make_request):
+    await lease.claim(4, wait=True)
+    seconds, microseconds = raw.time()
+    raw.zadd(f"{broker.keys.tag}:parked:tale", {lease.id: (seconds - 1) * 1_000_000 + microseconds - 1})
+    assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
+
+
+@pytest.mark.parametrize("job_class", list(JobClass))
+async def test_nothing_goes_before_what_waits(broker, lease, make_request, job_class):
+    await lease.claim(4, wait=True)
+    big = await broker.jobs.submit(make_request(BIG))
+    small = await broker.jobs.submit(make_request(job_class=job_class))
+    assert (big.state, small.state) == (JobState.QUEUED, JobState.QUEUED)
+    claims = await lease.claim(4)
+    assert {claim.job_id for claim in claims} == {big.id, small.id}
+
+
+async def test_a_job_needs_its_rows(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    assert (await broker.jobs.submit(make_request(sampling=SamplingParams(n=5)))).state is JobState.QUEUED
+
+
+async def test_the_warmest_worker_then_the_idlest(broker, lease, other, make_request):
+    async def ran(worker, request, rows):
+        await worker.claim(rows, wait=True)
+        record = await broker.jobs.submit(request)
+        (claim,) = await given(worker)
+        await worker.commit([(claim.job_id, TokenEvent(seq=1, state=JobState.DONE))])
+        return record.worker_id
+
+    assert await ran(lease, make_request(WARM), 2) == lease.id
+    await lease.claim(2, wait=True)
+    await other.claim(8, wait=True)
+    assert (await broker.jobs.submit(make_request(WARM + "More."))).worker_id == lease.id
+    assert (await broker.jobs.submit(make_request())).worker_id == other.id
+    await given(lease)
+    await given(other)
+    await lease.claim(1, wait=True)
+    await other.claim(2, wait=True)
+    assert (await broker.jobs.submit(make_request())).worker_id == other.id
+
+
+async def test_a_cold_worker_is_not_given_what_a_warm_one_could_take(broker, lease, other, make_request):
+    await lease.claim(2, wait=True)
+    warm = await broker.jobs.submit(make_request(WARM))
+    await given(lease)  # it knows the prefix, has a row left and does not wait now
+    await other.claim(8, wait=True)
+    again = await broker.jobs.submit(make_request(WARM))
+    assert (warm.worker_id, again.state) == (lease.id, JobState.QUEUED)
+    assert [claim.job_id for claim in await lease.claim(1)] == [again.id]
+
+
+async def test_a_claim_for_no_row_ends_the_wait(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    assert await lease.claim(0) == []
+    assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
+    (claim,) = await lease.claim(1)
+    await lease.commit([(claim.job_id, TokenEvent(seq=1, state=JobState.DONE))])
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request())
+    assert [claim.job_id for claim in await lease.claim(0)] == [record.id]
+
+
+async def test_who_leaves_gives_back_what_it_was_given(broker, lease, other, make_request):
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request())
+    await lease.close()
+    back = await broker.jobs.get(record.id)
+    assert (back.state, back.attempts, back.worker_id) == (JobState.QUEUED, 0, None)
+    assert [claim.job_id for claim in await other.claim(4)] == [record.id]
+
+
+async def test_a_job_that_was_given_never_waited(broker, lease, raw, make_request):
+    await lease.claim(4, wait=True)
+    record = await broker.jobs.submit(make_request(), tenant="acme", limits=TenantLimits())
+    (load,) = await broker.jobs.tenant_loads(["acme"])
+    assert (load.live, load.queued, load.queued_bytes) == (1, 0, 0)
+    assert raw.exists(f"{broker.keys.tag}:waiting") == 0
+    await lease.release([record.id])
+    (load,) = await broker.jobs.tenant_loads(["acme"])
+    assert (load.live, load.queued) == (1, 1)
+
+
+async def test_a_submission_sent_twice_is_one_job(broker, lease, make_request):
+    await lease.claim(4, wait=True)
+    first = await broker.jobs.submit(make_request(), idempotency_key="k")
+    (claim,) = await given(lease)
+    await lease.claim(3, wait=True)
+    again = await broker.jobs.submit(make_request(), idempotency_key="k")
+    assert again.id == first.id == claim.job_id
+    assert again.state is JobState.RUNNING
+    assert await lease.claim(3) == []
