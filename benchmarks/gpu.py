@@ -55,7 +55,8 @@ def decode(built: Built, rows: int, rounds: int) -> dict[str, Any]:
     if before and after and after.tasks > before.tasks:
         figure["cpu_experts_gb_s"] = (after.bytes - before.bytes) / (after.busy_seconds - before.busy_seconds) / 1e9
         figure["dram_gb_s"] = machine.bandwidth()
-    return figure | {name: value for name, value in decoder.statistics().items() if name == "expert_hit_rate"}
+    told = ("expert_hit_rate", "expert_fetched_share")
+    return figure | {name: value for name, value in decoder.statistics().items() if name in told}
 
 
 def prefill(built: Built, tokens: int, rounds: int) -> dict[str, Any]:

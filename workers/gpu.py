@@ -94,7 +94,7 @@ class PreparedGpu:
 
 def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memory: DeviceMemory) -> PreparedGpu:
     """Make the model's device ready and divide its memory. Raises ConfigError naming the setting that does not fit."""
-    torch.set_float32_matmul_precision("highest")  # float32 is computed in float32, not in TF32
+    sum_exactly()
     planner = _planner(model, layout, config)
     weights = memory.taken()
     settings = GpuSettings(
@@ -135,6 +135,14 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         num_pages=config.num_pages,
     )
     return PreparedGpu(planner, plan, graphs)
+
+
+def sum_exactly() -> None:
+    """Let torch's matrix products on GPUs sum in float32, what they multiply float32 included: by default parts of long
+    sums are rounded to bfloat16 or float16 before they are added."""
+    torch.set_float32_matmul_precision("highest")  # not TF32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:

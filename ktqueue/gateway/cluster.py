@@ -15,6 +15,7 @@ _GAUGES = (
     ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),
     ("experts_on_gpu", "experts_on_gpu", "Routed experts in GPU memory."),
     ("expert_hit_rate", "expert_hit_rate", "Share of late uses of experts that found theirs in GPU memory, 0 to 1."),
+    ("expert_fetched_share", "expert_fetched_share", "Share of absent experts that come to short steps, 0 to 1."),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),

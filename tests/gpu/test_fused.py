@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from workers.gpu import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 ROWS = (1, 64, 2500)
 STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_worker() -> None:
+    sum_exactly()
 
 
 def same(ours: torch.Tensor, twin: torch.Tensor, rounded: torch.dtype | None = None, steps: int = 1) -> None:

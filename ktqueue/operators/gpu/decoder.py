@@ -99,7 +99,7 @@ class GpuDecoder(Operator):
         """
         if not self._layers:
             raise RuntimeError("GpuDecoder has no weights yet")
-        self._experts = ExpertMemory(self._routed, self.facts.hidden, self.device, settings)
+        self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
 
     @property
     def expert_layers_run(self) -> int:
@@ -124,8 +124,9 @@ class GpuDecoder(Operator):
         return self._experts.statistics if self._experts else None
 
     def statistics(self) -> dict[str, float]:
-        """What is to be watched: `experts`, `experts_on_gpu` and `expert_hit_rate` (where known) tell how things stand,
-        `expert_moves` and `expert_streamed_bytes` only grow."""
+        """What is to be watched: `experts`, `experts_on_gpu`, `expert_fetched_share` and `expert_hit_rate` (if known)
+        tell how things stand, `expert_moves` and `expert_streamed_bytes` only grow.
+        """
         told = self.expert_statistics
         if told is None:
             return {}
@@ -136,6 +137,7 @@ class GpuDecoder(Operator):
             "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._routed),
             "expert_moves": told.moves,
             "expert_streamed_bytes": told.streamed_bytes,
+            "expert_fetched_share": told.fetched_share,
         }
 
     def device_bytes(self) -> dict[str, int]:

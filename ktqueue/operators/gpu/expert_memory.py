@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.operators.gpu.expert_pool import ExpertPool, slots_that_fit
+from ktqueue.operators.gpu.fetch_probe import measure_share
+from ktqueue.operators.gpu.fetching import FetchedExperts, Fetcher
 from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.placement import Placement
@@ -20,7 +22,7 @@ from ktqueue.operators.gpu.streaming_steps import StreamingSteps
 class ExpertStatistics:
     """Since the start. on_gpu: experts that have a place in GPU memory, of `experts`; hit_rate: share of late uses that
     found theirs there, None: not known; moves: experts that came in for others; streamed_steps, streamed_bytes: what
-    long steps copied beside."""
+    long steps copied beside; fetched_share: of the experts that short steps use and the GPU has not, what comes."""
 
     experts: int
     on_gpu: int
@@ -28,10 +30,11 @@ class ExpertStatistics:
     moves: int
     streamed_steps: int
     streamed_bytes: int
+    fetched_share: float
 
 
 class ResidentExperts:
-    """ExpertPlaces of all steps that stream nothing: experts are where the pool has them."""
+    """ExpertPlaces of all steps to which no expert comes: they are where the pool has them."""
 
     def __init__(self, pool: ExpertPool, layers: list[RoutedLayer], placement: Placement | None) -> None:
         self.memory = pool.memory
@@ -49,6 +52,9 @@ class ResidentExperts:
         """See ExpertPlaces."""
         return None if self._placement is None else self._placement.counts[layer, : self._experts[layer]]
 
+    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
+        """It is known before."""
+
     def arrive(self, layer: int) -> None:
         """They are there."""
 
@@ -62,20 +68,24 @@ class ResidentExperts:
 class ExpertMemory:
     """For `layers`, those with routed experts; of none, all methods do nothing."""
 
-    def __init__(self, layers: list[RoutedLayer], hidden: int, device: str, settings: GpuSettings) -> None:
+    def __init__(
+        self, layers: list[RoutedLayer], hidden: int, dtype: torch.dtype, device: str, settings: GpuSettings
+    ) -> None:
         self._layers = layers
         slots = slots_that_fit(layers, settings.expert_memory_bytes)
         on_gpu, on_cpu = any(slots), slots != [layer.experts for layer in layers]
         streams = on_cpu and settings.expert_streaming != "off"
         self._copies = copies = CopyStream(device)
-        if streams or (on_gpu and on_cpu):
-            for layer in layers:
-                copies.pin(one for expert in range(layer.experts) for one in layer.packed.ranges(expert))
+        pinned = streams or (on_gpu and on_cpu)
+        for layer in layers if pinned else ():
+            pinned &= copies.pin(one for expert in range(layer.experts) for one in layer.packed.ranges(expert))
         self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._handoff: Handoff | None = None
         self._streaming: StreamingSteps | None = None
+        self._fetched: FetchedExperts | None = None
+        self._fetched_share = 0.0
         if on_cpu:
             most = max(layer.experts_per_token for layer in layers)
             self._handoff = Handoff(hidden, most, settings.max_tokens, device, method=settings.handoff)
@@ -88,6 +98,26 @@ class ExpertMemory:
             self._streaming = StreamingSteps(
                 streamer, costs, choice, self._handoff, layers=len(layers), least_tokens=settings.streaming_tokens
             )
+            if pinned:
+                self._fetched = self._fetch(hidden, dtype, settings)
+
+    def _fetch(self, hidden: int, dtype: torch.dtype, settings: GpuSettings) -> FetchedExperts | None:
+        """For short steps; None: nothing comes to them."""
+        fetcher, plain = (
+            Fetcher(self._layers, self._pool, self._copies),
+            ResidentExperts(self._pool, self._layers, None),
+        )
+
+        def step(share: float) -> StepExperts:
+            fetcher.share = share
+            where = FetchedExperts(fetcher, plain) if share > 0 else plain
+            return StepExperts(self._layers, where, self._handoff)
+
+        share = settings.fetched_share
+        if share is None:
+            share = measure_share(step, self._layers, hidden, dtype, self._copies.device, settings.max_tokens)
+        self._fetched_share = fetcher.share = share
+        return FetchedExperts(fetcher, self._resident) if share > 0 else None
 
     @property
     def bytes(self) -> int:
@@ -110,13 +140,14 @@ class ExpertMemory:
             moves=placement.moves if placement else 0,
             streamed_steps=streaming.steps if streaming else 0,
             streamed_bytes=streaming.bytes if streaming else 0,
+            fetched_share=self._fetched_share,
         )
 
     def step(self, tokens: int, scored: int, *, decode: bool) -> StepExperts:
         """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decode`: the
         step may be captured, so it has to be like all others."""
-        where: ExpertPlaces = self._resident
-        if self._streaming is not None and not decode:
+        where: ExpertPlaces = self._fetched or self._resident
+        if self._streaming is not None and self._streaming.takes(tokens) and not decode:
             where = self._streaming.begin(self._resident, tokens, scored)
         return StepExperts(self._layers, where, self._handoff)
 

@@ -58,12 +58,14 @@ class RoutedLayer:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the experts of one layer are. gate_up, down: [experts] int64, offset into the pool of the expert's record
-    for either kernel; -1: the CPU computes it. `on_gpu`, `on_cpu`: whether any may be there."""
+    for either kernel; -1: the CPU computes it. `on_gpu`, `on_cpu`: whether any may be there. `chosen`: they are known
+    before the router's choice; else `ExpertPlaces.choose` fills them in."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     on_gpu: bool = True
     on_cpu: bool = True
+    chosen: bool = True
 
 
 SharedExpert = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -82,6 +84,10 @@ class ExpertPlaces(Protocol):
 
     def counts(self, layer: int) -> torch.Tensor | None:
         """[experts] int32, to which uses are to be added; None: nobody wants to know."""
+
+    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
+        """ids [tokens, experts_per_token] int64 are what the layer's router has chosen. Where that was not known: say
+        where its experts are, and leave in `cpu_ids`, of that shape, what the CPU computes, -1 for others."""
 
     def arrive(self, layer: int) -> None:
         """Let the current stream wait until the layer's experts are in `memory`."""
@@ -128,12 +134,14 @@ class StepExperts:
             logits,
             layer.experts_per_token,
             renormalise=layer.renormalise,
-            on_gpu=places.gate_up if places.on_gpu else None,
+            on_gpu=places.gate_up if places.on_gpu and places.chosen else None,
             live_tokens=live_tokens,
             counts=where.counts(index),
             copies=(buffers.cpu_ids, buffers.weights) if buffers is not None else None,
         )
         if buffers is not None and self._handoff is not None:
+            if not places.chosen:
+                where.choose(index, routing.ids, buffers.cpu_ids)
             self._handoff.request(index, len(x))
         partials = None
         if places.on_gpu:

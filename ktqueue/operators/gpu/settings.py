@@ -13,8 +13,9 @@ class GpuSettings:
     """Given to `prepare_device` of a model before its first step.
 
     max_tokens: of a step. expert_memory_bytes: GPU memory for experts; what all of them need, or more: all go there.
-    expert_streaming: whether long steps copy experts to the GPU that do not live there; "auto": where it is faster.
-    streaming_tokens: a long step has at least so many.
+    expert_streaming: whether steps copy experts to the GPU that do not live there; "auto": where it is faster.
+    streaming_tokens: a long step has at least so many. fetched_share: of the experts that a short step uses and the GPU
+    has not, the part that comes to it, from 0 to 1; None: what is fastest here, by a measurement.
     """
 
     max_tokens: int
@@ -22,3 +23,4 @@ class GpuSettings:
     handoff: HandoffMethod = "auto"
     expert_streaming: Streaming = "auto"
     streaming_tokens: int = 64
+    fetched_share: float | None = None

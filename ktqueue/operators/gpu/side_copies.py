@@ -43,18 +43,23 @@ class CopyStream:
         self._driver = Driver.load() if on_gpu else None
         self._pinned: list[int] = []
 
-    def pin(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Pin host memory, (address, bytes) each, until `close`, so that copies from it make nobody wait. What cannot
-        be pinned stays as it is, with a warning."""
+    def pin(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Pin host memory, (address, bytes) each, until `close`, so that copies from it make nobody wait and kernels
+        can read it. What cannot be pinned stays as it is, with a warning and False."""
         if self._driver is None:
-            return
+            return True
         for address, size in joined(ranges):
             try:
                 self._driver.host_register(address, size)
             except RuntimeError as error:
                 logger.warning("%s of experts cannot be pinned, copies of them are slow: %s", format_bytes(size), error)
-                return
+                return False
             self._pinned.append(address)
+        return True
+
+    def device_address(self, address: int) -> int:
+        """How kernels name the byte at `address` of memory that is pinned."""
+        return address if self._driver is None else self._driver.device_address(address)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Copy each source, which must stay as it is until then, to its target. The host does not wait if the source

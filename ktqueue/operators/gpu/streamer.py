@@ -65,6 +65,7 @@ class Streamer:
         )
         if (self._plan.version, self._plan.counts) != (self._pool.version, counts):
             self._plan = self._make(counts)
+        self._copies.after(self._copies.here())  # short steps before may have fetched experts to the areas
         return StreamedExperts(self, resident, self._plan)
 
     def places(self, layer: int, on_cpu: bool) -> Places:
@@ -172,6 +173,9 @@ class StreamedExperts:
     def counts(self, layer: int) -> torch.Tensor | None:
         """See ExpertPlaces."""
         return self._resident.counts(layer)
+
+    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
+        """It is known before."""
 
     def arrive(self, layer: int) -> None:
         """See ExpertPlaces."""

@@ -24,7 +24,7 @@ class _Running:
 
 
 class StreamingSteps:
-    """Steps of `least_tokens` or more stream what `choice` says; what they teach goes to it and to its `costs`.
+    """Long steps, of `least_tokens` or more, stream what `choice` says; what they teach goes to it and to its `costs`.
 
     steps: that streamed. `clock`: in seconds.
     """
@@ -56,13 +56,14 @@ class StreamingSteps:
         """Copied so far."""
         return self._streamer.bytes_streamed
 
+    def takes(self, tokens: int) -> bool:
+        """Whether a step of so many is a long one."""
+        return tokens >= self._least
+
     def begin(self, resident: ExpertPlaces, tokens: int, scored: int) -> ExpertPlaces:
-        """Where a step of `tokens` finds its experts: `resident`, or a stream. `scored`: tokens of the last layer."""
-        self._running = None
-        if tokens < self._least:
-            return resident
+        """Where a long step finds its experts: `resident`, or a stream. `scored`: tokens of the last layer."""
         share = self._choice.share(tokens)
-        streamed = self._streamer.begin(resident, share, last_too=scored >= self._least) if share > 0 else None
+        streamed = self._streamer.begin(resident, share, last_too=self.takes(scored)) if share > 0 else None
         self.steps += streamed is not None
         busy = self._handoff.statistics.busy_seconds
         self._running = _Running(tokens, share, self._clock(), busy, streamed)

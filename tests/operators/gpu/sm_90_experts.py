@@ -1,11 +1,12 @@
-"""Compiles the kernels of experts with few tokens for an H200, as steps of 1 and of 64 rows launch them: see sm_90."""
+"""Compiles the kernels of experts with few tokens for an H200, as steps of 1 and of 64 rows launch them: see sm_90. And
+those that fetch experts."""
 
 import sys
 
 import torch
 from sm_90 import compiling
 
-from ktqueue.operators.gpu import triton_few
+from ktqueue.operators.gpu import triton_fetch, triton_few
 from ktqueue.operators.gpu.panels import ExpertRecord
 
 EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
@@ -21,8 +22,19 @@ def experts(tokens: int) -> None:
     triton_few.down(pool, offsets, ids, mid, pairs, weights, RECORD.down, RECORD.hidden, RECORD.down_start)
 
 
+def fetched(tokens: int, slots: int) -> None:
+    """Both launches."""
+    ids, sources = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(slots, 2, dtype=torch.int64)
+    offsets, addresses = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, 2, dtype=torch.int64)
+    triton_fetch.divide(ids, offsets, addresses, 0.3, 0, RECORD.bytes, offsets, sources, ids)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    triton_fetch.fetch(sources, torch.zeros(2, 2, dtype=torch.int64), 1 << 20, memory, 0, RECORD.bytes)
+
+
 if __name__ == "__main__":
     with compiling() as names:
         experts(1)
         experts(64)
+        fetched(1, 2)
+        fetched(64, 38)
     sys.stdout.write(" ".join(names))

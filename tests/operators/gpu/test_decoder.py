@@ -115,6 +115,23 @@ def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, ma
     assert (found.streamed_steps > 0) == (found.streamed_bytes > 0) == (streamed is not None and share < 1)
 
 
+@pytest.mark.parametrize("fetched", [0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
+def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, fetched, make_decoder):
+    model = make_model(family)
+    plain = make_decoder(model, quant, expert_streaming="off")
+    expected = fed(plain)
+    given = {"expert_streaming": "on", "fetched_share": fetched}
+    decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **given)
+    for _ in range(2):
+        assert_close(fed(decoder), expected, 1e-5)
+    short, all_of_it = decoder.handoff_statistics, plain.handoff_statistics
+    assert short.experts_used < (1 - share) * 2 * all_of_it.experts_used  # the CPU's part
+    assert (short.experts_used == 0) == (fetched == 1.0)
+    assert decoder.statistics()["expert_fetched_share"] == fetched
+
+
 @pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])
 def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypatch):
     seen = set()

@@ -153,4 +153,7 @@ def test_an_h200_takes_them(tmp_path):
     command = [sys.executable, script]
     done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_prepare_kernel", "_experts_kernel", "_experts_kernel"] * 2
+    assert (
+        done.stdout.split()
+        == ["_prepare_kernel", "_experts_kernel", "_experts_kernel"] * 2 + ["_divide_kernel", "_fetch_kernel"] * 2
+    )

@@ -57,7 +57,7 @@ def steps(parts: Any) -> StreamingSteps:
 
 
 def test_long_steps_stream_what_the_choice_says(parts, steps):
-    assert steps.begin(RESIDENT, 63, 63) is RESIDENT
+    assert [steps.takes(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
     assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
     assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
     assert isinstance(steps.begin(RESIDENT, 1000, 64), Step)
@@ -67,7 +67,8 @@ def test_long_steps_stream_what_the_choice_says(parts, steps):
 
 def test_the_choice_learns_what_long_steps_took_but_the_first(parts, steps):
     for tokens in (1000, 1000, 63, 64):
-        steps.begin(RESIDENT, tokens, 1)
+        if steps.takes(tokens):
+            steps.begin(RESIDENT, tokens, 1)
         parts.now += 0.25
         steps.after_step()
         parts.now += 1

@@ -1,0 +1,108 @@
+"""FetchedExperts: short steps bring a share of the experts that they use and the GPU has not, while the CPU computes
+the others.
+
+Long steps stream instead (streamer.py), whose staging memory this uses: no step does both, and they follow one another.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ktqueue.operators.gpu.expert_pool import ABSENT, ExpertPool
+from ktqueue.operators.gpu.fetched import divide, fetch, parts_of
+from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLayer
+from ktqueue.operators.gpu.side_copies import CopyStream
+
+
+class _Layer:
+    """How the experts of a layer lie in host memory. addresses: [experts, parts] int64; parts: [parts, 2] int64, start
+    and size in words; sizes: the same in bytes."""
+
+    def __init__(self, layer: RoutedLayer, copies: CopyStream) -> None:
+        ranges = [layer.packed.ranges(expert) for expert in range(layer.experts)]
+        self.sizes, addresses = parts_of(ranges[0], ranges)
+        seen = [[copies.device_address(one) for one in row] for row in addresses]
+        self.addresses = torch.tensor(seen, dtype=torch.int64, device=copies.device)
+        self.parts = torch.tensor(self.sizes, dtype=torch.int64, device=copies.device) // 8
+
+
+class Fetcher:
+    """For `layers` that `pool` holds in part, all of whose host memory is pinned. share: of the absent experts that a
+    step uses, from 0 to 1; to be set before steps are captured."""
+
+    def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
+        self.share = 0.0
+        self.memory = pool.memory
+        self._layers = layers
+        self._pool = pool
+        self._held = [_Layer(layer, copies) for layer in layers]
+        # One of each for all layers: a layer's are read before the next one's are written.
+        self._offsets = torch.full((pool.host.shape[1],), ABSENT, dtype=torch.int64, device=copies.device)
+        self._sources: dict[tuple[int, int], torch.Tensor] = {}  # by slots and parts
+
+    def places(self, layer: int) -> Places:
+        """Where `choose` says that the experts of a layer are."""
+        offsets = self._offsets[: self._layers[layer].experts]
+        return Places(offsets, offsets, chosen=False)
+
+    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
+        """Take experts from the CPU: see divide."""
+        divide(
+            ids,
+            self._pool.offsets[layer, : self._layers[layer].experts],
+            self._held[layer].addresses,
+            self.share,
+            self._pool.staging_start,
+            self._layers[layer].record.bytes,
+            offsets=self.places(layer).gate_up,
+            sources=self._to_come(layer, ids.numel()),
+            cpu_ids=cpu_ids,
+        )
+
+    def fetch(self, layer: int, pairs: int) -> None:
+        """Let them come, for a step of so many pairs."""
+        held, record = self._held[layer], self._layers[layer].record.bytes
+        sources = self._to_come(layer, pairs)
+        fetch(sources, held.parts, held.sizes, self.memory, self._pool.staging_start, record)
+
+    def _to_come(self, layer: int, pairs: int) -> torch.Tensor:
+        """[slots, parts]: as many as can come at most."""
+        absent = self._layers[layer].experts - self._pool.slots[layer]
+        slots = max(1, min(absent, int(self.share * min(pairs, absent) + 0.5)))
+        key = slots, len(self._held[layer].sizes)
+        if key not in self._sources:
+            self._sources[key] = torch.zeros(key, dtype=torch.int64, device=self.memory.device)
+        return self._sources[key]
+
+
+class FetchedExperts:
+    """ExpertPlaces of the steps that fetch. `resident`: of those that do not."""
+
+    def __init__(self, fetcher: Fetcher, resident: ExpertPlaces) -> None:
+        self.memory = fetcher.memory
+        self._fetcher = fetcher
+        self._resident = resident
+        self._pairs = 0
+
+    def places(self, layer: int) -> Places:
+        """See ExpertPlaces."""
+        return self._fetcher.places(layer)
+
+    def counts(self, layer: int) -> torch.Tensor | None:
+        """See ExpertPlaces."""
+        return self._resident.counts(layer)
+
+    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
+        """See ExpertPlaces."""
+        self._pairs = ids.numel()
+        self._fetcher.choose(layer, ids, cpu_ids)
+
+    def arrive(self, layer: int) -> None:
+        """See ExpertPlaces."""
+        self._fetcher.fetch(layer, self._pairs)
+
+    def leave(self, layer: int) -> None:
+        """What comes next to their place comes behind them on the same stream."""
+
+    def settle(self, layer: int) -> None:
+        """It is as for every other layer."""
