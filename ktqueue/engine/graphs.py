@@ -65,7 +65,7 @@ class GraphRunner:
                 self._graphs.insert(0, _Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
                 if progress is not None:
                     progress(done, len(buckets), "decode graphs")
-        self.graph_bytes = capturer.used() - before if buckets else 0
+        self.graph_bytes = max(0, capturer.used() - before) if buckets else 0  # something else may have been freed
         """Device memory that the captured steps hold."""
 
     def execute(self, batch: Batch) -> torch.Tensor:

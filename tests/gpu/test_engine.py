@@ -3,6 +3,7 @@
 Each test runs on CPU tensors too, where the kernels' twins compute and captured steps are called again.
 """
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -216,6 +217,7 @@ def test_few_pages_and_aborts_change_nothing(device, models, answers, by_decoder
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("rows", [1, 3, 12])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch):
@@ -315,6 +317,8 @@ def test_pages_fill_what_is_left_on_cuda():
 
 @pytest.mark.gpu
 def test_dense_weights_that_do_not_fit_are_told_on_cuda():
+    gc.collect()
+    torch.cuda.empty_cache()  # what other tests left would be enough
     free, _ = torch.cuda.mem_get_info()
     filler = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
     try:

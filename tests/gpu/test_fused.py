@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.fused import FEW_ROWS, add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 from workers.gpu import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -21,8 +21,11 @@ def as_in_a_worker() -> None:
     sum_exactly()
 
 
-def same(ours: torch.Tensor, twin: torch.Tensor, rounded: torch.dtype | None = None, steps: int = 1) -> None:
-    """Equal but for a last bit here and there: within `steps` rounding steps of a row's largest, most numbers exactly.
+def same(
+    ours: torch.Tensor, twin: torch.Tensor, rounded: torch.dtype | None = None, steps: int = 1, exactly: float = 0.97
+) -> None:
+    """Equal but for a last bit here and there: within `steps` rounding steps of a row's largest, and more than the part
+    `exactly` of the numbers with no difference.
 
     rounded: the type that numbers were rounded to before they were stored in a wider one.
     """
@@ -36,7 +39,7 @@ def same(ours: torch.Tensor, twin: torch.Tensor, rounded: torch.dtype | None = N
     a, b = a.nan_to_num(0), b.nan_to_num(0)
     assert ((a - b).abs() <= steps * STEPS[rounded] * b.abs().amax(-1, keepdim=True)).all()
     if rounded != torch.float32:
-        assert (a == b).float().mean() > 0.97
+        assert (a == b).float().mean() > exactly
 
 
 def on_gpu(x: Any) -> Any:
@@ -65,9 +68,10 @@ def check(
     *,
     copied: torch.dtype | None = None,
     steps: int = 1,
+    exactly: float = 0.97,
 ) -> None:
     """The kernel equals the twin: eager, then replayed in a graph captured on other numbers. copied: the type to which
-    numbers of `copy` were rounded; steps: see `same`."""
+    numbers of `copy` were rounded; steps, exactly: see `same`."""
     twin = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     eager = {name: on_gpu(x) for name, x in arguments.items()}
     ours = tensors(call(**eager), [eager[name] for name in written])
@@ -75,7 +79,7 @@ def check(
     assert len(ours) == len(expected) > 0
     rounded = [None] * (len(expected) - len(written)) + [copied if name == "copy" else None for name in written]
     for one, other, dtype in zip(ours, expected, rounded, strict=True):
-        same(one, other, dtype, steps)
+        same(one, other, dtype, steps, exactly)
 
     fixed = {name: on_gpu(x) for name, x in arguments.items()}
     floats = [x for x in fixed.values() if isinstance(x, torch.Tensor) and x.dtype in DTYPES]
@@ -92,7 +96,7 @@ def check(
     torch.cuda.synchronize()
     replayed = tensors(results, [fixed[name] for name in written])
     for one, other, dtype in zip(replayed, expected, rounded, strict=True):
-        same(one, other, dtype, steps)
+        same(one, other, dtype, steps, exactly)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,7 +219,10 @@ def test_few_rows_linear(tokens: int, outputs: int, columns: int, dtype: torch.d
     torch.manual_seed(tokens)
     weight = (torch.randn(outputs, columns) / columns**0.5).to(dtype)
     for bias in (None, torch.randn(outputs).to(dtype)):
-        check(few_rows_linear, {"x": torch.randn(tokens, columns).to(dtype), "weight": weight, "bias": bias})
+        # More rows are torch's product: tensor cores cut sums of many terms off where ours rounds them.
+        exactly = 0.97 if tokens <= FEW_ROWS else 0.5
+        given = {"x": torch.randn(tokens, columns).to(dtype), "weight": weight, "bias": bias}
+        check(few_rows_linear, given, exactly=exactly)
     x = torch.randn(tokens, columns).to(dtype)
     sums = few_rows_linear(x.cuda(), weight.cuda(), dtype=torch.float32)
     torch.testing.assert_close(sums.cpu(), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)

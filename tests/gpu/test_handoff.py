@@ -228,6 +228,7 @@ def test_a_task_that_nobody_waited_for(handoff, layers):
 
 
 def test_memory_of_this_process_is_pinned_and_released():
+    torch.zeros(1, device="cuda")  # before that torch calls nothing pinned
     driver = Driver.load()
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     driver.host_register(memory.data_ptr(), memory.nbytes)
