@@ -44,7 +44,8 @@ def divide(
     sources: torch.Tensor,
     cpu_ids: torch.Tensor,
 ) -> None:
-    """Choose `share` (from 0 to 1) of the experts that are used and not resident, those of lowest number.
+    """Choose `share` (from 0 to 1, rounded down to whole experts) of those that are used and not resident, the lowest
+    numbers first.
 
     ids [tokens, k] int64, negative: none; resident [experts] int64: offset of the expert's record, negative: absent;
     addresses [experts, parts] int64: in host memory; area: offset of the first fetched record, each of `record` bytes.
@@ -59,7 +60,7 @@ def divide(
         return
     used = torch.bincount(ids[ids >= 0], minlength=len(resident)) > 0
     absent = torch.where(used & (resident < 0))[0]
-    coming = absent[: min(int(share * len(absent) + 0.5), len(sources))]
+    coming = absent[: min(int(share * len(absent)), len(sources))]
     offsets.copy_(resident)
     offsets[coming] = area + record * torch.arange(len(coming))
     sources.zero_()

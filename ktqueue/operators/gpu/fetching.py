@@ -68,7 +68,7 @@ class Fetcher:
     def _to_come(self, layer: int, pairs: int) -> torch.Tensor:
         """[slots, parts]: as many as can come at most."""
         absent = self._layers[layer].experts - self._pool.slots[layer]
-        slots = max(1, min(absent, int(self.share * min(pairs, absent) + 0.5)))
+        slots = max(1, min(absent, int(self.share * min(pairs, absent))))
         key = slots, len(self._held[layer].sizes)
         if key not in self._sources:
             self._sources[key] = torch.zeros(key, dtype=torch.int64, device=self.memory.device)

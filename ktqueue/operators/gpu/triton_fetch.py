@@ -41,7 +41,7 @@ def _divide_kernel(
     here = tl.load(resident + expert, mask=expert < EXPERTS, other=0)
     absent = ((used > 0) & (here < 0)).to(tl.int32)
     slot = tl.cumsum(absent, 0) - absent
-    quota = tl.minimum((share * tl.sum(absent, 0).to(tl.float32) + 0.5).to(tl.int32), SLOTS)
+    quota = tl.minimum((share * tl.sum(absent, 0).to(tl.float32)).to(tl.int32), SLOTS)
     comes = (absent > 0) & (slot < quota)
     offset = tl.where(comes, area + slot.to(tl.int64) * record, here)
     tl.store(offsets_out + expert, offset, mask=expert < EXPERTS)
