@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "cpu_features.h"
 #include "kernel_table.h"
 #include "panel_format.h"
 #include "superblock_kernels.h"
@@ -20,8 +21,9 @@ namespace ktqueue {
 namespace {
 
 // Software prefetch, so far ahead: the hardware's own stops at each 4 KB page. Measured: 1.2 to 1.6 times at many
-// tokens, nothing lost at one.
-constexpr size_t kPrefetchBytes = 4096;
+// tokens, nothing lost at one. Where two threads share a core's few buffers for lines on their way to its first level, as
+// on the servers that have AMX, it goes to the second, and further ahead: 3 to 10 % more there, 5 % less on a Zen 5.
+constexpr size_t kPrefetchBytes = 4096, kPrefetchBytesFar = 8192;
 // Two panels are two streams, and what one fetches near its end is the other's beginning: they fetch the same place of
 // the next two panels instead, to the second-level cache, if that is not too far. All passes share in that: memory is
 // too slow for the first one alone.
@@ -38,11 +40,15 @@ struct Fetch {
     const uint8_t* next[Panels];
     size_t lines;
     bool once;  // by the first pass alone
+    bool near;  // to the first-level cache
 
     void step() {
         for (size_t i = 0; i < lines; ++i)
             for (const uint8_t*& one : next) {
-                __builtin_prefetch(one, 0, Panels == 1 ? 3 : 2);
+                if (near)
+                    __builtin_prefetch(one, 0, 3);
+                else
+                    __builtin_prefetch(one, 0, 2);
                 one += 64;
             }
     }
@@ -181,10 +187,13 @@ void dot_passes(const PanelTask& task) {
     constexpr size_t kLines = (slab_bytes(Format::kQuant) + 63) / 64;
     const size_t next = Panels * task.panel_stride;
     const size_t passes = (task.tokens + Most - 1) / Most;
-    const size_t distance = Panels > 1 && next <= kFarthestBytes ? next : kPrefetchBytes;
+    const bool near = Panels == 1 && !has_amx();
+    const size_t ahead = has_amx() ? kPrefetchBytesFar : kPrefetchBytes;
+    const size_t distance = Panels > 1 && next <= kFarthestBytes ? next : ahead;
     Fetch<Panels> fetch;
     for (size_t p = 0; p < Panels; ++p) fetch.next[p] = task.weights + p * task.panel_stride + distance;
-    fetch.once = distance == kPrefetchBytes;
+    fetch.once = distance == ahead;
+    fetch.near = near;
     fetch.lines = fetch.once ? kLines : (kLines + passes - 1) / passes;
     for_passes<Dot<Format, Panels>::template Pass, Most>(task, fetch);
 }
