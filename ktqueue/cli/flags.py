@@ -194,7 +194,7 @@ class EngineFlags:
         str | None,
         _option(
             "--expert-streaming",
-            say="Copy experts to the GPU for long steps: auto, on or off.",
+            say="Copy experts to the GPU for a step: auto, on or off.",
             default=_ENGINE.expert_streaming,
             panel="GPU",
         ),

@@ -108,7 +108,7 @@ class EngineConfig:
     attention_backend: str = "auto"  # auto | flashinfer | triton | torch: on a GPU
     cuda_graphs: bool = True
     handoff: str = "auto"  # auto | flags | host_functions | direct: routed tokens from the GPU to the CPU and back
-    expert_streaming: str = "auto"  # auto | on | off: long steps copy experts to the GPU
+    expert_streaming: str = "auto"  # auto | on | off: steps copy experts to the GPU
 
     def batch_floor(self, rows: int) -> int:
         """How many of so many rows interactive work takes from no batch job."""
