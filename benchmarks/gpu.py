@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--prefill", default="512,2048,8192", help="tokens of prompts that are read alone")
     parser.add_argument("--memory", default="4,8", help="GiB of GPU memory for experts: points of the curve")
     parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve")
+    parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
@@ -91,6 +92,7 @@ def main() -> None:
         enable_prefix_caching=False,
         max_num_seqs=max(rows),
         kv_cache_bytes=6 * GIB,
+        expert_streaming=given.expert_streaming,
     )
     result: dict[str, Any] = {"format": 1, "model": given.model}
 

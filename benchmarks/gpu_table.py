@@ -13,15 +13,16 @@ def make(result: dict[str, Any]) -> list[str]:
         f"{packages['torch']}, triton {packages['triton']}, FlashInfer {packages['flashinfer-python']}; commit "
         f"{machine['commit']}, {machine['taken']}. Prompts of 128 tokens, greedy. `{result['command']}`",
         "",
-        "All experts on the CPU. CPU: what the expert layers read a second, prompts included; probe: what all threads "
-        "read just after.",
+        "All experts on the CPU. Fetched: the share of a step's experts that come over the bus; CPU: what the expert "
+        "layers there read a second, prompts included; probe: what all threads read just after.",
         "",
-        "| rows | tok/s | step | fastest | host | CPU GB/s | probe |",
-        "|" + " ---: |" * 7,
+        "| rows | tok/s | step | fastest | host | fetched | CPU GB/s | probe |",
+        "|" + " ---: |" * 8,
     ]
     lines += [
         f"| {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | "
-        f"{one['fastest_step_ms']:.2f} ms | {one['host_share']:.1%} | {one['cpu_experts_gb_s']:.0f} | "
+        f"{one['fastest_step_ms']:.2f} ms | {one['host_share']:.1%} | {one['expert_fetched_share']:.0%} | "
+        f"{one['cpu_experts_gb_s']:.0f} | "
         f"{one['dram_gb_s']:.0f} |"
         for one in result["decode"]
     ]
@@ -39,3 +40,25 @@ def make(result: dict[str, Any]) -> list[str]:
             f"{one['step_ms']:.2f} ms | {hits} |"
         )
     return lines
+
+
+def served(result: dict[str, Any]) -> list[str]:
+    """The lines of a whole system's table."""
+    facts, machine = result["environment"], result["machine"]
+    lines = [
+        f"### {result['model']}, served",
+        f"Redis, gateway and one worker on {facts['gpu']['name']}, {facts['cpu']}, {facts['threads']} threads; commit "
+        f"{machine['commit']}, {machine['taken']}. All clients ask at once, for {result['tokens']} tokens after "
+        f"prompts of {result['prompt_tokens']}, experts on the CPU. Engine: given the same requests in one process; "
+        f"probe: what all threads read a second just after. `{result['command']}`",
+        "",
+        "| clients | tok/s | engine | of it | first token p50, p99 | between tokens | CPU's experts a layer | probe |",
+        "|" + " ---: |" * 8,
+    ]
+    return lines + [
+        f"| {one['clients']} | {one['tokens_per_second']:.1f} | {one['engine_alone']:.1f} | "
+        f"{one['share_of_engine']:.0%} | {one['first_token_p50_ms']:.0f}, {one['first_token_p99_ms']:.0f} ms | "
+        f"{one['between_tokens_p50_ms']:.1f}, {one['between_tokens_p99_ms']:.1f} ms | {one['distinct_experts']:.1f} | "
+        f"{one['bandwidth_gb_s']:.0f} GB/s |"
+        for one in result["figures"]
+    ]

@@ -35,6 +35,7 @@ def render() -> str:
         "cpu-*": cpu_table.make,
         "experts-*": experts_table.make,
         "gpu*": gpu_table.make,
+        "served-*": gpu_table.served,
         "accuracy": accuracy_tables.accuracy,
         "perplexity": accuracy_tables.perplexity,
         "system": _system,

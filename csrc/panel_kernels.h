@@ -22,7 +22,7 @@ namespace {
 
 // Software prefetch, so far ahead: the hardware's own stops at each 4 KB page. Measured: 1.2 to 1.6 times at many
 // tokens, nothing lost at one. Where two threads share a core's few buffers for lines on their way to its first level, as
-// on the servers that have AMX, it goes to the second, and further ahead: 3 to 10 % more there, 5 % less on a Zen 5.
+// on the servers that have AMX, it goes to the second, and further ahead (ADR 0012).
 constexpr size_t kPrefetchBytes = 4096, kPrefetchBytesFar = 8192;
 // Two panels are two streams, and what one fetches near its end is the other's beginning: they fetch the same place of
 // the next two panels instead, to the second-level cache, if that is not too far. All passes share in that: memory is

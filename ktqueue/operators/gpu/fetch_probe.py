@@ -1,5 +1,6 @@
 """Which share of the experts that a short step uses comes to the GPU fastest here, tried before the first step."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -8,6 +9,8 @@ import torch
 
 from ktqueue.operators.gpu.fused import add_rms_norm
 from ktqueue.operators.gpu.hybrid_experts import RoutedLayer, StepExperts
+
+logger = logging.getLogger(__name__)
 
 SHARES = (0.0, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5)
 TOKENS = (1, 8)
@@ -37,7 +40,10 @@ def measure_share(
         relative = [_relative_seconds(step, layers, hidden, dtype, device, tokens) for tokens in counts]
     together = {share: sum(one[share] for one in relative) / len(relative) for share in SHARES}
     best = min(together, key=together.__getitem__)
-    return best if together[best] < WORTH else 0.0
+    chosen = best if together[best] < WORTH else 0.0
+    told = ", ".join(f"{share:g}: {seconds:.2f}" for share, seconds in together.items())
+    logger.info("short steps fetch %g of the absent experts that they use; time by share: %s", chosen, told)
+    return chosen
 
 
 def _relative_seconds(
