@@ -68,6 +68,7 @@ async def test_what_is_given_is_what_a_claim_gives(broker, lease, make_request):
 
 
 async def test_only_who_said_so_is_given_jobs(broker, lease, make_request):
+    assert await lease.claim(4, wait=True) == []
     assert await lease.claim(4) == []
     assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
 
@@ -112,10 +113,12 @@ async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(broker, le
     assert (await broker.jobs.get(later.id)).worker_id == lease.id
 
 
-async def test_a_worker_that_is_gone_is_given_nothing(broker, config, lease, card, make_request):
+async def test_a_worker_that_is_gone_is_given_nothing(broker, config, lease, card, raw, make_request):
     async with await Broker.open(config) as elsewhere:
         gone = await Lease.register(elsewhere, replace(card, max_num_seqs=64))
         await gone.claim(64, wait=True)
+    while raw.pubsub_numsub(broker.keys.worker_channel(gone.id))[0][1]:
+        pass  # the server has not seen it yet
     record = await broker.jobs.submit(make_request())
     assert record.state is JobState.QUEUED
     assert [claim.job_id for claim in await lease.claim(4)] == [record.id]
