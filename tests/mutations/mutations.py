@@ -8,6 +8,7 @@ SCRIPTS = "ktqueue/broker/scripts"
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 LIMITS = "tests/broker/test_limits.py"
+HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
 
 
 @dataclass(frozen=True)
@@ -262,5 +263,40 @@ MUTATIONS: dict[str, Mutation] = {
             f"{LIMITS}::test_bytes_that_wait_have_a_limit",
             f"{LIMITS}::test_all_that_waits_has_a_limit_in_bytes",
         ),
+    ),
+    "a lost message loses its job": Mutation(
+        "a worker that missed the message of a job that it was given finds the job",
+        f"{SCRIPTS}/claim.lua",
+        "if #taken == 0 then\n",
+        "taken = {}\nif #taken == 0 then\n",
+        (f"{HANDOVER}::test_a_lost_message_costs_a_claim",),
+    ),
+    "a claim answered twice": Mutation(
+        "a message of an earlier claim gives no job again",
+        "ktqueue/broker/lease.py",
+        "if int(number) != self._claim or self._answered:",
+        "if False:",
+        (f"{HANDOVER}::test_a_message_after_the_claim_says_nothing_new",),
+    ),
+    "a job for nobody": Mutation(
+        "a job is given to no worker whose process is gone",
+        f"{SCRIPTS}/submit.lua",
+        "'\\n' .. ARGV[5]) == 0 then",
+        "'\\n' .. ARGV[5]) == -1 then",
+        (f"{HANDOVER}::test_a_worker_that_is_gone_is_given_nothing",),
+    ),
+    "a short lease for who stands still": Mutation(
+        "a worker that stands still keeps its lease to the end",
+        f"{SCRIPTS}/reap.lua",
+        "home_of(worker) == '' and",
+        "",
+        (f"{CLOSED}::test_a_process_that_stands_still_keeps_its_lease_to_the_end",),
+    ),
+    "dead because the server was away": Mutation(
+        "a connection that the server's own end closed says nothing of its worker",
+        f"{SCRIPTS}/reap.lua",
+        " and run_id() == home",
+        "",
+        (f"{CLOSED}::test_a_server_that_was_away_knows_of_no_connection",),
     ),
 }
