@@ -4,7 +4,8 @@
 
 What `ktqueue up` runs (private Redis with its append-only file, gateway, fork server, workers on the built-in model),
 clients over HTTP and a nemesis, all drawn from the seed. First every tale is told undisturbed; afterwards each job's
-journal, and what its readers saw over all their connections, is held against that. Exits with 1 where a promise broke.
+journal, and what its readers saw over all their connections, is held against that. Of each stream that was silent for
+too long over a kill it tells what happened meanwhile. Exits with 1 where a promise broke.
 """
 
 import argparse
@@ -14,28 +15,26 @@ import logging
 import sys
 import tempfile
 import time
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import redis.asyncio
 
-from benchmarks import machine
+from benchmarks import chaos_gaps, chaos_timeline, machine
 from benchmarks.chaos_crowd import Crowd
-from benchmarks.chaos_nemesis import PACE, UNSEEN_KILL, WORKER_DRAIN, WORKER_KILL, WORKER_STOP, Blow, HalfBlind, Nemesis
-from benchmarks.chaos_view import Told, View, tales
+from benchmarks.chaos_nemesis import PACE, UNSEEN_KILL, WORKER_KILL, HalfBlind, Nemesis
+from benchmarks.chaos_view import tales
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.request import JobClass
 
 REST_SECONDS = 60.0  # until every worker is back and idle after the last job
 LONGEST = 4  # times as long as planned, until there was a blow of each kind
-ON_THEIR_WAY_SECONDS = 0.3
+BEYOND_LEASE_SECONDS = 1.0  # how much longer than the lease a silence over a kill may last
 FAULTS = (
     "lost jobs", "unexpected jobs", "jobs without exactly one end", "duplicated tokens", "skipped tokens",
     "forked generations", "lost cancels", "late cancels", "keys left", "pages not given back",
@@ -86,6 +85,10 @@ async def chaos(plan: Plan) -> dict[str, Any]:
 
 
 async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClient) -> dict[str, Any]:
+    ears = chaos_timeline.Ears()
+    for name in chaos_timeline.HEARD:
+        logging.getLogger(name).addHandler(ears)
+        logging.getLogger(name).setLevel(logging.INFO)
     crowd = Crowd(http, broker, plan.seed, plan.shortest, plan.longest)
     await crowd.undisturbed(tales(plan.tales))
     began = time.monotonic()
@@ -110,6 +113,11 @@ async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClien
     faults["unexpected jobs"] += len(census.jobs - crowd.jobs.keys() - census.before)
     faults["pages not given back"] += 0 if await _until_idle(http, plan.workers) else 1
     faults["keys left"] += await census.left(plan.keep_seconds + REST_SECONDS, all_of_them=plan.until_empty)
+    told = list(crowd.jobs.values())
+    found = chaos_gaps.find(told, nemesis.blows)
+    allowed = plan.lease_seconds + BEYOND_LEASE_SECONDS
+    lines = chaos_timeline.timeline(Path(up.config.broker.state_dir), ears.lines, nemesis.blows)
+    too_long = [one for one in found if one.blow.kind in (WORKER_KILL, UNSEEN_KILL) and one.seconds > allowed]
     return {
         "what": "kill loop on the built-in model",
         "plan": {name: getattr(plan, name) for name in ("seed", "workers", "clients", "rows", "lease_seconds")},
@@ -122,7 +130,9 @@ async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClien
         "blows": dict(nemesis.counts),
         "worker_deaths": sum(worker.deaths for worker in up.workers),
         "jobs_hit": len({job for blow in nemesis.blows for job in blow.jobs}),
-        "gaps": gaps(list(crowd.jobs.values()), nemesis.blows),
+        "gaps": {**chaos_gaps.spreads(found), "longest of all": chaos_gaps.longest(told)},
+        "gap_margin_s": BEYOND_LEASE_SECONDS,
+        "gaps_too_long": [chaos_gaps.explain(one, lines) for one in too_long],
         "faults": {name: faults[name] for name in (*FAULTS, *sorted(faults.keys() - set(FAULTS)))},
         "load_average": machine.load_average(),
     }
@@ -181,58 +191,6 @@ async def _until_idle(http: httpx.AsyncClient, workers: int) -> bool:
     return False
 
 
-def gaps(jobs: Sequence[Told], blows: Sequence[Blow]) -> dict[str, Any]:
-    """Seconds without an event around a blow to the job, where the reader was there meanwhile.
-
-    By kind of blow: those in whose time nothing else was done to Redis, the gateway, the fork server or the job; and
-    the longest one of all, whatever was done.
-    """
-    views = {told.job_id: told.view for told in jobs if told.view is not None and told.view.times}
-    alone: dict[str, list[float]] = {WORKER_KILL: [], UNSEEN_KILL: [], WORKER_STOP: [], WORKER_DRAIN: []}
-    for blow in blows:
-        for job in blow.jobs & views.keys():
-            gap = _gap(views[job], blow.at)
-            if gap is None:
-                continue
-            first, last = gap
-            others = (one for one in blows if one is not blow and first - 1.0 <= one.at <= last)
-            if not any(job in one.jobs or one.kind not in alone for one in others):
-                alone[blow.kind].append(last - first)
-    longest = [
-        after - before
-        for view in views.values()
-        for (before, one), (after, other) in pairwise(zip(view.times, view.connection, strict=True))
-        if one == other
-    ]
-    return {
-        **{kind: _spread(values) for kind, values in alone.items()},
-        "longest of all": max(longest, default=0.0),
-    }
-
-
-def _gap(view: View, at: float) -> tuple[float, float] | None:
-    """When the longest silence about a moment began and ended; events of before it may be on their way for a while."""
-    first, last = bisect_right(view.times, at), bisect_right(view.times, at + ON_THEIR_WAY_SECONDS)
-    found = None
-    for i in range(max(1, first), min(last + 1, len(view.times))):
-        before, after = view.times[i - 1], view.times[i]
-        if view.connection[i - 1] == view.connection[i] and (found is None or after - before > found[1] - found[0]):
-            found = (before, after)
-    return found
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    if not ordered:
-        return {"count": 0}
-    return {
-        "count": len(ordered),
-        "p50_s": ordered[len(ordered) // 2],
-        "p99_s": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "max_s": ordered[-1],
-    }
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -248,9 +206,14 @@ def main() -> None:
     plan = Plan(seconds=60 * given.minutes, seed=given.seed, workers=given.workers, clients=given.clients)
     told = asyncio.run(chaos(plan))
     for name, value in told.items():
-        sys.stdout.write(f"{name}: {value}\n")
+        if name != "gaps_too_long":
+            sys.stdout.write(f"{name}: {value}\n")
+    for gap in told["gaps_too_long"]:
+        what = f"{gap['class']} {gap['job']} was silent for {gap['seconds']:.2f} s over a {gap['over']}"
+        sys.stdout.write("\n  ".join((f"{what} at {gap['at']:+.3f}", *gap["meanwhile"])) + "\n")
     write((given.results or RESULTS) / "chaos.json", told, "chaos")
-    sys.exit(any(told["faults"].values()))
+    late = any(gap["class"] == JobClass.INTERACTIVE for gap in told["gaps_too_long"])
+    sys.exit(late or any(told["faults"].values()))
 
 
 if __name__ == "__main__":

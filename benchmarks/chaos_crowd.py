@@ -80,7 +80,7 @@ class Crowd:
             job_class = draw.choice(["interactive", "interactive", "batch"])
             job_id = await self._submit(tale.body(tokens, job_class), f"{self._seed}-{number}-{turn}")
             turn += 1
-            told = self.jobs[job_id] = Told(job_id, tale, tokens)
+            told = self.jobs[job_id] = Told(job_id, tale, tokens, job_class)
             self.habits[habit] += 1
             try:
                 await getattr(self, f"_{habit.replace(' ', '_')}")(told, draw)

@@ -15,6 +15,7 @@ import redis
 import redis.asyncio
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.models import WorkerInfo
 from ktqueue.core.errors import Unavailable
 from workers.child import Child
 from workers.supervise import Supervisor
@@ -36,6 +37,7 @@ class Blow:
     kind: str
     at: float
     jobs: frozenset[str] = field(default=frozenset())
+    pid: int | None = None
 
 
 class HalfBlind(Supervisor):
@@ -59,6 +61,7 @@ class Nemesis:
         self._seed = seed
         self._pace = pace
         self._stopped: set[int] = set()
+        self._dead: set[int] = set()  # killed, which their supervisor may not know yet
         self.blows: list[Blow] = []
 
     @property
@@ -94,7 +97,7 @@ class Nemesis:
 
     async def _kill(self, kind: str, pid: int | None) -> None:
         if pid is not None:
-            self.blows.append(Blow(kind, time.monotonic()))
+            self.blows.append(Blow(kind, time.monotonic(), pid=pid))
             _send(pid, signal.SIGKILL)
 
     async def _kill_gateway(self, draw: random.Random) -> None:
@@ -105,40 +108,45 @@ class Nemesis:
                     await self._kill(GATEWAY_KILL, self._up.gateway.pid)
 
     async def _signal_worker(self, draw: random.Random, kind: str, number: signal.Signals) -> None:
-        victim = await self._at_work(draw)
-        if victim is not None:
-            worker, jobs = victim
-            if kind == UNSEEN_KILL and worker.pid is not None:
-                self._up.unseen.add(worker.pid)
-            self.blows.append(Blow(kind, time.monotonic(), jobs))
-            worker.signal(number)
+        worker = await self._at_work(draw)
+        if worker is None:
+            return
+        if kind == UNSEEN_KILL:
+            self._up.unseen.add(worker.pid)
+        await self._hit(kind, worker, number)
 
     async def _stop_worker(self, draw: random.Random) -> None:
-        victim = await self._at_work(draw)
-        if victim is None or victim[0].pid is None:
+        worker = await self._at_work(draw)
+        if worker is None:
             return
-        pid = victim[0].pid
-        self.blows.append(Blow(WORKER_STOP, time.monotonic(), victim[1]))
-        self._stopped.add(pid)
-        _send(pid, signal.SIGSTOP)
+        self._stopped.add(worker.pid)
+        await self._hit(WORKER_STOP, worker, signal.SIGSTOP)
         await asyncio.sleep(self._up.config.broker.lease_seconds + draw.uniform(0.5, 1.5))
-        _send(pid, signal.SIGCONT)
-        self._stopped.discard(pid)
+        _send(worker.pid, signal.SIGCONT)
+        self._stopped.discard(worker.pid)
 
-    async def _at_work(self, draw: random.Random) -> tuple[Child, frozenset[str]] | None:
-        """A worker whose lease lives, and the jobs that it has; none while Redis is away."""
-        try:
-            leases = {one.pid: one.worker_id for one in await self._broker.models.workers()}
-            workers = [one for one in self._up.workers if one.pid in leases]
-            if not workers:
-                return None
-            worker = draw.choice(workers)
-            assert worker.pid is not None
-            running = f"{self._broker.keys.tag}:running:{leases[worker.pid]}"
+    async def _hit(self, kind: str, worker: WorkerInfo, number: signal.Signals) -> None:
+        """Its jobs are looked up afterwards: until the signal it may have claimed some, and ended others."""
+        at = time.monotonic()
+        _send(worker.pid, number)
+        if number == signal.SIGKILL:
+            self._dead.add(worker.pid)
+        running = f"{self._broker.keys.tag}:running:{worker.worker_id}"
+        jobs: frozenset[str] = frozenset()
+        with contextlib.suppress(redis.RedisError, OSError):
             async with redis.asyncio.from_url(self._up.broker_url) as client:  # type: ignore[no-untyped-call]
-                return worker, frozenset(job.decode() for job in await client.hkeys(running))
-        except (Unavailable, redis.RedisError, OSError):
+                jobs = frozenset(job.decode() for job in await client.hkeys(running))
+        self.blows.append(Blow(kind, at, jobs, worker.pid))
+
+    async def _at_work(self, draw: random.Random) -> WorkerInfo | None:
+        """A worker whose lease and process live; none while Redis is away."""
+        try:
+            workers = await self._broker.models.workers()
+        except Unavailable:
             return None
+        ours = {worker.pid for worker in self._up.workers} - self._dead
+        living = [one for one in workers if one.pid in ours]
+        return draw.choice(living) if living else None
 
 
 def _pid(child: Child | None) -> int | None:

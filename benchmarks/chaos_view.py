@@ -80,6 +80,7 @@ class Told:
     job_id: str
     tale: Tale
     tokens: int
+    job_class: str = "interactive"
     view: View | None = None
     state: str | None = None
     tail_at_cancel: int | None = None

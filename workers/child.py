@@ -15,8 +15,8 @@ from ktqueue.core.errors import KtqueueError
 from workers.process import Launch, Process
 
 FIRST_PAUSE = 0.25  # seconds before the second quick restart; the first is at once, later pauses double
-LONGEST_PAUSE = 10.0
-QUICK_DEATH = 10.0  # seconds; a process that dies sooner after its start died quickly
+LONGEST_PAUSE = 10.0  # unless said otherwise
+QUICK_DEATH = 10.0  # seconds, unless said otherwise; a process that dies sooner after its start died quickly
 MAX_QUICK_DEATHS = 5  # in a row, the last of them by itself
 SHOWN_LOG_LINES = 8
 
@@ -32,8 +32,8 @@ class ProcessFailed(KtqueueError):
 class Child:
     """`final_codes` are exit codes that say that starting again would not help. `on_death` gets the process id.
 
-    `quick_death`: seconds; the less a start costs, the less it has to be put off. A process that a signal ended is
-    always started again: what killed it may be a job, and a job does that only so often.
+    `quick_death` and `longest_pause`: seconds; the less a start costs, the less it has to be put off. A process that a
+    signal ended is always started again: what killed it may be a job, and a job does that only so often.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Child:
         log_path: Path,
         final_codes: frozenset[int] = frozenset(),
         quick_death: float = QUICK_DEATH,
+        longest_pause: float = LONGEST_PAUSE,
         on_death: Callable[[int], None] | None = None,
     ) -> None:
         self.name = name
@@ -52,6 +53,7 @@ class Child:
         self._launch = launch
         self._final_codes = final_codes
         self._quick_death = quick_death
+        self._longest_pause = longest_pause
         self._on_death = on_death
         self._process: Process | None = None
         self._stop = asyncio.Event()
@@ -95,7 +97,7 @@ class Child:
                     f"{self.name} died {quick_deaths} times within {self._quick_death:g} s of its start, "
                     f"last with {_cause(code)}{self._log_tail()}"
                 )
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (quick_deaths - 2)) if quick_deaths > 1 else 0.0
+            pause = min(self._longest_pause, FIRST_PAUSE * 2 ** (quick_deaths - 2)) if quick_deaths > 1 else 0.0
             log.warning("%s died (%s); starting it again%s", self.name, _cause(code), f" in {pause:g} s" * bool(pause))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

@@ -140,6 +140,9 @@ class Incarnation:
 
     async def _take(self, claims: list[Claim]) -> None:
         accepted = [RunningJob(claim) for claim in claims]
+        for claim in claims:
+            if claim.events or claim.attempt > 1:
+                log.info("%s goes on after event %d, try %d", claim.job_id, len(claim.events), claim.attempt)
         self._jobs.update((job.id, job) for job in accepted)
         self._expire()
         for job in accepted:

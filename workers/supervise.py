@@ -24,7 +24,7 @@ from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
 from workers.burial import bury
-from workers.child import QUICK_DEATH, Child, ProcessFailed
+from workers.child import Child, ProcessFailed
 from workers.exit_codes import UNUSABLE
 from workers.forks import Forks
 from workers.private_redis import PrivateRedis
@@ -34,7 +34,8 @@ GATEWAY_START_SECONDS = 30.0
 WORKER_START_SECONDS = 1_800.0  # a large model takes its time to load
 STOP_MARGIN = 7.0  # seconds that a process has beyond its drain_seconds before it is killed
 POLL_SECONDS = 0.05
-QUICK_WORKER_DEATH = 2.0  # seconds; a forked worker serves after a tenth of one
+# Of a forked worker, in seconds: it serves after a tenth of one. Whoever waits for its rows waits for its pauses too.
+QUICK_FORK_DEATH, LONGEST_FORK_PAUSE = 2.0, 0.5
 
 WORKER_COMMAND = [sys.executable, "-m", "workers.run"]
 GATEWAY_COMMAND = [
@@ -167,10 +168,9 @@ class Supervisor:
             threads = max(1, _physical_cores() // self._count)
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
-        launch, quick_death = self._worker_launch(state)
+        launch, pauses = self._worker_launch(state)
         self.workers = [
-            self._supervised(f"worker-{i + 1}", launch, state, quick_death=quick_death, on_death=self.bury)
-            for i in range(self._count)
+            self._supervised(f"worker-{i + 1}", launch, state, on_death=self.bury, **pauses) for i in range(self._count)
         ]
         if self.config.bridge.enabled:
             self.helpers.append(self._child("bridge", BRIDGE_COMMAND, state))
@@ -203,13 +203,13 @@ class Supervisor:
             self.config = replace(self.config, broker=replace(self.config.broker, url=url))
             self._tasks.append(asyncio.create_task(self._redis.run(), name="redis"))
 
-    def _worker_launch(self, state: Path) -> tuple[Launch, float]:
-        """How a worker comes to be, and how soon after that its death is a quick one, in seconds."""
+    def _worker_launch(self, state: Path) -> tuple[Launch, dict[str, float]]:
+        """How a worker comes to be, and when it does so again, as Child takes that."""
         if self.config.engine.device != "cpu":  # what a device holds cannot be forked
-            return Command(WORKER_COMMAND, self._environment()), QUICK_DEATH
+            return Command(WORKER_COMMAND, self._environment()), {}
         self._forks = Forks(self._environment())
         self.fork_server = self._supervised("fork-server", self._forks.launch, state)
-        return self._forks.fork, QUICK_WORKER_DEATH
+        return self._forks.fork, {"quick_death": QUICK_FORK_DEATH, "longest_pause": LONGEST_FORK_PAUSE}
 
     def _child(self, name: str, command: list[str], state: Path) -> Child:
         return self._supervised(name, Command(command, self._environment()), state)
@@ -219,8 +219,8 @@ class Supervisor:
         name: str,
         launch: Launch,
         state: Path,
-        quick_death: float = QUICK_DEATH,
         on_death: Callable[[int], None] | None = None,
+        **pauses: float,
     ) -> Child:
         log_path = state / f"{name}.log"
         if log_path.exists():
@@ -230,8 +230,8 @@ class Supervisor:
             launch,
             log_path=log_path,
             final_codes=frozenset({UNUSABLE}),
-            quick_death=quick_death,
             on_death=on_death,
+            **pauses,
         )
 
     def _environment(self) -> dict[str, str]:
