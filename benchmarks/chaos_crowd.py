@@ -108,7 +108,7 @@ class Crowd:
             if answer is not None:
                 break
         if answer.status_code == 200:
-            told.tail_at_cancel = (await self._journal(told.job_id))[-1].seq
+            told.tail_at_cancel = max((event.seq for event in await self._journal(told.job_id)), default=0)
         elif answer.status_code != 409:
             raise Lost(f"DELETE {told.job_id}: {answer.status_code} {answer.text}")
         await self._whole(told.job_id, view)

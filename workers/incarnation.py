@@ -51,6 +51,7 @@ class Incarnation:
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
         self._admitted: list[RunningJob] = []
+        self._suspects: asyncio.Queue[RunningJob] = asyncio.Queue()
         self._aborts: list[str] = []
         self._has_work = False
         self._wake = asyncio.Event()  # something for the next turn, or the drain is over
@@ -69,7 +70,8 @@ class Incarnation:
         drain = asyncio.create_task(self._drain_timer())
         try:
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(part) for part in (self._outbox.run(), self._heartbeat.run())]
+                parts = (self._outbox.run(), self._heartbeat.run(), self._try_out())
+                background = [group.create_task(part) for part in parts]
                 intake = group.create_task(self._intake())
                 await self._generate()
                 await intake
@@ -124,7 +126,7 @@ class Incarnation:
                 surplus -= job.rows
                 released.append(job)
         for job in released:
-            job.ended = True
+            job.let_go()
             self._aborts.append(job.id)
             self._forget(job)
         if released:
@@ -146,8 +148,24 @@ class Incarnation:
         self._jobs.update((job.id, job) for job in accepted)
         self._expire()
         for job in accepted:
-            if not self._drain_over:
+            if self._is_suspect(job):
+                self._suspects.put_nowait(job)
+            elif not self._drain_over:
                 await self._admit(job)
+
+    def _is_suspect(self, job: RunningJob) -> bool:
+        """Is this the last try of a job that shared workers with others before?"""
+        return job.futile >= max(1, self._config.broker.max_attempts - 1)
+
+    async def _try_out(self) -> None:
+        """Admit suspects one by one, so that a death is that one's fault."""
+        while True:
+            job = await self._suspects.get()
+            if not job.ended:
+                await self._lease.try_out(job.id)
+                await self._admit(job)
+                await job.moved.wait()
+                await self._outbox.committed()
 
     async def _admit(self, job: RunningJob) -> None:
         try:

@@ -20,6 +20,7 @@ class Outbox:
         self._events: list[tuple[str, TokenEvent]] = []
         self._steps = 0  # steps whose events wait for their commit
         self._committing = False
+        self._begun = self._done = 0  # commits
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -44,6 +45,12 @@ class Outbox:
         while self._steps or self._committing:
             await self._changed()
 
+    async def committed(self) -> None:
+        """Wait until what was put up to now, and is sealed or will be, is in the journal."""
+        commit = self._begun + 1
+        while self._done < commit:
+            await self._changed()
+
     async def run(self) -> None:
         """Commit until cancelled. Raises LeaseLost."""
         while True:
@@ -52,9 +59,11 @@ class Outbox:
             events, self._events = self._events, []
             self._steps = 0
             self._committing = True
+            self._begun += 1
             self._taken.set()
             cancels = await self._lease.commit(events)
             self._committing = False
+            self._done += 1
             self._taken.set()
             if cancels:
                 self._on_cancel(cancels)

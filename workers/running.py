@@ -3,6 +3,7 @@
 Turns engine outputs into journal events. Knows neither Redis nor how tokens are made.
 """
 
+import asyncio
 import time
 
 from ktqueue.broker.lease import Claim
@@ -20,6 +21,8 @@ class RunningJob:
         self.request: GenerationRequest = claim.request
         self.deadline = claim.deadline  # Unix seconds
         self.rank = claim.rank
+        self.futile = claim.futile
+        self.moved = asyncio.Event()  # it has said something, or it has ended here
         self.moved_at = time.monotonic()  # when it was claimed, or its engine last said something of it
         self.prompt_token_ids: list[int] = []
         self.ended = False
@@ -81,6 +84,12 @@ class RunningJob:
         """What the job has used up to now, counted over all workers that ran it."""
         return Usage(prompt_tokens=len(self.prompt_token_ids), completion_tokens=self._completion_tokens)
 
+    def let_go(self) -> None:
+        """It goes back to the queue."""
+        self.ended = True
+        self.moved.set()
+
     def _next_seq(self) -> int:
+        self.moved.set()
         self._seq += 1
         return self._seq

@@ -37,12 +37,14 @@ MAILBOX_BYTES = 1 << 17  # a request that is handed over, and wake-ups
 class Claim:
     """A job to run. `events` is its journal so far: go on at the next seq. `deadline` in Unix seconds.
 
+    `futile`: so many workers in a row died over it before it had a token more; see `try_out`.
     `rank` orders the jobs of a class, the lowest first: the arrival in Unix seconds, shifted by the priority.
     """
 
     job_id: str
     request: GenerationRequest
     attempt: int
+    futile: int
     events: list[TokenEvent]
     deadline: float | None
     rank: float
@@ -135,7 +137,7 @@ class Lease:
     async def _readable(self, jobs: Iterable[Sequence[Any]]) -> list[Claim]:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
-        for job_id, request, attempt, deadline, rank, entries in jobs:
+        for job_id, request, attempt, futile, deadline, rank, entries in jobs:
             numbered = [(int(key.split(b"-")[0]), fields[1]) for key, fields in entries]
             try:
                 claims.append(
@@ -143,6 +145,7 @@ class Lease:
                         job_id=job_id.decode(),
                         request=decode_request(request),
                         attempt=attempt,
+                        futile=futile,
                         events=[decode_event(seq, event) for seq, event in numbered],
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
@@ -174,6 +177,11 @@ class Lease:
                 )
                 stop.update(job_id.decode() for job_id in reply)
         return stop
+
+    async def try_out(self, job_id: str) -> None:
+        """Call it before anything is done for a suspect: until it has a token more, this worker's death is its fault,
+        and of no other job here. One at a time."""
+        await self._call("trial", job_id)
 
     async def release(self, job_ids: Iterable[str]) -> None:
         """Put running jobs back at their old place in the queue without using up a try."""
@@ -221,7 +229,7 @@ class Lease:
         number, job_id, deadline, rank = head.split(b" ")
         if int(number) != self._claim or self._answered:
             return None
-        return job_id, request, 1, None if deadline == b"-" else deadline, rank, ()
+        return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, ()
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal

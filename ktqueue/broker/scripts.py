@@ -33,6 +33,7 @@ NAMES = (
     "beat",
     "claim",
     "commit",
+    "trial",
     "release",
     "bury",
     "reap",

@@ -162,22 +162,6 @@ async def test_an_expiry_is_told_although_the_job_has_no_events(broker, lease, m
     assert await lease.commit([]) == set()
 
 
-async def test_a_job_that_kills_its_workers_is_poison(broker, card, make_request, ended, outlive):
-    first = await Lease.register(broker, card)
-    job = await broker.jobs.submit(make_request())
-    for attempt in range(1, broker.config.max_attempts + 1):
-        lease = first if attempt == 1 else await Lease.register(broker, card)
-        (claim,) = await lease.claim(1)
-        assert claim.attempt == attempt
-        await lease.commit([(job.id, TokenEvent(seq=attempt, text="x"))])
-        await outlive()
-        assert await broker.reaper().reap() == (1, 0)
-    await ended(job.id, JobState.FAILED, "poison_job", broker.config.max_attempts + 1)
-    survivor = await Lease.register(broker, card)
-    assert await survivor.claim(1) == []
-    await survivor.close()
-
-
 async def test_events_after_the_last_one_are_dropped(broker, lease, make_request, ended):
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)

@@ -7,8 +7,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = "ktqueue/broker/scripts"
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
-LIMITS = "tests/broker/test_limits.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
+LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,26 @@ MUTATIONS: dict[str, Mutation] = {
     "poison without end": Mutation(
         "a job that kills its worker three times fails",
         f"{SCRIPTS}/prelude.lua",
-        "elseif tonumber(field[4]) >= max_attempts then",
-        "elseif false then",
-        (f"{ENDS}::test_a_job_that_kills_its_workers_is_poison",),
+        "redis.call('HINCRBY', job, 'futile', 1) >= max_attempts",
+        "false",
+        (f"{POISON}::test_a_job_that_kills_its_workers_is_poison",),
+    ),
+    "poison for all": Mutation(
+        "a job that kills its workers fails alone",
+        f"{SCRIPTS}/reap.lua",
+        "    if on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end\n",
+        "",
+        (
+            f"{POISON}::test_who_is_on_trial_is_alone_to_blame",
+            f"{POISON}::test_deaths_after_a_token_are_held_against_a_job_only_where_they_are_many",
+        ),
+    ),
+    "nobody is tried alone": Mutation(
+        "a job that kills its workers fails alone",
+        "workers/incarnation.py",
+        "return job.futile >= max(1, self._config.broker.max_attempts - 1)",
+        "return False",
+        ("tests/e2e/test_poison.py::test_a_job_that_kills_its_workers_ends_alone",),
     ),
     "a drain costs a try": Mutation(
         "a drain uses no try",
@@ -166,7 +183,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a dead worker keeps its jobs": Mutation(
         "a dead worker's jobs run again",
         f"{SCRIPTS}/reap.lua",
-        "    give_back(running[i], tonumber(running[i + 1]), now, false, max_attempts, events, ARGV[6], ARGV[7])\n",
+        "    give_back(id, seq, now, how, max_attempts, events, ARGV[6], ARGV[7])\n",
         "",
         (f"{REAPER}::test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second",),
     ),

@@ -1,7 +1,8 @@
 -- A worker takes jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
 --       expired event, job TTL in ms, journal TTL in ms, 1 where the worker will wait if there is none, else ''.
--- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id, request, attempt, deadline or false, place in the order of its class, journal entries}.
+-- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id,
+-- request, attempt, futile tries before, deadline or false, place in the order of its class, journal entries}.
 -- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.
 -- A job takes a row for each of its choices; the last one may take more than are left, or it would never find its
 -- moment. Rows beyond those for any class are taken from running batch jobs: an interactive job gets them if all of
@@ -110,7 +111,9 @@ if #taken == 0 then
       count_waiting(id, -1, look_up(id).tenant, look_up(id).account)
       redis.call('HSETNX', job, 'started', digits(now))
       redis.call('HINCRBY', job, 'attempts', 1)
-      redis.call('HSET', running, id, tail_of(id))
+      local tail = tail_of(id)
+      redis.call('HSET', running, id, tail)
+      if tail > 0 then redis.call('HSET', job, 'from', tail) end
       taken[#taken + 1] = id
       list[place] = false
       for _, name in ipairs(look_up(id).names) do learnt[#learnt + 1] = name end
@@ -130,8 +133,11 @@ if #taken == 0 then
 end
 local reply = {}
 for _, id in ipairs(taken) do
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift')
+  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile')
   local rank = digits(at[4] + (at[5] or 0))
-  reply[#reply + 1] = { id, at[1], tonumber(at[2]), at[3], rank, redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+') }
+  reply[#reply + 1] = {
+    id, at[1], tonumber(at[2]), tonumber(at[6] or 0), at[3], rank,
+    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'),
+  }
 end
 return { reply, again }

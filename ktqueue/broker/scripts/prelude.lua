@@ -7,6 +7,7 @@ local MAX_ENDED = 10000 -- ended jobs kept in the listing
 local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
 local MINUTE = 60000000
 local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
+local MOST_DEATHS = 10 -- times as many as the most tries without a token: of a job's workers in all
 
 local function now_us()
   local time = redis.call('TIME')
@@ -95,9 +96,15 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   end
 end
 
--- A running job whose worker is gone or lets go of it: ended if it was cancelled, is too late or was tried too
--- often, else back to its old place in the queue. `refund`: the try is not counted.
-local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, journal_ttl)
+-- Whether a job's journal has grown since its worker claimed it. `seq`: of its last event.
+local function has_grown(id, seq)
+  return seq > tonumber(redis.call('HGET', TAG .. 'job:' .. id, 'from') or 0)
+end
+
+-- A running job whose worker is gone or lets go of it: ended if it was cancelled, is too late or is poison, else back
+-- to its old place in the queue. `how`: 'released' (not even a try), 'blameless', or 'suspect': the death of its
+-- worker may be its doing.
+local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journal_ttl)
   local job = TAG .. 'job:' .. id
   local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift',
     'tenant', 'account')
@@ -105,10 +112,13 @@ local function give_back(id, seq, now, refund, max_attempts, events, job_ttl, jo
     return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
   elseif field[5] and tonumber(field[5]) <= now then
     return finish(id, 'expired', events.expired, seq + 1, now, job_ttl, journal_ttl)
-  elseif refund then
+  elseif how == 'released' then
     redis.call('HINCRBY', job, 'attempts', -1)
-  elseif tonumber(field[4]) >= max_attempts then
+  elseif how == 'suspect' and redis.call('HINCRBY', job, 'futile', 1) >= max_attempts
+    or tonumber(field[4]) >= MOST_DEATHS * max_attempts then
     return finish(id, 'failed', events.poison, seq + 1, now, job_ttl, journal_ttl)
+  elseif has_grown(id, seq) then
+    redis.call('HDEL', job, 'futile')
   end
   redis.call('HSET', job, 'state', 'queued')
   redis.call('HDEL', job, 'worker')

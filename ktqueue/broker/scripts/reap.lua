@@ -3,6 +3,7 @@
 -- Replies {jobs taken from dead workers, jobs expired}.
 -- A worker is dead when its lease has lapsed, or when it has let a beat pass and the connection that it had when it beat
 -- last is closed, although this server has been there all the time: that is how the death of a process looks from here.
+-- Of a dead worker's jobs those are to blame whose journals have not grown since; or the one on trial, if it is of them.
 -- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
 -- it began gets one more lease time; at most 256 deadlines a call.
 local SILENCE = 0.375 -- leases without a beat, of which there are four in each
@@ -19,8 +20,15 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', digits(now)
 end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', digits(now))) do
   local running = redis.call('HGETALL', TAG .. 'running:' .. worker)
+  local trial, on_trial = redis.call('HGET', TAG .. 'worker:' .. worker, 'trial'), false
   for i = 1, #running, 2 do
-    give_back(running[i], tonumber(running[i + 1]), now, false, max_attempts, events, ARGV[6], ARGV[7])
+    on_trial = on_trial or running[i] == trial and not has_grown(trial, tonumber(running[i + 1]))
+  end
+  for i = 1, #running, 2 do
+    local id, seq = running[i], tonumber(running[i + 1])
+    local how = 'suspect'
+    if on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end
+    give_back(id, seq, now, how, max_attempts, events, ARGV[6], ARGV[7])
     orphans = orphans + 1
   end
   forget(worker)

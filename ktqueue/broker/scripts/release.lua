@@ -13,7 +13,7 @@ for _, id in ipairs(ids) do
   if tail then
     redis.call('HDEL', running, id)
     redis.call('HDEL', TAG .. 'cancels:' .. worker, id)
-    give_back(id, tonumber(tail), now, true, 0, events, ARGV[6], ARGV[7])
+    give_back(id, tonumber(tail), now, 'released', 0, events, ARGV[6], ARGV[7])
   end
 end
 if ARGV[3] == '1' then forget(worker) end

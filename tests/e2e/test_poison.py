@@ -1,0 +1,56 @@
+"""A job that kills its worker each time: it ends as poison, and those that were beside it are told to their end."""
+
+import asyncio
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+
+from workers.forks import Forks
+
+# The fork server as it is, but for a seed that ends the process in its first step: so does a kernel that goes astray.
+DEADLY_SEED = 666
+FORK_SERVER = f"""
+import os, signal
+from ktqueue.engine.engine import Engine
+from workers.fork_server import main
+
+add, step, deadly = Engine.add, Engine.step, []
+
+def note(engine, request_id, ids, sampling, **rest):
+    add(engine, request_id, ids, sampling, **rest)
+    if sampling.seed == {DEADLY_SEED}:
+        deadly.append(request_id)
+
+def die(engine):
+    if deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(engine)
+
+Engine.add, Engine.step = note, die
+main()
+"""
+
+
+@pytest.mark.timeout(200)
+async def test_a_job_that_kills_its_workers_ends_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.supervise.Forks", partial(Forks, command=[sys.executable, "-c", FORK_SERVER]))
+    greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    async with start_stack(workers=2, engine={"max_num_seqs": 8}) as stack:
+        calm = await stack.read(await stack.submit(prompt="Once upon a time", sampling=greedy))
+        # At once, so that workers take them together with what kills them.
+        bodies = [{"prompt": "Once upon a time", "sampling": greedy} for _ in range(10)]
+        bodies.insert(3, {"prompt": "Once", "sampling": {**greedy, "seed": DEADLY_SEED}})
+        jobs = await asyncio.gather(*(stack.submit(**body) for body in bodies))
+        streams = await asyncio.gather(*(stack.read(job) for job in jobs))
+        poison, stream = jobs.pop(3), streams.pop(3)
+        assert [(await stack.job(job))["state"] for job in jobs] == ["done"] * len(jobs)
+        assert [one.choices() for one in streams] == [calm.choices()] * len(jobs)
+        record = await stack.job(poison)
+        assert (record["state"], record["error"]["code"]) == ("failed", "poison_job")
+        assert record["attempts"] == stack.up.config.broker.max_attempts
+        assert stream.state == "failed"
+        assert sum(worker.deaths for worker in stack.up.workers) == record["attempts"]
+        after = await stack.read(await stack.submit(prompt="Once upon a time", sampling=greedy))
+        assert after.choices() == calm.choices()
