@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
+import ssl
 import time
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
@@ -99,7 +100,10 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
         **signed_headers(config.webhook_secret, value["id"], body, time.time()),
     }
     try:
-        async with asyncio.timeout(config.webhook_timeout), httpx.AsyncClient(trust_env=False) as client:
+        async with (
+            asyncio.timeout(config.webhook_timeout),
+            httpx.AsyncClient(trust_env=False, verify=_trusted(config)) as client,
+        ):
             url, host = await _pinned(webhook, config)
             request = client.build_request(
                 "POST", url, content=body, headers=headers, timeout=config.webhook_timeout,
@@ -113,6 +117,14 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
         raise Undeliverable(f"{webhook.url} answers 410: it wants no more")
     if not answer.is_success:
         raise Undelivered(f"{webhook.url} answers {answer.status_code}")
+
+
+def _trusted(config: ControlConfig) -> ssl.SSLContext:
+    """Whose certificates are believed. Raises OSError where the file of the settings cannot be read."""
+    context = httpx.create_ssl_context(trust_env=False)
+    if config.webhook_ca_certs is not None:
+        context.load_verify_locations(config.webhook_ca_certs)
+    return context
 
 
 async def _pinned(webhook: Webhook, config: ControlConfig) -> tuple[httpx.URL, str]:

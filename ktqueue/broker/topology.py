@@ -64,7 +64,7 @@ class Sentinels:
             return max(answers, key=lambda answer: answer[0])[1]
         if refusals:
             raise ConfigError(f"the sentinels refuse {self._service!r}: {refusals[0]}", param="broker.url")
-        raise Lost("Redis is away: no sentinel answers", retry_after=1.0)
+        raise Lost(f"Redis is away: no sentinel answers{self._witnesses.silence}", retry_after=1.0)
 
     async def close(self) -> None:
         """Drop the connections to the sentinels."""
@@ -99,7 +99,7 @@ class Cluster:
                 return Counter(endpoint for _, endpoint in answers).most_common(1)[0][0]
         if refusals:
             raise ConfigError(f"Redis refuses CLUSTER SLOTS: {refusals[0]}", param="broker.url")
-        raise Lost("Redis is away: no node of the cluster answers", retry_after=1.0)
+        raise Lost(f"Redis is away: no node of the cluster answers{self._witnesses.silence}", retry_after=1.0)
 
     async def close(self) -> None:
         """Drop the connections to the nodes that were asked."""
@@ -128,6 +128,12 @@ class _Witnesses:
         self._tls = address.tls
         self._patience = config.connect_timeout
         self._nodes: dict[Endpoint, Node] = {}
+        self._fault = ""
+
+    @property
+    def silence(self) -> str:
+        """Why one of them did not answer, to be appended; nothing where it took too long."""
+        return self._fault and f": {self._fault}"
 
     async def ask(
         self, endpoints: Sequence[Endpoint], question: Callable[[Node], Awaitable[Answer]]
@@ -147,6 +153,7 @@ class _Witnesses:
         pending = {asyncio.ensure_future(question(self._nodes[endpoint])) for endpoint in endpoints}
         answers: list[Answer] = []
         refusals: list[str] = []
+        self._fault = ""
         end = asyncio.get_running_loop().time() + self._patience
         try:
             while pending:
@@ -158,7 +165,7 @@ class _Witnesses:
                 if not done:
                     break
                 for task in done:
-                    _sort(task, answers, refusals)
+                    self._sort(task, answers, refusals)
         finally:
             for task in pending:
                 task.cancel()
@@ -169,14 +176,13 @@ class _Witnesses:
         for node in self._nodes.values():
             await node.close()
 
-
-def _sort(task: "asyncio.Future[Answer]", answers: list[Answer], refusals: list[str]) -> None:
-    try:
-        answers.append(task.result())
-    except Unavailable:
-        pass
-    except (ReplyError, ConfigError) as error:
-        refusals.append(str(error))
+    def _sort(self, task: "asyncio.Future[Answer]", answers: list[Answer], refusals: list[str]) -> None:
+        try:
+            answers.append(task.result())
+        except Unavailable as error:
+            self._fault = error.message.removeprefix("Redis is away: ")
+        except (ReplyError, ConfigError) as error:
+            refusals.append(str(error))
 
 
 def make_topology(address: Address, tag: str, config: BrokerConfig) -> Topology:

@@ -186,6 +186,7 @@ class ControlConfig:
     keep_files: float = 30 * 86_400.0  # in out/, done/ and failed/, from their last change
     webhook_secret: str | None = field(default=None, repr=False)  # None: no webhooks
     webhook_hosts: tuple[str, ...] = ()  # host or host:port that may be private, and without TLS
+    webhook_ca_certs: str | None = None  # PEM file of authorities that are trusted beside the public ones
     webhook_attempts: int = 8
     webhook_pause: float = 2.0  # before the second attempt; doubles, to two minutes at most
     webhook_timeout: float = 10.0

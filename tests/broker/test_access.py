@@ -1,16 +1,19 @@
 """TLS with checked certificates, and a user that may do what the guide says and nothing else."""
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from redis_fleet import SERVICE, Server, free_ports
+from redis_fleet import SERVICE, ClusterFleet, Server, free_ports
 from teller import read
 from tls_front import Authority, TlsFront
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.keys import Keys
 from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
@@ -71,6 +74,36 @@ async def test_certificates_are_checked(server, authority, card, make_request, t
         with pytest.raises(Unavailable, match="is not valid for"):
             await Broker.open(BrokerConfig(url=url))
         await (await Broker.open(BrokerConfig(url=f"{url}&ssl_check_hostname=false"))).close()
+
+
+@pytest.mark.fleet
+async def test_a_cluster_is_spoken_to_in_tls_wherever_the_slot_is(authority, card, make_request, tmp_path):
+    fronts: list[TlsFront] = []
+
+    def announced(port: int) -> int:
+        fronts.append(TlsFront(port, authority.certificate("127.0.0.1")))
+        return fronts[-1].port
+
+    fleet = ClusterFleet(tmp_path, Keys("ktq").tag, announced=announced)
+    try:
+        async with contextlib.AsyncExitStack() as opened:
+            for front in fronts:
+                await opened.enter_async_context(front)
+            url = f"{fleet.url.replace('redis', 'rediss', 1)}?ssl_ca_certs={authority.file}"
+            await round_trip(BrokerConfig(url=url), card, make_request)
+            source = fleet.servers.index(fleet.owner)
+            target = (source + 1) % 3
+            seen = fronts[target].secure
+            async with await Broker.open(BrokerConfig(url=url)) as broker:
+                await (await Lease.register(broker, card)).close()
+                await asyncio.to_thread(fleet.move_slot, fleet.servers[target], between=lambda: None)
+                job = await broker.jobs.submit(make_request())
+                assert (await broker.jobs.get(job.id)).state is JobState.QUEUED
+            assert fronts[target].secure > seen
+            with pytest.raises(Unavailable, match="certificate verify failed"):
+                await Broker.open(BrokerConfig(url=url.partition("?")[0]))
+    finally:
+        fleet.stop()
 
 
 async def test_a_client_shows_its_certificate(server, authority, card, make_request):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.config import BridgeConfig, BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
 from workers.supervise import Supervisor
 
 
@@ -118,7 +118,12 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
 
     @contextlib.asynccontextmanager
     async def start(
-        *, workers: int = 1, broker: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **worker: Any
+        *,
+        workers: int = 1,
+        broker: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
+        bridge: BridgeConfig | None = None,
+        **worker: Any,
     ) -> AsyncIterator[Stack]:
         state_dir = tmp_path_factory.mktemp("state")
         config = Config(
@@ -126,6 +131,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             engine=EngineConfig(**{"num_pages": 1024, "threads": 1, **(engine or {})}),
             worker=WorkerConfig(**worker),
             gateway=GatewayConfig(port=0, drain_seconds=2.0),
+            bridge=bridge or BridgeConfig(),
         )
         async with Supervisor(config, workers=workers) as up:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)

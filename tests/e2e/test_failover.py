@@ -1,14 +1,21 @@
 """The whole of it on a fleet: the server with the data dies under a running gateway and its workers."""
 
 import asyncio
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
 
+import arq
 import pytest
+import redis
+from arq.connections import ArqRedis, RedisSettings
+from arq.jobs import Job
 from redis_fleet import ClusterFleet, SentinelFleet, until
 
+from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.keys import Keys
+from ktqueue.core.config import BridgeConfig
 
 TOKENS = 150
 
@@ -40,5 +47,50 @@ async def test_streams_go_on_over_the_death_of_the_master(start_stack: Any, tmp_
             await asyncio.to_thread(
                 until, lambda: (fleet.master if isinstance(fleet, SentinelFleet) else fleet.owner) is not old
             )
+    finally:
+        fleet.stop()
+
+
+@pytest.mark.fleet
+async def test_arq_jobs_go_on_over_the_death_of_the_master(start_stack: Any, tmp_path: Path) -> None:
+    fleet = SentinelFleet(tmp_path)
+    sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"model": "demo", "prompt": "Once upon a time", "sampling": sampling}
+
+    async def connect() -> ArqRedis:
+        """As arq's client does it with the sentinels, which leaves its connections to them open."""
+        settings = RedisSettings(port=await asyncio.to_thread(lambda: fleet.master.port), conn_retries=0)
+        return await arq.create_pool(settings, job_serializer=dumps, job_deserializer=loads)
+
+    async def answer(job_id: str) -> Any:
+        """As a client has it that connects again when its connection breaks."""
+        while True:
+            with contextlib.suppress(redis.RedisError, OSError):
+                pool = await connect()
+                try:
+                    return await Job(job_id, pool, _deserializer=loads).result(timeout=60, poll_delay=0.05)
+                finally:
+                    await pool.aclose()
+            await asyncio.sleep(0.2)
+
+    try:
+        async with start_stack(workers=2, broker={"url": fleet.url}, bridge=BridgeConfig(enabled=True)) as stack:
+            await stack.until_ready()
+            calm = (await stack.read(await stack.submit(**body))).choices()[0]
+            pool = await connect()
+            jobs = [f"tale-{number}" for number in range(6)]
+            for job in jobs:
+                assert await pool.enqueue_job("generate", body, _job_id=job) is not None
+            assert await pool.execute_command("WAIT", 1, 10_000) == 1  # what a replica has not, a failover loses
+            await pool.aclose()
+            async with asyncio.timeout(60):
+                while (await stack.http.get(f"/v1/jobs/{jobs[0]}")).json().get("state") != "running":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                old = fleet.master
+                old.signal(signal.SIGKILL)
+                answers = await asyncio.gather(*(answer(job) for job in jobs))
+            assert [(one["token_ids"], one["text"]) for one in answers] == [calm] * len(jobs)
+            assert fleet.master is not old
+            assert [helper.deaths for helper in stack.up.helpers] == [0]
     finally:
         fleet.stop()

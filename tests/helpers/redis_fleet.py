@@ -164,10 +164,20 @@ class SentinelFleet:
 class ClusterFleet:
     """Three masters; `replicas` of the one that owns the slot of the tag."""
 
-    def __init__(self, folder: Path, tag: str, *, replicas: int = 0, down: int = DOWN_MILLISECONDS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tag: str,
+        *,
+        replicas: int = 0,
+        down: int = DOWN_MILLISECONDS,
+        announced: Callable[[int], int] = lambda port: port,
+    ) -> None:
+        """`announced`: the port that clients are told of a node at a port."""
         self.slot = key_slot(tag)
         count = 3 + replicas
         ports = free_ports(2 * count)
+        told = self._told = [announced(port) for port in ports[:count]]
         self.servers = [
             Server(
                 folder / f"node{index}",
@@ -176,6 +186,7 @@ class ClusterFleet:
                 f"cluster-port {ports[count + index]}",
                 f"cluster-node-timeout {down}",
                 "cluster-replica-validity-factor 0",
+                f"cluster-announce-port {told[index]}",
             )
             for index in range(count)
         ]
@@ -191,7 +202,7 @@ class ClusterFleet:
         for one in self.servers[3:]:
             until(lambda one=one: one("CLUSTER", "REPLICATE", self.identity(self.owner)) is not None)
             until(lambda one=one: one("INFO", "replication")["master_link_status"] == "up")
-        self.url = f"redis+cluster://{','.join(f'127.0.0.1:{one.port}' for one in self.servers)}"
+        self.url = f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in told)}"
 
     def _nodes(self, one: Server) -> Any:
         return one("CLUSTER", "NODES").splitlines()
@@ -208,7 +219,7 @@ class ClusterFleet:
         """Who has the slot."""
         for low, high, owner, *_ in one("CLUSTER", "SLOTS"):
             if low <= self.slot <= high:
-                return next(each for each in self.servers if each.port == owner[1])
+                return self.servers[self._told.index(owner[1])]
         raise AssertionError(f"nobody has slot {self.slot}")
 
     @property

@@ -8,6 +8,7 @@ import hmac
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import redis
+from tls_front import Authority
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
@@ -27,16 +29,19 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.core.webhook import Webhook
 from workers.control import Control
-from workers.webhooks import Undeliverable, deliver, is_public, key_of, signed_headers
+from workers.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "whsec_" + base64.b64encode(b"a key of twenty-four bytes").decode()
 
 
 class Receiver:
-    """An HTTP server that keeps what it gets. It gives `answers` in turn, the last for ever; None: it is silent."""
+    """An HTTP server that keeps what it gets. It gives `answers` in turn, the last for ever; None: it is silent.
 
-    def __init__(self) -> None:
+    `certificate` and its key: files; then it speaks TLS.
+    """
+
+    def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
         self.answers: list[int | None] = [200]
         self.got: list[tuple[dict[str, str], bytes]] = []
         self.over = threading.Event()
@@ -65,10 +70,14 @@ class Receiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         self.port = self._server.server_port
-        self.url = f"http://localhost:{self.port}/hook"
+        self.url = f"{'http' if certificate is None else 'https'}://localhost:{self.port}/hook"
 
     def close(self) -> None:
         self.over.set()
@@ -238,6 +247,33 @@ async def test_private_addresses_are_not_called(config: Config, receiver: Receiv
         assert not is_public(private), private
     assert is_public("93.184.215.14")
     assert is_public("2606:4700::1111")
+
+
+async def test_https_is_called_by_name_with_certificates_checked(broker: Broker, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with (
+        contextlib.closing(Receiver(authority.certificate("localhost"))) as receiver,
+        contextlib.closing(Receiver(authority.certificate("example.org"))) as stranger,
+    ):
+        hosts = (f"localhost:{receiver.port}", f"localhost:{stranger.port}")  # private, but TLS all the same
+        control = ControlConfig(
+            webhook_secret=SECRET, webhook_hosts=hosts, webhook_pause=0.01, webhook_attempts=2,
+            webhook_ca_certs=str(authority.file),
+        )  # fmt: skip
+        record = await cancelled(broker, receiver)
+        async with running(broker, Config(broker=broker.config, control=control)):
+            await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        ((headers, body),) = receiver.got
+        check_signature(headers, body)
+        assert headers["host"] == f"localhost:{receiver.port}"
+        assert json.loads(body)["data"]["id"] == record.id
+        for other, settings, fault in (
+            (stranger, control, "not valid for"),
+            (receiver, replace(control, webhook_ca_certs=None), "self-signed|unable to get local issuer"),
+        ):
+            with pytest.raises(Undelivered, match=fault):
+                await deliver(Webhook(url=other.url), {"id": "evt_1"}, settings)
+        assert (len(receiver.got), stranger.got) == (1, [])
 
 
 def test_signature_of_the_specification_s_example() -> None:
