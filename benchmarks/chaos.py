@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import statistics
 import sys
 import tempfile
 import time
@@ -134,7 +135,7 @@ async def _run(plan: Plan, up: HalfBlind, broker: Broker, http: httpx.AsyncClien
         "gap_margin_s": BEYOND_LEASE_SECONDS,
         "gaps_too_long": [chaos_gaps.explain(one, lines) for one in too_long],
         "faults": {name: faults[name] for name in (*FAULTS, *sorted(faults.keys() - set(FAULTS)))},
-        "load_average": machine.load_average(),
+        "load_average": {"mean": statistics.fmean(census.loads), "max": max(census.loads)},
     }
 
 
@@ -146,10 +147,12 @@ class _Census:
         self._tag = tag
         self.before: set[str] = set()  # told undisturbed
         self.jobs: set[str] = set()
+        self.loads: list[float] = []  # of the machine
 
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
+            self.loads.append(machine.load_average())
             with contextlib.suppress(redis.RedisError, OSError):
                 async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
                     found = {key.decode().rpartition(":")[2] async for key in client.scan_iter(f"{self._tag}:job:*")}

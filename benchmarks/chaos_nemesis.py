@@ -25,7 +25,7 @@ WORKER_STOP, WORKER_DRAIN = "worker SIGSTOP past its lease", "worker drain"
 REDIS_KILL, GATEWAY_KILL, FORK_SERVER_KILL = "Redis kill -9", "gateway kill -9", "fork server kill -9"
 # Mean seconds between two of a kind. A supervisor gives Redis up when it dies within 10 s of its start time and again.
 PACE = {
-    WORKER_KILL: 3.4, UNSEEN_KILL: 3.4, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
+    WORKER_KILL: 3.2, UNSEEN_KILL: 3.2, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
     FORK_SERVER_KILL: 150.0,
 }  # fmt: skip
 

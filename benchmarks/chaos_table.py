@@ -32,7 +32,7 @@ def make(result: dict[str, Any]) -> list[str]:
         f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {blows}. A silence is counted "
         "where nothing else was done meanwhile to Redis, gateway, fork server or the job. Rows are short while workers "
         "are down, and batch jobs then wait until interactive ones have theirs. Each job's tokens are held against an "
-        f"undisturbed run. Load average {result['load_average']} at the end. {cpu_table.software(result)}",
+        f"undisturbed run. Load average {result['load_average']['mean']:.1f}, at most {result['load_average']['max']:.1f}. {cpu_table.software(result)}",
         "",
         "| what | |",
         "| --- | ---: |",

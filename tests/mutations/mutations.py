@@ -8,6 +8,7 @@ SCRIPTS = "ktqueue/broker/scripts"
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
+BURIAL = "tests/workers/test_burial.py"
 LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
 
 
@@ -262,6 +263,44 @@ MUTATIONS: dict[str, Mutation] = {
         "if self.alone and record.tenant != self.name:",
         "if False:",
         ("tests/gateway/test_tenants.py::test_a_job_of_another_is_not_there",),
+    ),
+    "a regress is not told": Mutation(
+        "a reader learns that its journal has lost what it was told",
+        "ktqueue/broker/journal.py",
+        "if page.events[:1] != [told]:",
+        "if False:",
+        (f"{JOURNAL}::test_a_reader_sees_that_the_journal_has_other_events_by_now",),
+    ),
+    "no priority": Mutation(
+        "a lower priority goes first in its class, also when it comes back",
+        f"{SCRIPTS}/prelude.lua",
+        "field[3] + (field[7] or 0), id)",
+        "field[3], id)",
+        ("tests/broker/test_priority.py::test_a_job_that_comes_back_keeps_its_place",),
+    ),
+    "batch starves": Mutation(
+        "batch has its share of the rows",
+        f"{SCRIPTS}/claim.lua",
+        "slots % share == share - 1",
+        "false",
+        (f"{LEASE}::test_interactive_goes_first_but_batch_has_its_share",),
+    ),
+    "a death is not told": Mutation(
+        "a worker whose end its supervisor sees keeps its jobs no longer",
+        "workers/burial.py",
+        "if worker.process == process_name(pid):",
+        "if False:",
+        (
+            f"{BURIAL}::test_the_leases_of_a_process_end_with_it",
+            "tests/e2e/test_kill.py::test_another_worker_takes_over",
+        ),
+    ),
+    "another's death is told": Mutation(
+        "a live worker's lease is not ended",
+        "workers/burial.py",
+        "if worker.process == process_name(pid):",
+        "if worker.pid == pid:",
+        (f"{BURIAL}::test_a_process_of_that_number_in_another_container_is_another",),
     ),
     "tokens reserved for ever": Mutation(
         "what a job reserved and did not use comes back",
