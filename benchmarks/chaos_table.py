@@ -11,6 +11,7 @@ def make(result: dict[str, Any]) -> list[str]:
     """As Markdown lines."""
     plan = result["plan"]
     blows = "; ".join(f"{count} times {kind}" for kind, count in result["blows"].items())
+    load = "{mean:.1f}, at most {max:.1f}".format_map(result["load_average"])
     rows: list[tuple[str, str]] = [
         ("jobs, tokens", f"{result['jobs']}, {result['tokens']}"),
         ("connections of their readers", f"{result['connections']}"),
@@ -32,7 +33,7 @@ def make(result: dict[str, Any]) -> list[str]:
         f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {blows}. A silence is counted "
         "where nothing else was done meanwhile to Redis, gateway, fork server or the job. Rows are short while workers "
         "are down, and batch jobs then wait until interactive ones have theirs. Each job's tokens are held against an "
-        f"undisturbed run. Load average {result['load_average']['mean']:.1f}, at most {result['load_average']['max']:.1f}. {cpu_table.software(result)}",
+        f"undisturbed run. Load average {load}. {cpu_table.software(result)}",
         "",
         "| what | |",
         "| --- | ---: |",

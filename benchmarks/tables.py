@@ -11,6 +11,7 @@ from benchmarks import (
     broker_tables,
     chaos_table,
     cpu_table,
+    crew_table,
     experts_table,
     fairness_table,
     gpu_table,
@@ -44,6 +45,7 @@ def render() -> str:
         "depth": broker_tables.depth,
         "chaos": chaos_table.make,
         "fairness": fairness_table.make,
+        "crew": crew_table.make,
         "seeded": _seeded,
     }
     parts = []

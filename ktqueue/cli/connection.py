@@ -1,6 +1,8 @@
 """How a verb speaks with Redis: at the URL given, else the private server that runs on the state directory."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +25,29 @@ def ask(config: Config, question: Callable[["Broker"], Awaitable[Result]]) -> Re
             return await question(broker)
 
     return asyncio.run(conversation())
+
+
+def ask_again(
+    config: Config, question: Callable[["Broker"], Awaitable[Result]], show: Callable[[Result], None], seconds: float
+) -> None:
+    """Put the question every so many seconds and show the answer, until Ctrl-C or until nobody reads standard output.
+
+    Raises Unavailable and what the question raises.
+    """
+    from ktqueue.broker.broker import Broker
+
+    async def conversation() -> None:
+        async with await Broker.open(config.broker) as broker:
+            while True:
+                show(await question(broker))
+                await asyncio.sleep(seconds)
+
+    try:
+        asyncio.run(conversation())
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # `ktqueue jobs list --watch 1 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def client(config: Config) -> "SyncClient":

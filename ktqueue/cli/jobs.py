@@ -2,13 +2,13 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.console import results, span, table, write_json
+from ktqueue.cli.console import results, span, table, write, write_json
 from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.core.errors import JobNotFound
@@ -16,6 +16,8 @@ from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ktqueue.broker.broker import Broker
     from ktqueue.broker.jobs import JobRecord
 
@@ -40,22 +42,47 @@ def list_jobs(
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only jobs of this model.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only jobs of this tenant.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1_000, help="Most jobs to list.")] = 20,
+    watch: Annotated[
+        float | None, typer.Option("--watch", min=0.1, max=3600, help="List them again every so many seconds.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    from ktqueue.cli.connection import ask
+    from ktqueue.cli.connection import ask, ask_again
     from ktqueue.gateway.openai_records import record_json
 
     async def question(broker: "Broker") -> "Sequence[JobRecord]":
         return await broker.jobs.list(state=state, limit=limit, tenant=tenant, job_class=job_class, model=model)
 
-    records = ask(settings(common), question)
-    if as_json:
-        write_json([record_json(record) for record in records])
-        return
-    if not records:
-        sys.stderr.write("no jobs\n")
-        return
+    def show(records: "Sequence[JobRecord]") -> None:
+        if as_json:
+            write_json([record_json(record) for record in records], indent=None if watch else 2)
+        elif records:
+            results().print(_table(records))
+        else:
+            sys.stderr.write("no jobs\n")
+
+    if watch is None:
+        show(ask(settings(common), question))
+    else:
+        ask_again(settings(common), question, show if as_json else _page(show), watch)
+
+
+def _page(show: "Callable[[Sequence[JobRecord]], None]") -> "Callable[[Sequence[JobRecord]], None]":
+    """Each on a clean screen, or below the one before where there is no terminal."""
+
+    def page(records: "Sequence[JobRecord]") -> None:
+        console = results()
+        if console.is_terminal:
+            console.clear()
+        show(records)
+        if not console.is_terminal:
+            write("\n")
+
+    return page
+
+
+def _table(records: "Sequence[JobRecord]") -> "Table":
     now = time.time()
     made = table(("id", "state", "class", "model", "age", "tokens", "tries"), right=("age", "tokens", "tries"))
     for record in records:
@@ -69,7 +96,7 @@ def list_jobs(
             tokens,
             str(record.attempts),
         )
-    results().print(made)
+    return made
 
 
 @expand

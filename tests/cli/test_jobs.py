@@ -66,6 +66,39 @@ def test_a_job_goes_on_without_its_client(ktqueue, stack):
         assert ("cli-mine" in ktqueue("jobs", "list", *words, *stack.flags).stdout) == found
 
 
+def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp_path):
+    process = start("jobs", "list", "--watch", 0.1, "--json", "--limit", 3, *stack.flags, cwd=tmp_path)
+    assert isinstance(json.loads(process.stdout.readline()), list)
+    submitted = ktqueue("submit", "hello", "--max-tokens", 2, "--job-id", "cli-watched", *stack.flags)
+    assert submitted.returncode == 0, submitted.stderr
+    for line in process.stdout:
+        newest = json.loads(line)[0]
+        if (newest["id"], newest["state"]) == ("cli-watched", "done"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    tables = start("jobs", "list", "--watch", 0.1, *stack.flags, cwd=tmp_path)
+    for _ in range(2):
+        while "cli-watched" not in (line := tables.stdout.readline()):
+            assert line
+    tables.stdout.close()
+    assert tables.wait(timeout=30) == 0
+    assert tables.stderr.read() == ""
+    tables.stderr.close()
+
+
+def test_a_priority_is_told_to_the_queue(ktqueue, stack):
+    words = ("--max-tokens", 2, "--job-id", "cli-first", "--priority", -7)
+    done = ktqueue("submit", "hello", *words, *stack.flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(ktqueue("jobs", "show", "cli-first", "--json", *stack.flags).stdout)["request"]["priority"] == -7
+    refused = ktqueue("submit", "hello", "--priority", 101, *stack.flags)
+    assert refused.returncode == 2
+    assert "priority" in refused.stderr
+    assert "100" in refused.stderr
+
+
 def test_cancel_ends_a_running_job(ktqueue, stack):
     words = ("submit", "hello", "--max-tokens", 3000, "-n", 32, "-d", "--job-id", "cli-long", *stack.flags)
     assert ktqueue(*words).returncode == 0
