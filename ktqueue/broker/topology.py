@@ -92,7 +92,7 @@ class Cluster:
     async def find(self) -> Endpoint:
         """The owner of the slot, as most of the nodes of the URL see it; others of the cluster where none answers."""
         refusals: list[str] = []
-        for endpoints in (self._witnesses.given, self._learned):
+        for endpoints in filter(None, (self._witnesses.given, self._learned)):
             answers, refused = await self._witnesses.ask(endpoints, self._question)
             refusals += refused
             if answers:

@@ -197,12 +197,12 @@ async def test_a_conversation_is_its_tenant_s_alone(serve_with, slow_tale, broke
 
 
 @pytest.fixture
-def raw_keys(broker, redis_url):
+def raw_keys(broker, redis_direct):
     """Names that match, with the seconds that each has to live."""
     import redis
 
     def found(pattern: str) -> list[tuple[bytes, int]]:
-        with redis.Redis.from_url(redis_url) as client:
+        with redis.Redis.from_url(redis_direct) as client:
             return [(key, client.ttl(key)) for key in client.scan_iter(f"{broker.keys.tag}:{pattern}")]
 
     return found
