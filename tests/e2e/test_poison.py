@@ -23,10 +23,10 @@ def note(engine, request_id, ids, sampling, **rest):
     if sampling.seed == {DEADLY_SEED}:
         deadly.append(request_id)
 
-def die(engine):
+def die(engine, *given, **named):
     if deadly:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(engine)
+    return step(engine, *given, **named)
 
 Engine.add, Engine.step = note, die
 main()
