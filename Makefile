@@ -105,7 +105,7 @@ demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from 
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-mutations: $(VENV)/dev.stamp ## Break one promise after another: its tests must fail (ARGS="'no fence'" for some)
+mutations: $(VENV)/dev.stamp ## Break one promise after another: its tests must fail, 10 minutes (ARGS="'no fence'" for some)
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed workers
@@ -113,7 +113,7 @@ soak: $(VENV)/dev.stamp ## 1,000 jobs with cancels, disconnects and killed worke
 
 # Tests that start servers of their own are the same on each kind.
 SHARED := $(filter-out %_access.py %_address.py %_cluster.py %_durability.py %_pool.py %_sentinel.py %_server.py, $(wildcard tests/broker/test_*.py))
-fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel and in a cluster
+fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel and in a cluster (5 minutes)
 	@$(BIN)/python -m pytest -m fleet $(ARGS)
 	@$(BIN)/python -m pytest --redis sentinel $(SHARED) tests/gateway $(ARGS)
 	@$(BIN)/python -m pytest --redis cluster $(SHARED) tests/gateway $(ARGS)

@@ -99,7 +99,9 @@ class Incarnation:
     # Claims
 
     async def _intake(self) -> None:
+        claims: list[Claim] = []
         while not self._draining.is_set():
+            await self._take(claims)
             await self._let_go()
             free, interactive = self._room()
             claims = await self._lease.claim(free, interactive, wait=True) if interactive > 0 else []
@@ -110,8 +112,8 @@ class Incarnation:
                 if free == 0:
                     events.append(self._rows_freed.wait())
                 claims = await self._until_drain(*events)
-            await self._take(claims)
-        await self._lease.release([claim.job_id for claim in await self._lease.claim(0)])  # given while it waited
+        claims += await self._lease.claim(0)  # given while it waited
+        await self._lease.release([claim.job_id for claim in claims])
         self._intake_over = True
         self._wake.set()
 
