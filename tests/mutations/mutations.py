@@ -290,10 +290,7 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/burial.py",
         "if worker.process == process_name(pid):",
         "if False:",
-        (
-            f"{BURIAL}::test_the_leases_of_a_process_end_with_it",
-            "tests/e2e/test_kill.py::test_another_worker_takes_over",
-        ),
+        (f"{BURIAL}::test_the_leases_of_a_process_end_with_it",),
     ),
     "another's death is told": Mutation(
         "a live worker's lease is not ended",
