@@ -162,7 +162,7 @@ class _Census:
 
     async def left(self, within: float, *, all_of_them: bool) -> int:
         """Keys, but the live workers' own, that are still there after so many seconds: any, or those without an end."""
-        ours = ("tick", "leases", "models", "models:seen", "worker:")
+        ours = ("tick", "leases", "models", "models:seen", "worker:", "parked:")
         end = time.monotonic() + within
         async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
             while True:

@@ -149,10 +149,10 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """The command line. Exits with 1 where a job was lost or told otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=600, help="jobs of a crew")
+    parser.add_argument("--jobs", type=int, default=1200, help="jobs of a crew")
     parser.add_argument("--tokens", type=int, default=48, help="of each job")
     parser.add_argument("--rows", type=int, default=8, help="rows of each worker's engine")
-    parser.add_argument("--pause", type=float, default=0.5, help="seconds until the next worker leaves")
+    parser.add_argument("--pause", type=float, default=2.5, help="seconds until the next worker leaves")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     result = asyncio.run(measure(given))
