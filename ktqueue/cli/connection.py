@@ -46,7 +46,7 @@ def ask_again(
         asyncio.run(conversation())
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # `ktqueue jobs list --watch 1 | head`
+    except (BrokenPipeError, SystemExit):  # `ktqueue jobs list --watch 1 | head`; rich makes an exit of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
