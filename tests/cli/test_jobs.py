@@ -84,6 +84,7 @@ def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp
             assert line
     tables.stdout.close()
     assert tables.wait(timeout=30) == 0
+    tables.stderr.close()
     assert tables.stderr.read() == ""
     tables.stderr.close()
 
