@@ -72,8 +72,7 @@ def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp
     submitted = ktqueue("submit", "hello", "--max-tokens", 2, "--job-id", "cli-watched", *stack.flags)
     assert submitted.returncode == 0, submitted.stderr
     for line in process.stdout:
-        newest = json.loads(line)[0]
-        if (newest["id"], newest["state"]) == ("cli-watched", "done"):
+        if [(one["id"], one["state"]) for one in json.loads(line)[:1]] == [("cli-watched", "done")]:
             break
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -84,7 +83,6 @@ def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp
             assert line
     tables.stdout.close()
     assert tables.wait(timeout=30) == 0
-    tables.stderr.close()
     assert tables.stderr.read() == ""
     tables.stderr.close()
 
