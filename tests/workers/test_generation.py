@@ -331,7 +331,7 @@ async def test_cancel_while_a_bad_prompt_is_tokenised(
 ) -> None:
     def refuse_slowly(request: GenerationRequest) -> list[int]:
         if request.prompt == "bad":
-            time.sleep(2.0)
+            time.sleep(0.6)
             raise InvalidRequest("no", param="prompt")
         return encode(request)
 
