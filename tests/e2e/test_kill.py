@@ -15,7 +15,7 @@ import pytest_asyncio
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STORY = "Once upon a time there was a king who"
-GREEDY = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}  # still at work when the blow comes
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 100, "ignore_eos": True}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,

@@ -1,6 +1,7 @@
 """The batching loop against a real engine and a real Redis."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,9 +163,18 @@ async def test_cancel_in_the_queue_and_in_prefill(broker: Broker, start_worker: 
         assert_empty(running.engine)
 
 
-async def test_a_deadline_ends_the_job(broker: Broker, start_worker: Any, finished: Any) -> None:
+async def test_a_deadline_ends_the_job(
+    broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start_worker() as running:
-        job = await broker.jobs.submit(replace(ask(max_tokens=480), expires_in=0.3))
+        step = running.engine.step
+
+        def slow_step(go_on: Callable[[], bool]) -> Any:
+            time.sleep(0.01)
+            return step(go_on)
+
+        monkeypatch.setattr(running.engine, "step", slow_step)
+        job = await broker.jobs.submit(replace(ask(max_tokens=480), expires_in=0.5))
         one = await finished(job.id)
         assert one.state is JobState.EXPIRED
         assert one.last.error is not None
@@ -329,20 +339,24 @@ def assert_empty(engine: Any) -> None:
 async def test_cancel_while_a_bad_prompt_is_tokenised(
     broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse_slowly(request: GenerationRequest) -> list[int]:
+    began, over = threading.Event(), threading.Event()
+
+    def refuse_late(request: GenerationRequest) -> list[int]:
         if request.prompt == "bad":
-            time.sleep(0.6)
+            began.set()
+            over.wait(30)
             raise InvalidRequest("no", param="prompt")
         return encode(request)
 
     encode: Callable[[GenerationRequest], list[int]] = model.tokenizer.encode_request
-    monkeypatch.setattr(model.tokenizer, "encode_request", refuse_slowly)
+    monkeypatch.setattr(model.tokenizer, "encode_request", refuse_late)
     async with start_worker() as running:
-        other = await broker.jobs.submit(ask(max_tokens=300))
+        other = await broker.jobs.submit(ask(max_tokens=400))  # a cancel is told as steps of others are committed
         bad = await broker.jobs.submit(ask("bad"))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(began.wait, 30)
         await broker.jobs.cancel(bad.id)
         assert (await finished(bad.id)).state is JobState.CANCELLED
+        over.set()
         assert (await finished(other.id)).state is JobState.DONE
         assert (await finished((await broker.jobs.submit(ask())).id)).state is JobState.DONE
         assert not running.task.done()
