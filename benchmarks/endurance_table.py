@@ -13,8 +13,8 @@ def make(result: dict[str, Any]) -> list[str]:
         "Requests of random shapes; what the process held each time that the engine was empty. Device: all that is "
         f"taken of its memory. {result['seconds']:.0f} s. {cpu_table.software(result)}",
         "",
-        "| requests | steps | tokens | preemptions | finished, aborted, failed | pages missing | device | host | threads "
-        "| open files |",
+        "| requests | steps | tokens | preemptions | finished, aborted, failed | pages missing | device | host "
+        "| threads | open files |",
         "|" + " ---: |" * 10,
     ]
     return lines + [
