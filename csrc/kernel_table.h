@@ -86,7 +86,7 @@ struct AttentionTask {
 };
 
 inline constexpr size_t kMaxVectors = 32;
-inline constexpr size_t kMaxHeadDim = 512;
+inline constexpr size_t kMaxHeadDim = 1024;
 
 using AttentionKernel = void (*)(const AttentionTask& task);
 

@@ -13,9 +13,10 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading import rope_factors
-from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config, rope_of_config
+from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats
+from ktqueue.loading.rope_metadata import rope_of_config
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.stored import StoredCheckpoint, decode, permute
 from ktqueue.loading.tokenizer_files import vocabulary_of_folder

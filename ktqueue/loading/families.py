@@ -3,12 +3,14 @@
 A family is one table entry. Knows nothing of tensors' contents and nothing of tokenizers.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.latent_keys import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.metadata_numbers import number
+from ktqueue.loading.rope_metadata import rope_from_metadata, rope_to_metadata
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -33,8 +35,9 @@ class Field:
 class Family:
     """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
     weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order.
-    `rope_factors`: files may hold divisors of the rotary frequencies. Two families may share an architecture: one
-    with experts, one without."""
+    `rope_factors`: files may hold divisors of the rotary frequencies. `latent`: its attention is multi-head latent
+    attention. Families may share an architecture: one with experts, one without; or with softmax for the scores of
+    experts and with a sigmoid. `layer_tensors`: of a layer, those whose names end neither in weight nor in bias."""
 
     architecture: str
     model_type: str
@@ -44,6 +47,9 @@ class Family:
     implied: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
     rope_factors: bool = False
+    latent: bool = False
+    sigmoid: bool = False
+    layer_tensors: tuple[str, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -65,6 +71,23 @@ _EXPERT_COUNT = Field("num_experts", _EXPERT_KEY, aliases=("num_local_experts",)
 _EXPERT_WIDTH = Field("moe_intermediate_size", "expert_feed_forward_length")
 _WIDTH = Field("intermediate_size", "feed_forward_length")
 _HEAD_DIM = Field("head_dim", "attention.key_length", required=False)
+_LATENT = (
+    *(one for one in _COMMON if one.config != "num_key_value_heads"),
+    Field("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    _EXPERT_WIDTH,
+    _WIDTH,
+    Field("n_shared_experts", "expert_shared_count"),
+    Field("routed_scaling_factor", "expert_weights_scale", float, required=False),
+    Field("kv_lora_rank", "attention.kv_lora_rank"),
+)
+_LATENT_MODULES = (
+    *_NORMS,
+    *(f"self_attn.{part}" for part in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "o_proj")),
+    *(f"self_attn.{part}" for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")),
+    *_EXPERTS,
+    *(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    *_MLP,
+)
 
 FAMILIES = (
     Family(
@@ -118,6 +141,26 @@ FAMILIES = (
         implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     ),
     Family(
+        architecture="deepseek2",
+        model_type="deepseek_v2",
+        class_name="DeepseekV2ForCausalLM",
+        fields=_LATENT,
+        layer_modules=_LATENT_MODULES,
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+        latent=True,
+    ),
+    Family(
+        architecture="deepseek2",
+        model_type="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        fields=_LATENT,
+        layer_modules=_LATENT_MODULES,
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+        latent=True,
+        sigmoid=True,
+    ),
+    Family(
         architecture="qwen3",
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
@@ -145,7 +188,6 @@ FAMILIES = (
     ),
 )
 MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
-_ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 
 
 def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
@@ -158,7 +200,9 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
-    return next((family for family in found if family.has_experts == routed), found[0])
+    sigmoid = metadata.get(f"{architecture}.expert_gating_func") == SIGMOID
+    fitting = (family for family in found if (family.has_experts, family.sigmoid) == (routed, sigmoid))
+    return next(fitting, found[0])
 
 
 def family_of_model_type(model_type: str, source: str) -> Family:
@@ -182,8 +226,10 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
             if one.required:
                 raise CheckpointError(f"{source}: metadata key {key} is missing")
             continue
-        config[one.config] = _number(metadata[key], one.kind, key, source)
-    config["rope_parameters"] = _rope_from_metadata(family, metadata, source)
+        config[one.config] = number(metadata[key], one.kind, key, source)
+    if family.latent:
+        config |= latent_config(family.architecture, metadata, config, source)
+    config["rope_parameters"] = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
     return config
 
 
@@ -201,62 +247,11 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             raise CheckpointError(f"{source}: config key {one.config} is missing")
         if value is not None:
             metadata[f"{family.architecture}.{one.key}"] = one.kind(value)
+    rope = rope_to_metadata(family.architecture, config, source, latent=family.latent, factors=family.rope_factors)
+    if family.latent:
+        return {**metadata, **latent_metadata(family.architecture, config, sigmoid=family.sigmoid), **rope}
     if (head_dim := config.get("head_dim")) is not None:
         metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
     metadata[f"{family.architecture}.rope.dimension_count"] = int(dimensions)
-    return {**metadata, **_rope_to_metadata(family, config, source)}
-
-
-def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's rotary parameters, however old its spelling; `rope_type` and `rope_theta` are always there."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return {
-        **rope,
-        "rope_type": kind,
-        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", _ROPE_THETA))),
-    }
-
-
-def _number(value: Any, kind: type, key: str, source: str) -> int | float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is int:
-        good = good and isinstance(value, int) and 0 < value < 1 << 31
-    elif good:
-        good = 0 < value < 1e30
-    if not good:
-        raise CheckpointError(f"{source}: metadata key {key} must be a positive number, got {value!r}")
-    return int(value) if kind is int else float(value)
-
-
-def _rope_from_metadata(family: Family, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    prefix = f"{family.architecture}.rope."
-    theta = _number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = metadata.get(prefix + "scaling.type", "none")
-    if kind in ("linear", "yarn"):
-        rope["rope_type"] = kind
-        rope["factor"] = _number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)
-        if kind == "yarn":
-            key = prefix + "scaling.original_context_length"
-            rope["original_max_position_embeddings"] = _number(metadata.get(key), int, key, source)
-    elif kind != "none":
-        raise CheckpointError(f"{source}: {prefix}scaling.type {kind!r} is not supported; known: none, linear, yarn")
-    return rope
-
-
-def _rope_to_metadata(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    prefix = f"{family.architecture}.rope."
-    rope = rope_of_config(config)
-    kind = rope["rope_type"]
-    metadata: dict[str, Any] = {prefix + "freq_base": rope["rope_theta"]}
-    if kind in ("linear", "yarn"):
-        metadata[prefix + "scaling.type"] = kind
-        metadata[prefix + "scaling.factor"] = float(rope["factor"])
-        if kind == "yarn":
-            original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-            metadata[prefix + "scaling.original_context_length"] = int(original)
-    elif kind != "default" and not (kind == "llama3" and family.rope_factors):
-        raise CheckpointError(f"{source}: rope_type {kind!r} cannot be written to GGUF; known: default, linear, yarn")
-    return metadata
+    return {**metadata, **rope}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ktqueue.loading import rope_factors
 from ktqueue.loading.families import Family, config_from_metadata, family_of_metadata
 from ktqueue.loading.gguf_file import type_name
 from ktqueue.loading.gguf_header import GgufHeader, read_header
+from ktqueue.loading.latent_tensors import join_latent_tensors
 from ktqueue.loading.names import gguf_names, split_expert_name
 from ktqueue.loading.quants import Bytes
 from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
@@ -68,6 +70,8 @@ def assemble(
     config = config_from_metadata(family, metadata, path)
     if family.rope_factors and (factors := stored.pop(rope_factors.TENSOR, None)):
         config["rope_parameters"] = _divided(path, config, factors)
+    if family.latent:
+        join_latent_tensors(path, stored)
     layers = _check_layers(path, config["num_hidden_layers"], stored)
     dense, stacks = _named(path, family, config, stored, layers)
     _finish_config(path, config, metadata, dense)
@@ -139,7 +143,7 @@ def _fitted(path: str, tensor: StoredTensor, name: str, family: Family, config: 
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} has {shape[0]} rows, which {heads} heads of even size do not divide"
             )
-    return StoredTensor(tensor.name, tensor.quant, shape, tensor.data, heads)
+    return replace(tensor, shape=shape, heads=heads)
 
 
 def _experts(path: str, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:

@@ -63,7 +63,8 @@ class NameMap:
 
     def find(self, name: str) -> str | None:
         """`model.norm.weight` to `output_norm.weight`; None where the architecture has no such tensor."""
-        found: str | None = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
+        spelt = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as its tables have it
+        found: str | None = self._map.get_name(spelt, try_suffixes=(".weight", ".bias"))
         return found
 
 

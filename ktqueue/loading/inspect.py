@@ -15,6 +15,8 @@ from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"
 """The operator whose dense weights are decoded onto its device, and whose experts are packed for the CPU."""
+LATENT = "LatentAttention"
+"""The operator that packs its matrices in float32 on the CPU only, and the one that it absorbs nowhere."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -107,6 +109,9 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
         if operator == ON_BOTH_SIDES:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
+        elif operator == LATENT:
+            floats = all(one.dtype == torch.float32 for one in module.parameters(recurse=False))
+            packed = device == "cpu" and floats and not name.endswith(".kv_b_proj")
         key = (_INDEX.sub(".*", name), type(module).__name__, operator, device)
         modules.setdefault(key, []).append(0)
         for tensor in own:

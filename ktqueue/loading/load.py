@@ -17,6 +17,7 @@ from ktqueue.loading.skeleton import Config, build_config, build_skeleton
 from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
 from ktqueue.operators import experts as _experts  # noqa: F401
+from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401
 from ktqueue.operators import linear as _linear  # noqa: F401
 from ktqueue.operators.base import registry
 from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
@@ -77,6 +78,15 @@ class Prepared:
 def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
     """The cache of a model of that config."""
     heads = config.num_attention_heads
+    if latent := getattr(config, "kv_lora_rank", None):  # a latent and a rotary key, which all heads share
+        return KVLayout(
+            layers=config.num_hidden_layers,
+            kv_heads=1,
+            head_dim=latent + config.qk_rope_head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            latent=latent,
+        )
     return KVLayout(
         layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -19,6 +19,9 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
             name = names.find(f"{module}.{part}")
             if name is not None:
                 found[name] = f"{module}.{part}"
+    for tensor in (f"model.layers.{i}.{t}" for i in range(layers) for t in family.layer_tensors):
+        if (name := names.find(tensor)) is not None:
+            found[name] = tensor
     return found
 
 

@@ -13,6 +13,8 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.operators import attention
 
 Config = transformers.PretrainedConfig
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Model types whose attention LatentAttention computes."""
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
@@ -22,8 +24,11 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
-    if values.get("kv_lora_rank"):
-        raise CheckpointError(f"{source}: multi-head latent attention ({model_type}) is not supported yet")
+    if values.get("kv_lora_rank") and model_type not in LATENT:
+        known = ", ".join(LATENT)
+        raise CheckpointError(
+            f"{source}: multi-head latent attention of {model_type} is not supported; that of {known} is"
+        )
     if values.get("quantization_config"):
         raise CheckpointError(
             f"{source}: checkpoints with a quantization_config are not supported; use F16, BF16 or GGUF"

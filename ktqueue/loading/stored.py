@@ -56,6 +56,11 @@ class StoredTensor:
     def columns(self) -> int:
         return self.shape[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.data.size
+
     def matrices(self) -> list[Bytes]:
         """A [experts, rows, columns] tensor as one flat byte view an expert."""
         return list(self.data.reshape(self.shape[0], -1))
@@ -161,7 +166,7 @@ class StoredCheckpoint:
     def nbytes(self, name: str) -> int:
         """Bytes in the file. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
-            return self._tensor(name).data.size
+            return self._tensor(name).nbytes
         experts, part = found
         stacks = (experts.gate, experts.up) if part == GATE_UP else (experts.down,)
         return sum(view.size for stack in stacks for view in stack.data)

@@ -42,48 +42,73 @@ def paged_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"paged attention does not compute {name}")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if step.kv.layout.latent is not None:
+        raise ValueError(f"{type(module).__name__} needs the operator LatentAttention in its place: a rule must say so")
     if sliding_window is None:  # Qwen2-MoE's layers have one without passing it on: it is in the mask that we refuse
         sliding_window = getattr(module, "sliding_window", None)
+    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=sliding_window or 0)
+    return attended[None], None
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    step: StepContext,
+    *,
+    scaling: float,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """Write the step's keys and values into `layer` of the cache, then attend causally.
+
+    query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] -> [tokens, heads, value_dim]; `value`
+    is None where the cache is latent. `sliding_window` 0: no limit. Raises ValueError for a step that does not fit the
+    cache.
+    """
     keys, values = step.kv.keys[layer], step.kv.values[layer]
     if step.attention is not None:
-        step.kv.write(layer, step.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        attended = step.attention.attend(
-            layer, query[0].transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window or 0
+        _write(layer, key, value, step)
+        return step.attention.attend(
+            layer, query.transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window
         )
-        return attended[None], None
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
-        _, heads, tokens, head_dim = query.shape
+        heads, tokens, head_dim = query.shape
         out = torch.empty(tokens, heads, head_dim)
+        # The kernel knows values as wide as keys: of a latent cache it sums whole keys, the rest of which is dropped.
         native.paged_attention(
             _dense(query),
             _dense(key),
-            _dense(value),
+            _dense(key if value is None else value),
             keys.numpy(),
-            values.numpy(),
+            (keys if value is None else values).numpy(),
             step.query_starts.numpy(),
             step.context_lengths.numpy(),
             step.page_table.numpy(),
             step.slot_mapping.numpy(),
             out.numpy(),
             scaling=scaling,
-            sliding_window=sliding_window or 0,
+            sliding_window=sliding_window,
         )
-        return out[None], None
-    step.kv.write(layer, step.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    attended = reference.paged_attention(
-        query[0],
+        return out[..., : step.kv.layout.value_dim]
+    _write(layer, key, value, step)
+    return reference.paged_attention(
+        query,
         keys,
         values,
         step.query_starts,
         step.context_lengths,
         step.page_table,
         scaling=scaling,
-        sliding_window=sliding_window,
+        sliding_window=sliding_window or None,
     )
-    return attended[None], None
+
+
+def _write(layer: int, key: torch.Tensor, value: torch.Tensor | None, step: StepContext) -> None:
+    step.kv.write(layer, step.slot_mapping, key.transpose(0, 1), None if value is None else value.transpose(0, 1))
 
 
 def _dense(states: torch.Tensor) -> native.Floats:
-    """[1, heads, tokens, head_dim] -> [heads, tokens, head_dim] with a dense last dimension, as numpy."""
-    array: native.Floats = native.as_array(states)[0]
+    """[heads, tokens, head_dim] with a dense last dimension, as numpy."""
+    array: native.Floats = native.as_array(states)
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)

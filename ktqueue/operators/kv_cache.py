@@ -10,22 +10,35 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a grouped-query cache, derived from the model's config. `dtype` is the cache's own."""
+    """Shape of a cache, derived from the model's config. `dtype` is the cache's own.
+
+    `latent`: None with grouped queries, where keys and values have a tensor each, of `head_dim` columns; with
+    multi-head latent attention that many columns, the first, of the one key head are its values too, and values have no
+    tensor of their own.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     page_size: int  # tokens
     dtype: torch.dtype
+    latent: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value, and so of what attention gives for a query head."""
+        return self.head_dim if self.latent is None else self.latent
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, keys and values."""
-        return 2 * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+        tensors = 2 if self.latent is None else 1
+        return tensors * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVCache:
-    """`keys` and `values`: per layer [pages, page_size, kv_heads, head_dim].
+    """`keys`: per layer [pages, page_size, kv_heads, head_dim]; `values`: the same with value_dim columns, of a latent
+    cache views of the keys.
 
     With `scratch` the tensors have one page more, `scratch_page`, that no sequence ever owns: rows that pad a captured
     graph write there.
@@ -37,14 +50,22 @@ class KVCache:
         self.pages = pages
         self.scratch_page = pages if scratch else None
         self.keys = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
-        self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+        if layout.latent is None:
+            self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+        else:
+            self.values = [keys[..., : layout.latent] for keys in self.keys]
 
-    def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's type.
+    def write(
+        self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None = None
+    ) -> None:
+        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's type;
+        of a latent cache there is a key only.
 
         What float8 cannot hold is stored as the nearest number that it can.
         """
         for tensors, states in ((self.keys, key), (self.values, value)):
+            if states is None:
+                continue
             cache = tensors[layer].view(-1, *states.shape[1:])
             if cache.dtype.itemsize == 1:
                 limit = torch.finfo(cache.dtype).max  # the cast makes NaN of more
@@ -54,6 +75,6 @@ class KVCache:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer (copy-on-write of a shared, partly filled page)."""
-        for tensors in (self.keys, self.values):
+        for tensors in (self.keys, self.values) if self.layout.latent is None else (self.keys,):
             for tensor in tensors:
                 tensor[target].copy_(tensor[source])

@@ -31,9 +31,10 @@ class CpuLinear(Operator):
             raise ValueError(f"{type(module).__name__} cannot be replaced by CpuLinear: it is no nn.Linear")
         return cls(module.out_features, module.in_features, **chosen)
 
-    def load(self, weights: ModuleWeights) -> None:
-        """Pack `weight` and take `bias`, if there is one. Raises ValueError if they do not fit."""
-        self._linear = load_linear(weights, "", activations=self._activations, isa=self._isa)
+    def load(self, weights: ModuleWeights, module: str = "") -> None:
+        """Pack `weight` and take `bias`, if there is one, of the module of that name ("": the weights' own). Raises
+        ValueError if they do not fit."""
+        self._linear = load_linear(weights, module, activations=self._activations, isa=self._isa)
         if (got := self._linear.shape) != (self.out_features, self.in_features):
             raise ValueError(f"weight must be {[self.out_features, self.in_features]}, got {list(got)}")
 

@@ -87,13 +87,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over pages that already hold the step's keys and values.
 
-    query [heads, tokens, head_dim]; keys, values [pages, page_size, kv_heads, head_dim] of any type
-    -> [tokens, heads, head_dim] as `query`. A token at position p sees keys max(0, p + 1 - sliding_window) .. p of its
+    query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any type
+    -> [tokens, heads, value_dim] as `query`. A token at position p sees keys max(0, p + 1 - sliding_window) .. p of its
     row.
     """
-    heads, tokens, head_dim = query.shape
+    heads, tokens, _ = query.shape
     page_size, groups = keys.shape[1], heads // keys.shape[2]
-    out = query.new_zeros(tokens, heads, head_dim)
+    out = query.new_zeros(tokens, heads, values.shape[-1])
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
     for row, context in enumerate(contexts):
         begin, end = starts[row], starts[row + 1]

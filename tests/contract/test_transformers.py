@@ -150,3 +150,55 @@ def test_saved_experts_are_one_by_one(tmp_path: Any) -> None:
         names = set(file.keys())
     assert "model.layers.0.mlp.experts.7.up_proj.weight" in names
     assert not any("gate_up_proj" in name for name in names)
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Spy(nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **named: Any) -> tuple[torch.Tensor, None]:
+            seen.append(named)
+            return hidden_states, None
+
+    model = _build(transformers.CONFIG_MAPPING[model_type](**{**COMMON, **LATENT}))
+    for layer in range(2):
+        attention = model.get_submodule(f"model.layers.{layer}.self_attn")
+        assert attention.layer_idx == layer and attention.scaling == 24**-0.5
+        assert {name for name, _ in attention.named_parameters()} == {
+            "q_proj.weight",
+            "kv_a_proj_with_mqa.weight",
+            "kv_a_layernorm.weight",
+            "kv_b_proj.weight",
+            "o_proj.weight",
+        }
+        model.get_submodule(f"model.layers.{layer}").self_attn = Spy()
+    step = object()
+    with torch.no_grad():
+        model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False, step=step)
+    assert len(seen) == 2
+    angles = torch.outer(torch.arange(6.0), 10_000 ** -(torch.arange(0, 8, 2) / 8))
+    for named in seen:
+        assert named["step"] is step
+        given = named["position_embeddings"]
+        if model_type == "deepseek_v2":
+            torch.testing.assert_close(given, torch.polar(torch.ones(1, 6, 4), angles[None]))
+        else:
+            torch.testing.assert_close(given[0], torch.cat([angles, angles], -1)[None].cos())
+            torch.testing.assert_close(given[1], torch.cat([angles, angles], -1)[None].sin())

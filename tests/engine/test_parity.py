@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AttentionInterface, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AttentionInterface,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
@@ -145,6 +151,56 @@ def test_tiny_random_model(tiny, budget, caching, pages):
         max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
     )
     engine = Engine(model, vocabulary, layout, config, pages, 1024)
+    found = serve(engine, prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+    assert (engine.stats().preemptions > 0) == (pages == 46)
+    assert (engine.stats().prefix_hits > 0) == caching
+    assert found == answers
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """A random DeepSeek-V2 with all that the family has, loaded by the default rules; prompts and answers."""
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+        intermediate_size=96,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        routed_scaling_factor=2.0,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(1)
+    model = DeepseekV2ForCausalLM(config).eval().float()
+    folder = tmp_path_factory.mktemp("latent")
+    model.save_pretrained(folder)
+    prompts = make_prompts(config.vocab_size)[:FEW]
+    return load_model(str(folder)), prompts, answers_of(model, prompts, None)
+
+
+@pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000)])
+def test_latent_attention(latent, budget, caching, pages):
+    model, prompts, answers = latent
+    config = EngineConfig(
+        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
+    )
+    engine = Engine(model.module, NoEnd(512), model.kv_layout(PAGE_SIZE), config, pages, 1024)
     found = serve(engine, prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
     assert (engine.stats().preemptions > 0) == (pages == 46)
     assert (engine.stats().prefix_hits > 0) == caching

@@ -31,11 +31,28 @@ COMMON = {
     "initializer_range": 0.2,
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
     "qwen2_moe": {**ROUTED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": None},
     "olmoe": {**ROUTED, "intermediate_size": 32},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "qwen3": {"intermediate_size": 96, "head_dim": 32},
     "qwen2": {"intermediate_size": 96},
     "llama": {"intermediate_size": 96},
@@ -83,6 +100,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 for name, weight in model.named_parameters():
                     if name.endswith(("norm.weight", ".bias")):
                         weight.uniform_(0.5, 1.5)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("correction_bias"):
+                        buffer.uniform_(-0.2, 0.2)
             model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
             _tokenizer(folder)
             made[key] = folder

@@ -137,7 +137,7 @@ def test_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Pa
     raw = tiny_gguf.read_bytes().replace(b"qwen3moe", b"deepseek", 1)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    known = "qwen3moe, qwen2moe, llama, olmoe, qwen3, qwen2"
+    known = "qwen3moe, qwen2moe, llama, olmoe, deepseek2, qwen3, qwen2"
     with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))
 

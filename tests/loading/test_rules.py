@@ -12,7 +12,7 @@ from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.operators.decoder_facts import CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
-WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder")
+WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder", "LatentAttention")
 TREE = [
     ("", "Model"),
     ("layers", "ModuleList"),
@@ -177,7 +177,7 @@ def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None
 
 def test_default_rules(tiny: Path) -> None:
     rules = load_rules(DEFAULT_RULES, WHOLE)
-    assert [rule.op for rule in rules] == ["CpuDecoder", "GpuDecoder", "CpuExperts", "CpuLinear"]
+    assert [rule.op for rule in rules] == ["CpuDecoder", "GpuDecoder", "LatentAttention", "CpuExperts", "CpuLinear"]
     assert type(load_model(str(tiny)).module).__name__ == "CpuDecoder"
 
     def planned(class_name: str, device: str, dtype: str) -> list[tuple[str, str]]:

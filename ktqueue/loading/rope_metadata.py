@@ -1,0 +1,87 @@
+"""Rotary parameters: transformers' `rope_parameters` and the GGUF keys after `{architecture}.rope.`, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.metadata_numbers import number
+
+_ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
+_BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
+_LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim, and mscale is the same
+
+
+def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's rotary parameters, however old its spelling; `rope_type` and `rope_theta` are always there."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {
+        **rope,
+        "rope_type": kind,
+        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", _ROPE_THETA))),
+    }
+
+
+def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:
+    """`latent`: the model has multi-head latent attention, whose yarn has more parameters. Raises CheckpointError."""
+    prefix = f"{architecture}.rope."
+    theta = number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = metadata.get(prefix + "scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        rope["rope_type"] = kind
+        rope["factor"] = number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)
+        if kind == "yarn":
+            key = prefix + "scaling.original_context_length"
+            rope["original_max_position_embeddings"] = number(metadata.get(key), int, key, source)
+            if latent:
+                rope |= _latent_yarn(prefix, metadata, source)
+    elif kind != "none":
+        raise CheckpointError(f"{source}: {prefix}scaling.type {kind!r} is not supported; known: none, linear, yarn")
+    return rope
+
+
+def rope_to_metadata(
+    architecture: str, config: Mapping[str, Any], source: str, *, latent: bool, factors: bool
+) -> dict[str, Any]:
+    """`factors`: divisors of frequencies go into a tensor of their own. Raises CheckpointError for what GGUF cannot
+    say."""
+    prefix = f"{architecture}.rope."
+    rope = rope_of_config(config)
+    kind = rope["rope_type"]
+    metadata: dict[str, Any] = {prefix + "freq_base": rope["rope_theta"]}
+    if kind in ("linear", "yarn"):
+        metadata[prefix + "scaling.type"] = kind
+        metadata[prefix + "scaling.factor"] = float(rope["factor"])
+        if kind == "yarn":
+            original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+            metadata[prefix + "scaling.original_context_length"] = int(original)
+            if latent:
+                metadata |= _latent_yarn_keys(prefix, rope, source)
+    elif kind != "default" and not (kind == "llama3" and factors):
+        raise CheckpointError(f"{source}: rope_type {kind!r} cannot be written to GGUF; known: default, linear, yarn")
+    return metadata
+
+
+def _latent_yarn(prefix: str, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    found = {
+        name: number(metadata.get(prefix + key, default), float, prefix + key, source)
+        for name, (key, default) in _BETAS.items()
+    }
+    if (key := prefix + _LOG_MULTIPLIER) in metadata:
+        # Stored as a float32: six digits are what a config has.
+        scale = round(float(number(metadata[key], float, key, source)) / 0.1, 6)
+        found |= {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _latent_yarn_keys(prefix: str, rope: Mapping[str, Any], source: str) -> dict[str, Any]:
+    found = {prefix + key: float(rope.get(name) or default) for name, (key, default) in _BETAS.items()}
+    scale = rope.get("mscale_all_dim") or 0.0
+    if (rope.get("mscale") or 0.0) != scale:
+        raise CheckpointError(
+            f"{source}: rope mscale {rope.get('mscale')!r} and mscale_all_dim {scale!r} differ; GGUF has one number"
+        )
+    if rope.get("attention_factor") is not None:
+        raise CheckpointError(f"{source}: rope attention_factor cannot be written to GGUF")
+    return found | ({prefix + _LOG_MULTIPLIER: 0.1 * float(scale)} if scale else {})

@@ -1,0 +1,204 @@
+"""Models with multi-head latent attention: DeepSeek-V2 and V3, from a folder and from GGUF, against transformers."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.families import (
+    config_from_metadata,
+    family_of_metadata,
+    family_of_model_type,
+    metadata_from_config,
+)
+from ktqueue.loading.gguf_checkpoint import read_parts
+from ktqueue.loading.gguf_file import Writer
+from ktqueue.loading.latent_tensors import join_latent_tensors
+from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.loading.stored import StoredTensor
+from ktqueue.operators.kv_cache import KVLayout
+
+IDS = list(range(3, 43))
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 24,
+    "beta_slow": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "V2-Lite": ("deepseek_v2", {"rope_parameters": YARN}),
+    "V2": ("deepseek_v2", {**GROUPS, "q_lora_rank": 48, "routed_scaling_factor": 16.0, "first_k_dense_replace": 0}),
+    "V3": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "Moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+@pytest.mark.parametrize("rules", ["default", "modules"])
+def test_logits_equal_transformers(
+    case: str,
+    source: str,
+    rules: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+) -> None:
+    model_type, changes = CASES[case]
+    folder = make_model(model_type, **changes)
+    path = folder if source == "folder" else make_gguf(model_type=model_type, **changes)
+    model = load_model(str(path), rules=str(DEFAULT_RULES.with_name(f"{rules}.yaml")))
+    layout = model.kv_layout(16)
+    assert layout == KVLayout(layers=2, kv_heads=1, head_dim=40, page_size=16, dtype=torch.float32, latent=32)
+    expected = reference_logits(folder, IDS)
+    assert expected.std() > 0.5  # else equality would say little
+    torch.testing.assert_close(run_logits(model.module, layout, IDS), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["V2-Lite", "V3"])
+def test_files_with_keys_and_values_in_two_tensors(
+    case: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """As llama.cpp has written them since April 2025: widths of a head under keys of their own."""
+    model_type, changes = CASES[case]
+    (header,) = read_parts(make_gguf(model_type=model_type, **changes))
+    metadata = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
+    for key in ("deepseek2.attention.key_length", "deepseek2.attention.value_length"):
+        metadata[f"{key}_mla"] = metadata[key]
+    metadata |= {"deepseek2.attention.key_length": 40, "deepseek2.attention.value_length": 32}
+    metadata["deepseek2.attention.head_count_kv"] = 1
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for info in header.tensors:
+        data = header.data[info.offset : info.offset + 4 * math.prod(info.shape)].view("<f4").reshape(info.shape)
+        if info.name.endswith("attn_kv_b.weight"):
+            heads = data.reshape(4, 16 + 24, 32)
+            tensors[info.name.replace("kv_b", "k_b")] = heads[:, :16].transpose(0, 2, 1)
+            tensors[info.name.replace("kv_b", "v_b")] = heads[:, 16:]
+        else:
+            tensors[info.name] = data
+    path = tmp_path / "split.gguf"
+    with Writer(path, "deepseek2", "F32") as writer:
+        writer.add_metadata(metadata)
+        for name, data in tensors.items():
+            writer.add_tensor(name, "F32", data.shape)
+        writer.start()
+        for data in tensors.values():
+            writer.write(np.ascontiguousarray(data).reshape(-1).view("u1"))
+    model = load_model(str(path))
+    expected = reference_logits(make_model(model_type, **changes), IDS)
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.nbytes("model.layers.0.self_attn.kv_b_proj.weight") == 4 * 4 * 40 * 32
+
+
+def test_a_half_of_the_two_tensors_is_refused(make_gguf: Callable[..., Path]) -> None:
+    (header,) = read_parts(make_gguf(model_type="deepseek_v2"))
+    stored = {"blk.0.attn_k_b.weight": StoredTensor("k", "F32", (4, 32, 16), header.data[: 4 * 4 * 32 * 16])}
+    with pytest.raises(CheckpointError, match="attn_v_b beside it must have three dimensions"):
+        join_latent_tensors("file", stored)
+
+
+def metadata_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    config = {
+        "max_position_embeddings": 4096, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "rms_norm_eps": 1e-6, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 24, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        **changes,
+    }  # fmt: skip
+    family = family_of_model_type(model_type, "folder")
+    return {"general.architecture": "deepseek2", **metadata_from_config(family, config, "folder")}
+
+
+def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
+    return config_from_metadata(family_of_metadata(metadata, "file"), metadata, "file")
+
+
+def test_scores_decide_the_family() -> None:
+    v2, v3 = metadata_of("deepseek_v2"), metadata_of("deepseek_v3", n_group=1, topk_group=1)
+    assert config_of(v2)["model_type"] == "deepseek_v2"
+    assert config_of(v3)["model_type"] == "deepseek_v3"
+    del v2["deepseek2.expert_gating_func"]  # as files of DeepSeek-V2 from 2024
+    assert config_of(v2)["model_type"] == "deepseek_v2"
+
+
+def test_numbers_come_back() -> None:
+    yarn = {**YARN, "factor": 40.0, "original_max_position_embeddings": 4096}
+    found = config_of(metadata_of("deepseek_v2", **GROUPS, q_lora_rank=48, rope_scaling=yarn, first_k_dense_replace=0))
+    assert found["rope_parameters"] == yarn
+    assert {key: found[key] for key in GROUPS} == GROUPS
+    assert (found["q_lora_rank"], found["first_k_dense_replace"], found["num_key_value_heads"]) == (48, 0, 4)
+    plain = config_of(metadata_of("deepseek_v2", n_group=4, topk_group=2, topk_method="greedy"))
+    assert (plain["q_lora_rank"], plain["topk_method"], plain["n_group"]) == (None, "greedy", 1)
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
+def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int]) -> None:
+    metadata = metadata_of("deepseek_v3", n_routed_experts=experts)
+    del metadata["deepseek2.expert_group_count"], metadata["deepseek2.expert_group_used_count"]
+    found = config_of(metadata)
+    assert (found["n_group"], found["topk_group"]) == groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deepseek2.rope.dimension_count": 24}, "must be even and less than a key's length, 24"),
+        ({"deepseek2.rope.dimension_count": 7}, "must be even"),
+        ({"deepseek2.expert_group_count": 3}, "2 of 8 experts a token do not fit 1 of 3 groups"),
+        ({"deepseek2.expert_group_count": 8}, "2 of 8 experts a token do not fit 1 of 8 groups"),
+        (
+            {
+                f"deepseek2.expert_{key}": n
+                for key, n in (("group_count", 8), ("group_used_count", 2), ("gating_func", 2))
+            },
+            "8 groups of one expert each",
+        ),
+        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm with softmax scores is not supported"),
+        ({"deepseek2.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
+        ({"deepseek2.attention.kv_lora_rank": 0}, "kv_lora_rank must be a positive number"),
+    ],
+)
+def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of({**metadata_of("deepseek_v2"), **changes})
+
+
+def test_what_gguf_cannot_say_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"mscale 1.0 and mscale_all_dim 0.707 differ"):
+        metadata_of("deepseek_v2", rope_scaling={**YARN, "mscale": 1.0})
+    with pytest.raises(CheckpointError, match="norm_topk_prob is True"):
+        metadata_of("deepseek_v2", norm_topk_prob=True)
+
+
+def test_a_rule_must_name_the_attention(make_model: Callable[..., Path], tmp_path: Path, run_logits: Any) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
+    model = load_model(str(make_model("deepseek_v2")), rules=str(rules))
+    with pytest.raises(ValueError, match="DeepseekV2Attention needs the operator LatentAttention"):
+        run_logits(model.module, model.kv_layout(16), IDS)
+
+
+def test_the_operator_refuses_other_attention(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'Attention$'}\n  replace: {op: LatentAttention}\n")
+    with pytest.raises(RuleError, match="Qwen3MoeAttention cannot be replaced by LatentAttention: it makes no latents"):
+        load_model(str(make_model()), rules=str(rules))
