@@ -5,7 +5,7 @@ Speed does not depend on what weights say, so none need be had from anywhere. St
 activations keep their size through all layers, router and logits are neither flat nor certain.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,60 +19,21 @@ from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_NORMAL, Writer, quant
 from ktqueue.loading.quants import BLOCKS, Bytes
 from ktqueue.loading.random_blocks import GROUP, random_blocks
 from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
+from ktqueue.loading.synthetic_shapes import MIX, SHAPES, Tensor, tensors_of
 from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, to_metadata
 
 PREFIX = "synthetic:"
 Progress = Callable[[int, int, str], None]  # as convert's
 
-# Transformers configs, by the names of the models whose shapes they are; `tiny` and `mid` are ours, for tests.
-_QWEN3 = {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        **_QWEN3, "hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "vocab_size": 512,
-    },
-    "mid": {
-        **_QWEN3, "hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 64, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "head_dim": 64, "vocab_size": 8192,
-    },
-    "qwen3-30b-a3b": {
-        **_QWEN3, "hidden_size": 2048, "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "vocab_size": 151936,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 32000,
-    },
-}  # fmt: skip
-MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
-
 # Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as
 # there are blocks begin at different ones.
 _POOLS = (8191, 262_139)
-_ROUTER_GAIN, _HEAD_GAIN = 2.0, 3.0
-_ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0  # of what layers add to the residual, together about as much as it was
-
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "e r", "r e", "o n", "Ġ the", "Ġ and", "Ġ a", "o u", "in g", "h e")
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One tensor to write; `deviation` of its weights."""
-
-    name: str
-    quant: str
-    shape: tuple[int, ...]
-    deviation: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +51,7 @@ def open_synthetic(name: str) -> StoredCheckpoint:
     and time however large it is; whoever packs them takes what a file of that size would. Raises CheckpointError."""
     config, quant, metadata = _model(name)
     draw = _Draw()
-    return assemble(name, metadata, {tensor.name: draw.stored(tensor) for tensor in _tensors(config, quant)})
+    return assemble(name, metadata, {tensor.name: draw.stored(tensor) for tensor in tensors_of(config, quant)})
 
 
 def synthetic_vocabulary(name: str) -> VocabularyData:
@@ -105,7 +66,7 @@ def write(name: str, target: Path, *, layers: int | None = None, progress: Progr
     `layers` overrides the name's. The same call writes the same bytes. Raises CheckpointError.
     """
     config, quant, metadata = _model(name, layers)
-    tensors = list(_tensors(config, quant))
+    tensors = list(tensors_of(config, quant))
     draw = _Draw()
     with Writer(target, metadata["general.architecture"], quant) as writer:
         writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
@@ -161,51 +122,6 @@ def vocabulary(size: int) -> VocabularyData:
     )
 
 
-def _tensors(config: dict[str, Any], quant: str) -> Iterator[_Tensor]:
-    hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-    experts = config.get("num_experts") or config["num_local_experts"]
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    share = (2 * layers) ** -0.5
-    queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-
-    def norm(name: str, size: int) -> _Tensor:
-        return _Tensor(f"{name}.weight", "F32", (size,), 0.1)
-
-    def matrix(name: str, *shape: int, layer: int = 0, gain: float = 1.0) -> _Tensor:
-        chosen = _choose(quant, name.rpartition(".")[2], layer, layers)
-        fits = shape[-1] % BLOCKS[chosen][0] == 0
-        return _Tensor(f"{name}.weight", chosen if fits else "F16", shape, gain / shape[-1] ** 0.5)
-
-    yield matrix("token_embd", vocab, hidden, gain=hidden**0.5)
-    for i in range(layers):
-        at = f"blk.{i}"
-        yield norm(f"{at}.attn_norm", hidden)
-        yield matrix(f"{at}.attn_q", queries, hidden, layer=i)
-        yield matrix(f"{at}.attn_k", keys, hidden, layer=i)
-        yield matrix(f"{at}.attn_v", keys, hidden, layer=i)
-        yield matrix(f"{at}.attn_output", hidden, queries, layer=i, gain=_ATTENTION_GAIN * share)
-        if config["model_type"] == "qwen3_moe":
-            yield norm(f"{at}.attn_q_norm", config["head_dim"])
-            yield norm(f"{at}.attn_k_norm", config["head_dim"])
-        yield norm(f"{at}.ffn_norm", hidden)
-        yield _Tensor(f"{at}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
-        yield matrix(f"{at}.ffn_gate_exps", experts, width, hidden, layer=i)
-        yield matrix(f"{at}.ffn_up_exps", experts, width, hidden, layer=i)
-        yield matrix(f"{at}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * share)
-    yield norm("output_norm", hidden)
-    yield matrix("output", vocab, hidden, gain=_HEAD_GAIN)
-
-
-def _choose(quant: str, role: str, layer: int, layers: int) -> str:
-    """The format of a matrix. Of the mix: Q6_K for the logits, and for values and down in the first and last eighth
-    of the layers and every third between, as llama.cpp chooses them."""
-    if quant != MIX:
-        return quant
-    eighth = layers // 8
-    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-    return "Q6_K" if role == "output" or (more and role in ("attn_v", "ffn_down_exps")) else "Q4_K"
-
-
 class _Draw:
     """Fills tensors, each from where the one before left the pool of its kind."""
 
@@ -214,7 +130,7 @@ class _Draw:
         self._next: dict[tuple[str, float, int], int] = {}
         self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools that go on from their start by one expert's blocks
 
-    def __call__(self, tensor: _Tensor) -> Bytes:
+    def __call__(self, tensor: Tensor) -> Bytes:
         random = np.random.default_rng(list(tensor.name.encode()))
         if len(tensor.shape) == 1:
             values = 1 + tensor.deviation * random.standard_normal((1, *tensor.shape))
@@ -222,7 +138,7 @@ class _Draw:
         pool, start, count = self._take(tensor, random)
         return _cut(pool, start, count)
 
-    def stored(self, tensor: _Tensor) -> StoredTensor:
+    def stored(self, tensor: Tensor) -> StoredTensor:
         """The same weights as of a call; of experts views, which share their memory."""
         if len(tensor.shape) < 3:
             return StoredTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
@@ -237,7 +153,7 @@ class _Draw:
         views = tuple(whole[at : at + each].reshape(-1) for at in starts)
         return _Views(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
 
-    def _take(self, tensor: _Tensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
+    def _take(self, tensor: Tensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
         """The pool of a matrix, its first block and the number of its blocks."""
         count = int(np.prod(tensor.shape)) // max(BLOCKS[tensor.quant][0], GROUP)
         size = next((size for size in _POOLS if count <= 8 * size), _POOLS[-1])

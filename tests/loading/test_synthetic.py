@@ -15,7 +15,8 @@ from ktqueue.loading.load import load_model
 from ktqueue.loading.quants import BLOCKS
 from ktqueue.loading.random_blocks import random_blocks
 from ktqueue.loading.stored import decode
-from ktqueue.loading.synthetic import SHAPES, vocabulary, write
+from ktqueue.loading.synthetic import vocabulary, write
+from ktqueue.loading.synthetic_shapes import SHAPES, tensors_of
 from ktqueue.loading.tokenizer import load_tokenizer
 
 
@@ -31,10 +32,15 @@ def test_random_blocks_have_the_deviation_asked_for(quant: str) -> None:
     assert len(np.unique(values[:, 0])) > 10
 
 
-@pytest.mark.parametrize("quant", ["q4_k_m", *(name.lower() for name in BLOCKS)])
-def test_activations_keep_their_size(quant: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "quant"),
+    [*(("tiny", quant) for quant in ("q4_k_m", *map(str.lower, BLOCKS))), ("tiny-latent", "q4_k_m")],
+)
+def test_activations_keep_their_size(
+    shape: str, quant: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]
+) -> None:
     path = tmp_path / "model.gguf"
-    write(f"synthetic:tiny:{quant}", path, layers=4)
+    write(f"synthetic:{shape}:{quant}", path, layers=4)
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("The fox and the crow went into the forest.")
     assert b"".join(tokenizer.token_bytes(one) for one in ids) == b"The fox and the crow went into the forest."
@@ -72,6 +78,14 @@ def test_the_same_call_writes_the_same_bytes_and_no_two_experts_are_equal(tmp_pa
             assert all(len({bytes(row) for row in expert}) == 256 for expert in rows)
             matrices += [bytes(expert.data) for expert in rows]
     assert len(matrices) == len(set(matrices)) == 2 * 3 * 8
+
+
+def test_what_blocks_do_not_divide_is_q8_0() -> None:
+    tensors = {tensor.name: tensor for tensor in tensors_of(SHAPES["deepseek-v2-lite"], "Q4_K_M")}
+    assert tensors["blk.26.ffn_down_exps.weight"].shape == (64, 2048, 1408)
+    assert tensors["blk.26.ffn_down_exps.weight"].quant == tensors["blk.0.ffn_down.weight"].quant == "Q8_0"
+    assert tensors["blk.5.ffn_gate_exps.weight"].quant == tensors["blk.5.ffn_down_shexp.weight"].quant == "Q4_K"
+    assert "blk.0.ffn_gate_exps.weight" not in tensors
 
 
 def test_mixtral_loads(
