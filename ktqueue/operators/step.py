@@ -14,7 +14,8 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
     ) -> torch.Tensor:
-        """query [tokens, heads, head_dim] -> the same shape. The step's keys and values are in the cache already.
+        """query [tokens, heads, head_dim] -> [tokens, heads, value_dim]. The step's keys and values are in the cache
+        already.
 
         `sliding_window`: keys that a token sees at most, itself included; 0 is no limit.
         """

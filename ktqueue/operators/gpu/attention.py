@@ -102,13 +102,17 @@ def make_planner(
         return TorchPlanner(layout.page_size)
     if not on_gpu:
         raise ValueError(f"attention backend {backend} is not there for {device}")
-    if backend == "flashinfer" or (backend == "auto" and shape.dtype != torch.float32):
+    if backend == "flashinfer" or (backend == "auto" and shape.dtype != torch.float32 and layout.latent is None):
         try:
             return _tried(_flashinfer(shape), shape)
         except Exception as error:  # the library, its compiler and its bindings have exceptions of their own
             if backend == "flashinfer":
                 raise ValueError(f"attention backend flashinfer cannot be had: {error}") from error
             logger.warning("attention runs by our Triton kernels, for FlashInfer cannot be had: %s", error)
+    if layout.latent is not None:
+        from ktqueue.operators.gpu.latent_plans import LatentPlanner
+
+        return _tried(LatentPlanner(shape), shape)
     from ktqueue.operators.gpu.triton_plans import TritonPlanner
 
     return _tried(TritonPlanner(shape), shape)
@@ -118,6 +122,8 @@ def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
     """A planner over FlashInfer. Raises ValueError for what it does not compute."""
     from ktqueue.operators.gpu import flashinfer
 
+    if shape.layout.latent is not None:
+        raise ValueError("latent attention runs by kernels of ours")
     if shape.layout.head_dim not in flashinfer.HEAD_DIMS:
         raise ValueError(f"its kernels are for heads of {flashinfer.HEAD_DIMS}, not of {shape.layout.head_dim}")
     if shape.dtype not in flashinfer.DTYPES:

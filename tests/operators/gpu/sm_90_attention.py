@@ -5,7 +5,7 @@ import sys
 import torch
 from sm_90 import compiling
 
-from ktqueue.operators.gpu import triton_decode, triton_prefill
+from ktqueue.operators.gpu import triton_decode, triton_latent, triton_prefill
 from ktqueue.operators.gpu.triton_attention import Tables
 
 CASES = (
@@ -31,7 +31,24 @@ def attention() -> None:
         triton_prefill.prefill(query, keys, keys, chunks, query, tiles=indices.view(-1, 2), **common)
 
 
+def latent() -> None:
+    """DeepSeek's latents, with one share of the keys and with many."""
+    indices = torch.zeros(16, dtype=torch.int32)
+    for heads, dtype, cache in (
+        (16, torch.bfloat16, torch.bfloat16),
+        (128, torch.bfloat16, torch.float8_e4m3fn),
+        (16, torch.float32, torch.float32),
+    ):
+        query, out = torch.zeros(3, heads, 576, dtype=dtype), torch.zeros(3, heads, 512, dtype=dtype)
+        keys = torch.zeros(4, 16, 1, 576).to(cache)
+        for splits, row_of in ((1, indices), (8, None)):
+            workspace = torch.zeros(triton_latent.workspace_bytes(3, heads, 512, splits), dtype=torch.uint8)
+            lists = {"row_of": row_of, "page_starts": indices, "pages": indices, "contexts": indices}
+            triton_latent.attend(query, keys, out, workspace, splits=splits, scaling=0.1, **lists)
+
+
 if __name__ == "__main__":
     with compiling() as names:
         attention()
+        latent()
     sys.stdout.write(" ".join(names))

@@ -111,4 +111,4 @@ def test_an_h200_takes_them(tmp_path):
     command = [sys.executable, script]
     done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"_decode_split", "_decode_join", "_prefill_tile"}
+    assert set(done.stdout.split()) == {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split"}

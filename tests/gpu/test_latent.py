@@ -1,0 +1,143 @@
+"""Latent attention on a GPU: the kernel attends as the reference does, eager and captured; a DeepSeek model says what
+the CPU's engine says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.loading.load import load_model
+from ktqueue.operators import native, reference
+from ktqueue.operators.gpu.attention import make_planner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+from .test_attention import BOUNDS, STEPS, make_step, no_waiting
+from .test_engine import DEVICES, NEW_TOKENS, NoEnd, on_device, requests, serve, settings_for
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # that sync_debug_mode is new
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LATENT, ROTARY = 512, 64
+SCALING = 192**-0.5
+
+
+def random_cache(dtype: torch.dtype, pages: int) -> KVCache:
+    torch.manual_seed(0)
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=LATENT + ROTARY, page_size=16, dtype=dtype, latent=LATENT)
+    kv = KVCache(layout, pages, "cuda")
+    kv.keys[0].copy_(torch.randn(kv.keys[0].shape, device="cuda").to(dtype))
+    return kv
+
+
+def same(got: torch.Tensor, step: StepContext, query: torch.Tensor) -> None:
+    """`got` is what the reference attends over layer 0, in float32 on the CPU."""
+    twin = reference.paged_attention(
+        query.cpu().float().transpose(0, 1),
+        step.kv.keys[0].cpu().float(),
+        step.kv.values[0].cpu().float(),
+        step.query_starts,
+        step.context_lengths,
+        step.page_table,
+        scaling=SCALING,
+    )
+    assert got.dtype == query.dtype and got.shape == twin.shape
+    torch.testing.assert_close(got.cpu().float(), twin, rtol=BOUNDS[query.dtype], atol=BOUNDS[query.dtype])
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "cache"),
+    [
+        (16, torch.bfloat16, torch.bfloat16),
+        (16, torch.bfloat16, torch.float8_e4m3fn),
+        (16, torch.float32, torch.float32),
+        (128, torch.float16, torch.float16),
+    ],
+)
+class TestKernel:
+    pytestmark = GPU
+
+    def test_eager_steps(self, heads: int, dtype: torch.dtype, cache: torch.dtype, kind: str) -> None:
+        kv = random_cache(cache, 400)
+        step = make_step(kv, *STEPS[kind])
+        plans = make_planner(kv.layout, heads=heads, scaling=SCALING, windows={0}, device="cuda", dtype=dtype)
+        query = torch.randn(len(step.slot_mapping), heads, LATENT + ROTARY, device="cuda").to(dtype)
+        with no_waiting():
+            got = plans.plan(step).attend(0, query, kv, scaling=SCALING)
+        same(got, step, query)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+class TestGraph:
+    pytestmark = GPU
+
+    def test_a_graph_follows_updates(self, rows: int) -> None:
+        kv = random_cache(torch.bfloat16, 64 * 40 + 600)
+        plans = make_planner(kv.layout, heads=16, scaling=SCALING, windows={0}, device="cuda")
+        query = torch.randn(rows, 16, LATENT + ROTARY, device="cuda").to(torch.bfloat16)
+        decode = plans.decode_plan(rows, 600)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = decode.attend(0, query, kv, scaling=SCALING)
+        for longest in (1, 300, 9000, 40):
+            contexts = [1 + (37 * row) % min(longest, 600) for row in range(rows - 1)] + [longest]
+            step = make_step(kv, [1] * rows, contexts)
+            with no_waiting():
+                decode.update(step)
+                graph.replay()
+            same(got, step, query)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random DeepSeek-V3: low-rank queries, sigmoid scores in groups, a shared expert, a dense first layer."""
+    config = DeepseekV3Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        intermediate_size=96,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = tmp_path_factory.mktemp("latent")
+    DeepseekV3ForCausalLM(config).float().save_pretrained(made)
+    return str(made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_says_what_the_cpus_says(device: str, folder: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    native.set_threads()
+    rules = str(Path(__file__).parents[2] / "rules" / "exact.yaml")
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    asked = [(prompt, sampling) for prompt, _ in requests(512, 12)]
+    host = load_model(folder, rules=rules)
+    config = settings_for("cpu")
+    expected = serve(Engine(host.module, NoEnd(512), host.kv_layout(16), config, 200, 512), asked)
+    assert len({tuple(one) for one in expected}) == 12
+    model = load_model(folder, rules=rules, device=device)
+    assert serve(on_device(model, settings_for(device)), asked) == expected
