@@ -1,4 +1,4 @@
-"""The tables of accuracy.json and perplexity.json."""
+"""The tables of accuracy.json, perplexity.json and deferral.json."""
 
 from typing import Any
 
@@ -51,3 +51,24 @@ def perplexity(result: dict[str, Any]) -> list[str]:
             cells += [f"{value:.3f}", f"{value / true - 1:+.3%}"] if value else ["-", "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def deferral(result: dict[str, Any]) -> list[str]:
+    """What deferred experts cost, by how many of a token are."""
+    text, figures, experts = result["text"], result["figures"], result["experts_per_token"]
+    plain = figures[0]["perplexity"]
+    return [
+        "### Deferred experts",
+        f"Model {result['model']}, {experts} experts a token: {result['windows']} windows of {result['window']} tokens "
+        f"of `{text['name']}` ({text['bytes']} bytes, sha256 {text['sha256']}) from its beginning, fed token by token, "
+        "so that each defers; all but a window's first token scored; float32. KL divergence and likeliest token: "
+        f"against deferring none. {software(result)}",
+        "",
+        "| deferred | perplexity | against none | KL | same token |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+        *(
+            f"| {one['deferred']} of {experts} | {one['perplexity']:.3f} | {one['perplexity'] / plain - 1:+.2%} | "
+            f"{one['mean_divergence']:.2g} | {one['same_token']:.1%} |"
+            for one in figures
+        ),
+    ]

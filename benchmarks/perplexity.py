@@ -80,8 +80,14 @@ def _unpacked(folder: Path, target: Path) -> Path:
     return target
 
 
-def _read(path: Path) -> bytes:
+def read_text(path: Path) -> bytes:
+    """A file's bytes, unpacked if it is an .xz file."""
     return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+
+
+def text_facts(path: Path, raw: bytes) -> dict[str, Any]:
+    """What a result says of the text that was read from `path`."""
+    return {"name": path.name.removesuffix(".xz"), "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
 
 def main() -> None:
@@ -96,7 +102,7 @@ def main() -> None:
     parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    raw = _read(given.text)
+    raw = read_text(given.text)
     formats = [name.upper() for name in given.formats.split(",")]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -117,11 +123,7 @@ def main() -> None:
         given.results / "perplexity.json",
         {
             "model": given.weights.name,
-            "text": {
-                "name": given.text.name.removesuffix(".xz"),
-                "bytes": len(raw),
-                "sha256": hashlib.sha256(raw).hexdigest(),
-            },
+            "text": text_facts(given.text, raw),
             "window": given.window,
             "windows": given.windows,
             "reference": REFERENCE,

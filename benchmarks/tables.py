@@ -41,6 +41,7 @@ def render() -> str:
         "endurance-*": endurance_table.make,
         "accuracy": accuracy_tables.accuracy,
         "perplexity": accuracy_tables.perplexity,
+        "deferral": accuracy_tables.deferral,
         "system": _system,
         "queue": broker_tables.queue,
         "streams": broker_tables.streams,

@@ -21,9 +21,10 @@ using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 // `kept`: whatever owns the memory of the slots. It and the layers are given up only when no thread can touch them.
 class BoundHandoff {
   public:
-    BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, const std::vector<Addresses>& slots,
-                 nb::object kept, bool serve, double idle_seconds, double stuck_seconds)
-        : shape_{hidden, experts_per_token, max_tokens},
+    BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, size_t deferred_experts,
+                 const std::vector<Addresses>& slots, nb::object kept, bool serve, double idle_seconds,
+                 double stuck_seconds)
+        : shape_{hidden, experts_per_token, max_tokens, deferred_experts},
           handoff_(shape_, parse(slots), serve, {idle_seconds, stuck_seconds}) {
         kept_.push_back(std::move(kept));
     }
@@ -69,9 +70,10 @@ class BoundHandoff {
 
 void bind_handoff(nb::module_& module) {
     nb::class_<BoundHandoff>(module, "Handoff")
-        .def(nb::init<size_t, size_t, size_t, const std::vector<Addresses>&, nb::object, bool, double, double>(),
-             nb::arg("hidden"), nb::arg("experts_per_token"), nb::arg("max_tokens"), nb::arg("slots"), nb::arg("kept"),
-             nb::arg("serve"), nb::arg("idle_seconds"), nb::arg("stuck_seconds"))
+        .def(
+            nb::init<size_t, size_t, size_t, size_t, const std::vector<Addresses>&, nb::object, bool, double, double>(),
+            nb::arg("hidden"), nb::arg("experts_per_token"), nb::arg("max_tokens"), nb::arg("deferred_experts"),
+            nb::arg("slots"), nb::arg("kept"), nb::arg("serve"), nb::arg("idle_seconds"), nb::arg("stuck_seconds"))
         .def("add_layer", &BoundHandoff::add_layer, nb::arg("layer"))
         .def(
             "run",
@@ -88,6 +90,9 @@ void bind_handoff(nb::module_& module) {
             nb::arg("slot"), nb::arg("word"))
         .def_prop_ro_static("host_function",
                             [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_host_function); })
+        .def("rest_task", [](BoundHandoff& bound) { return reinterpret_cast<uintptr_t>(bound.handoff().rest_task()); })
+        .def_prop_ro_static("rest_function",
+                            [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_rest_function); })
         .def(
             "x_offset", [](const BoundHandoff& bound, size_t tokens) { return bound.shape().x_offset(tokens); },
             nb::arg("tokens"))

@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "deferral.h"
 #include "pause.h"
 
 namespace ktqueue {
@@ -68,6 +69,8 @@ struct Handoff::State {
     std::string error;  // the first since it was taken
     std::vector<uint8_t> used;
 
+    Deferral deferral;  // of whoever runs tasks
+
     State(const HandoffShape& shape, const std::vector<HandoffSlot>& given, const HandoffTimes& times)
         : shape(shape), times(times), slots(given.size()) {
         for (size_t i = 0; i < slots.size(); ++i) {
@@ -79,7 +82,8 @@ struct Handoff::State {
     }
 
     void perform(size_t slot, uint32_t word);
-    void run_layer(const Slot& slot, const ExpertLayer* layer, size_t tokens);
+    void perform_rest();
+    void run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word);
     void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
     void keep_error(const std::string& message, bool failed);
     void serve();
@@ -96,6 +100,7 @@ void Handoff::State::keep_error(const std::string& message, bool failed) {
 }
 
 // `used` is only touched here, under the mutex; the ids are read before the task's end is told, so still this task's.
+// What a task defers is counted with it, the time for that later.
 void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time) {
     std::lock_guard lock(mutex);
     used.assign(layer.experts(), 0);
@@ -108,7 +113,8 @@ void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t 
     statistics.bytes += experts * (layer.bytes() / layer.experts());
 }
 
-void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, size_t tokens) {
+void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word) {
+    const size_t tokens = word >> kTokensAt;
     if (!layer) throw std::invalid_argument("a request names a layer that is not there");
     if (tokens > shape.max_tokens)
         throw std::invalid_argument("a request has at most " + std::to_string(shape.max_tokens) + " tokens, got " +
@@ -118,17 +124,18 @@ void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, size_
     const auto* weights = reinterpret_cast<const float*>(slot.input + 8 * pairs);
     const auto* x = reinterpret_cast<const float*>(slot.input + shape.x_offset(tokens));
     const Clock::time_point begin = Clock::now();
-    layer->forward(x, ids, weights, tokens, shape.experts_per_token, slot.out);
+    deferral.first(*layer, x, ids, weights, tokens, shape.experts_per_token,
+                   word & kDefers ? shape.deferred_experts : 0, word & kAdds, slot.out);
     count(*layer, ids, pairs, Clock::now() - begin);
 }
 
 void Handoff::State::perform(size_t number, uint32_t word) {
     const Slot& slot = slots[number];
-    const size_t layer = (word & kLayerMask) - size_t{1}, tokens = word >> kLayerBits;
+    const size_t layer = (word & kLayerMask) - size_t{1}, tokens = word >> kTokensAt;
     const ExpertLayer* found = layer < kMaxLayers ? layers[layer].load(std::memory_order_acquire) : nullptr;
     std::string message = "unknown error";
     try {
-        return run_layer(slot, found, tokens);
+        return run_layer(slot, found, word);
     } catch (const std::exception& error) {
         message = error.what();
     } catch (...) {
@@ -136,6 +143,18 @@ void Handoff::State::perform(size_t number, uint32_t word) {
     std::fill_n(slot.out, std::min(tokens, shape.max_tokens) * shape.hidden, std::numeric_limits<float>::quiet_NaN());
     keep_error("experts of layer " + std::to_string(layer) + " on " + std::to_string(tokens) + " tokens: " + message,
                true);
+}
+
+// C5.
+void Handoff::State::perform_rest() {
+    const Clock::time_point begin = Clock::now();
+    try {
+        deferral.rest();
+    } catch (const std::exception& error) {
+        keep_error(std::string("deferred experts: ") + error.what(), true);
+    }
+    std::lock_guard lock(mutex);
+    statistics.busy_seconds += Seconds(Clock::now() - begin).count();
 }
 
 // One look at all slots: whether there was a request.
@@ -154,6 +173,10 @@ bool Handoff::State::serve_requests() {
         if (broken.load() || stop.load()) return true;  // another thread answers, and may have answered this one
         slot.taken.store(0, std::memory_order_relaxed);
         slot.done->store(word, std::memory_order_release);  // C4
+        if (!(word & kDefers)) continue;
+        busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+        perform_rest();
+        busy_since.store(0, std::memory_order_relaxed);
     }
     return any;
 }
@@ -217,8 +240,12 @@ void Handoff::State::ended() {
 
 Handoff::Handoff(const HandoffShape& shape, std::vector<HandoffSlot> slots, bool serve, const HandoffTimes& times) {
     if (shape.hidden == 0 || shape.experts_per_token == 0 || shape.max_tokens == 0 ||
-        shape.max_tokens >> (32 - kLayerBits) != 0 || slots.empty())
-        throw std::invalid_argument("sizes and slots must be positive, and tokens below 2^22");
+        shape.max_tokens >> (32 - kTokensAt) != 0 || slots.empty())
+        throw std::invalid_argument("sizes and slots must be positive, and tokens below 2^20");
+    if (shape.deferred_experts >= shape.experts_per_token)
+        throw std::invalid_argument("deferred experts must be from 0 to " +
+                                    std::to_string(shape.experts_per_token - 1) + ", got " +
+                                    std::to_string(shape.deferred_experts));
     if (!(times.idle_seconds >= 0) || !(times.stuck_seconds > 0)) throw std::invalid_argument("times must be positive");
     for (const HandoffSlot& slot : slots) {
         if (!aligned(slot.input, 64) || !aligned(slot.out, 64) || !aligned(slot.request, 64) || !aligned(slot.done, 64))
@@ -259,6 +286,7 @@ size_t Handoff::add_layer(const ExpertLayer& layer) {
 void Handoff::run(size_t slot, uint32_t word) {
     if (slot >= state_->slots.size()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
     state_->perform(slot, word);
+    if (word & kDefers) state_->perform_rest();
 }
 
 void* Handoff::host_task(size_t slot, uint32_t word) {
@@ -270,6 +298,10 @@ void* Handoff::host_task(size_t slot, uint32_t word) {
 void Handoff::run_host_function(void* task) {
     const auto& one = *static_cast<const State::HostTask*>(task);
     one.state->perform(one.slot, one.word);
+}
+
+void Handoff::run_rest_function(void* task) {
+    static_cast<State*>(task)->perform_rest();
 }
 
 std::optional<std::string> Handoff::take_error() {

@@ -3,7 +3,7 @@
 //
 // A *task* is one layer run on up to max_tokens tokens. A *slot* is the memory of one task at a time: the input, the
 // output, and two words that lie on cache lines of their own. A task is named by a number that is never 0:
-//   word = tokens << 10 | (layer + 1)
+//   word = tokens << 12 | adds << 11 | defers << 10 | (layer + 1)
 // The input of a task of t tokens with k experts each lies at the beginning of the slot's input memory:
 //   [t, k] int64 expert ids (-1: none), [t, k] float32 weights, padding to 64 bytes, [t, hidden] float32 activations
 //
@@ -28,6 +28,15 @@
 // - All values are constants, so a captured graph can be replayed any number of times: each replay finds request == 0
 //   and runs G2 and G3 anew. A slot belongs to one stream order at a time: G1 of a task comes after G5 of the one before.
 //
+// A task that *defers* leaves the last experts of each token for later (deferral.h), one that *adds* adds to its output
+// what the task before it has left. Behind C4 of a task that defers comes
+//   C5  read the activations in the slot, run what was left, keep the result in memory of the service's own
+// - C serves one task after the other, so C3 of the next task, which adds the result, comes after C5.
+// - C5 still reads the activations of its slot when G goes on. So the next task has another slot, and G1 of the one
+//   after that comes after G4 of the next, which saw a C4 that comes after C5. Two slots in turn are enough.
+// - Ids and weights are copied before C4. So a step that is given up between two tasks does no harm: its last C5 may read
+//   activations that are being overwritten, but nothing else, and nobody adds what it makes of them.
+//
 // When a layer throws, the rows of the task become NaN, the message is kept for the next take_error(), and C4 happens
 // as ever: the GPU never waits for a task that failed. When a task does not end in time, a second thread declares the
 // service broken: it answers this request and all later ones without running anything, so that the GPU goes on and the
@@ -46,6 +55,7 @@ namespace ktqueue {
 
 struct HandoffShape {
     size_t hidden, experts_per_token, max_tokens;
+    size_t deferred_experts = 0;  // of a token, in a task that defers
 
     size_t x_offset(size_t tokens) const { return round_up(12 * tokens * experts_per_token, 64); }
     size_t input_bytes(size_t tokens) const { return x_offset(tokens) + 4 * tokens * hidden; }
@@ -75,8 +85,9 @@ struct HandoffStatistics {
 
 class Handoff {
   public:
-    static constexpr unsigned kLayerBits = 10;
+    static constexpr unsigned kLayerBits = 10, kTokensAt = kLayerBits + 2;
     static constexpr size_t kMaxLayers = (1u << kLayerBits) - 1;
+    static constexpr uint32_t kDefers = 1u << kLayerBits, kAdds = 2u << kLayerBits;
 
     // `serve`: whether a thread answers the request words; else only run() and host functions work. Sets all words to 0.
     // Throws std::invalid_argument.
@@ -88,13 +99,17 @@ class Handoff {
     // The number of the layer, which must outlive this object (see close()). Throws std::invalid_argument.
     size_t add_layer(const ExpertLayer& layer);
 
-    // Runs a task in the calling thread, words aside. Errors are kept as for any task.
+    // Runs a task in the calling thread, what it defers included, words aside. Errors are kept as for any task.
     void run(size_t slot, uint32_t word);
 
-    // run_host_function(host_task(slot, word)) is run(slot, word): what cudaLaunchHostFunc wants. Lives as long as this
-    // object. Throws std::invalid_argument.
+    // Two calls that are run(slot, word) one after the other, as cudaLaunchHostFunc wants them:
+    // run_host_function(host_task(slot, word)), behind which the output is there, and for a task that defers
+    // run_rest_function(rest_task()). What they are called with lives as long as this object. Throws
+    // std::invalid_argument.
     void* host_task(size_t slot, uint32_t word);
     static void run_host_function(void* task);
+    void* rest_task() { return state_.get(); }
+    static void run_rest_function(void* task);
 
     // What went wrong since the last call, the first message of it.
     std::optional<std::string> take_error();

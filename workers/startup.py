@@ -198,6 +198,8 @@ def check_choices(config: EngineConfig) -> None:
             raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
     if not 0 < config.gpu_memory_utilization <= 1:
         raise _wrong("gpu_memory_utilization", config.gpu_memory_utilization, "above 0 and at most 1", 1)
+    if config.deferred_experts < 0:
+        raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
 
 
 def on_gpu(config: EngineConfig) -> bool:

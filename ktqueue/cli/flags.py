@@ -199,6 +199,16 @@ class EngineFlags:
             panel="GPU",
         ),
     ] = None
+    deferred_experts: Annotated[
+        int | None,
+        _option(
+            "--deferred-experts",
+            say="Experts of a token that decode adds a layer late: faster, less exact.",
+            default=_ENGINE.deferred_experts,
+            metavar="N",
+            panel="GPU",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.load import CardFacts, Prepared, card_facts, kv_layout, prepare
+from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.operators.native import packed_bytes
@@ -86,7 +86,7 @@ def inspect(
         rows=rows,
         device_bytes=totals,
         hidden=int(prepared.config.hidden_size),
-        experts_per_token=int(getattr(prepared.config, "num_experts_per_tok", None) or 0),
+        experts_per_token=experts_per_token(prepared.config),
         cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,
         movable_bytes=sum(row.device_bytes for row in movable),
         movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),

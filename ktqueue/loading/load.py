@@ -60,6 +60,11 @@ class LoadedModel:
     dtype: torch.dtype
     attention: AttentionFacts
 
+    @property
+    def experts_per_token(self) -> int:
+        """Of a routed layer; 0: the model has none."""
+        return experts_per_token(self.config)
+
     def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KVLayout:
         """The cache that the model's attention needs, for pages of `page_size` tokens; in `dtype`, else the model's."""
         return kv_layout(self.config, page_size, dtype or self.dtype)
@@ -73,6 +78,11 @@ class Prepared:
     config: Config
     skeleton: nn.Module
     plan: Plan
+
+
+def experts_per_token(config: Config) -> int:
+    """Of a routed layer of a model of that config; 0: it has none."""
+    return int(getattr(config, "num_experts_per_tok", None) or 0)
 
 
 def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:

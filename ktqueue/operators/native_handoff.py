@@ -16,12 +16,21 @@ from ktqueue.operators.native import ExpertLayer
 
 LINE = 128
 """Bytes between two words: processors fetch cache lines in pairs."""
-_LAYER_BITS = 10
+DEFERS = 1 << 10
+"""Bit of the word of a task that leaves the last experts of each token for later."""
+_ADDS = 1 << 11
+_TOKENS_AT = 12
 
 
-def request_word(layer: int, tokens: int) -> int:
-    """The number, never 0, that names a task."""
-    return tokens << _LAYER_BITS | layer + 1
+def request_word(layer: int, tokens: int, *, defers: bool = False, adds: bool = False) -> int:
+    """The number, never 0, that names a task. defers: it leaves the last experts of each token for later; adds: to its
+    output goes what the task before has left."""
+    return tokens << _TOKENS_AT | adds * _ADDS | defers * DEFERS | layer + 1
+
+
+def names_task(word: int, layer: int, tokens: int) -> bool:
+    """Whether a request word is one of this layer and this number of tokens."""
+    return word & ~(DEFERS | _ADDS) == request_word(layer, tokens)
 
 
 class SlotMemory(NamedTuple):
@@ -49,6 +58,8 @@ class HandoffService:
     """Runs tasks on `slots`: by a thread of its own that watches the request words (`serve`), by `run`, or by a host
     function.
 
+    deferred_experts: the last of each token, which a task that defers leaves for later; such a task and the next one
+    need slots of their own (csrc/handoff.h says why).
     An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two looks. A task that has not ended after
     `stuck_seconds` breaks the service: all requests are then answered without being run, and `take_error` says so from
     then on. Memory of slots and layers are kept alive. Raises ValueError.
@@ -62,6 +73,7 @@ class HandoffService:
         slots: Sequence[SlotMemory],
         *,
         serve: bool,
+        deferred_experts: int = 0,
         idle_seconds: float = 0.02,
         stuck_seconds: float = 60.0,
     ) -> None:
@@ -69,6 +81,7 @@ class HandoffService:
             hidden,
             experts_per_token,
             max_tokens,
+            deferred_experts,
             [(one.input.data_ptr(), one.out.data_ptr(), one.request.data_ptr(), one.done.data_ptr()) for one in slots],
             list(slots),
             serve,
@@ -88,13 +101,17 @@ class HandoffService:
         return self._service.x_offset(tokens)
 
     def run(self, slot: int, word: int) -> None:
-        """Run a task in this thread, words aside."""
+        """Run a task in this thread, what it defers included, words aside."""
         self._service.run(slot, word)
 
     def host_task(self, slot: int, word: int) -> tuple[int, int]:
-        """Addresses of a `void (*)(void *)` and of its argument: the call is `run(slot, word)`. They last as long as
-        this object."""
+        """Addresses of a `void (*)(void *)` and of its argument: the call is `run(slot, word)`, but for what the task
+        defers. They last as long as this object."""
         return self._service.host_function, self._service.host_task(slot, word)
+
+    def rest_task(self) -> tuple[int, int]:
+        """The same for what the last task has deferred."""
+        return self._service.rest_function, self._service.rest_task()
 
     def take_error(self) -> str | None:
         """The first error since the last call."""

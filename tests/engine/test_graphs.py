@@ -14,6 +14,7 @@ from ktqueue.engine.graphs import GraphRunner, buckets_up_to
 from ktqueue.engine.staging import Fetcher, FixedStaging, Staging
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
@@ -264,3 +265,28 @@ def test_the_demo_model_says_the_same(graphs):
         answers.append(found)
         assert (engine.stats().replayed_steps > 0) == (graphs and planner is not None)
     assert answers[0] == answers[1]
+
+
+def test_what_is_deferred_is_the_same_with_and_without_graphs(tmp_path):
+    """Rows come and go, and what pads a captured step defers nothing of theirs."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    loaded, tokenizer = load_model("demo", rules=str(rules)), load_tokenizer("demo")
+    answers = []
+    for deferred, graphs in ((2, True), (2, False), (0, True)):
+        loaded.module.prepare_device(GpuSettings(max_tokens=64, expert_streaming="off", deferred_experts=deferred))
+        config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=48, cuda_graphs=graphs)
+        planner = TorchPlanner(16)
+        engine = Engine(loaded.module, tokenizer, loaded.kv_layout(16), config, 64, 256, planner=planner)
+        for i in range(6):
+            prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
+            engine.add(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=10 + 2 * i))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for one in engine.step():
+                assert one.error is None
+                found.setdefault(one.request_id, []).extend(one.token_ids)
+        answers.append(found)
+        assert (engine.stats().replayed_steps > 0) == graphs
+        engine.close()
+    assert answers[0] == answers[1] != answers[2]

@@ -7,57 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from played_gpu import EXPERTS, HIDDEN, MOST, Gpu, K, inputs
 
 from ktqueue.operators import native
-from ktqueue.operators.native_handoff import LINE, HandoffService, SlotMemory, request_word
+from ktqueue.operators.native_handoff import HandoffService, request_word
 
-HIDDEN, EXPERTS, K, MOST = 64, 6, 3, 12
-
-
-class Gpu:
-    """A service, its memory, and what a stream would do to it."""
-
-    def __init__(self, slots: int = 2, **options) -> None:
-        words = torch.zeros((2 * slots + 1) * LINE // 4, dtype=torch.int32)
-        skip = -words.data_ptr() % LINE // 4
-        self.memory = [
-            SlotMemory(
-                torch.zeros(8192, dtype=torch.uint8),
-                torch.zeros(MOST, HIDDEN),
-                words[skip + 64 * slot :][:1],
-                words[skip + 64 * slot + 32 :][:1],
-            )
-            for slot in range(slots)
-        ]
-        self.service = HandoffService(HIDDEN, K, MOST, self.memory, **{"serve": True, **options})
-
-    def write(self, x, ids, weights, slot: int = 0) -> None:
-        tokens = len(x)
-        place = self.service.x_offset(tokens)
-        memory = self.memory[slot].input.numpy()
-        memory[: 8 * tokens * K] = np.frombuffer(ids.numpy().tobytes(), np.uint8)
-        memory[8 * tokens * K : 12 * tokens * K] = np.frombuffer(weights.numpy().tobytes(), np.uint8)
-        memory[place : place + 4 * tokens * HIDDEN] = np.frombuffer(x.numpy().tobytes(), np.uint8)
-
-    def request(self, word: int, slot: int = 0) -> None:
-        self.memory[slot].done[0] = 0
-        self.memory[slot].request[0] = word
-
-    def wait(self, word: int, slot: int = 0, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while int(self.memory[slot].done[0]) != word:
-            assert time.monotonic() < end, "nobody answered"
-            time.sleep(0)
-
-    def run(self, layer: int, x, ids, weights, slot: int = 0) -> torch.Tensor:
-        word = request_word(layer, len(x))
-        self.write(x, ids, weights, slot)
-        self.request(word, slot)
-        self.wait(word, slot)
-        return self.memory[slot].out[: len(x)].clone()
+HELPERS = str(Path(__file__).parents[1] / "helpers")
 
 
 @pytest.fixture
@@ -70,12 +27,6 @@ def gpu():
 @pytest.fixture
 def layers(make_weights):
     return [native.ExpertLayer(make_weights("Q4_0", EXPERTS, HIDDEN, 32, seed)) for seed in range(3)]
-
-
-def inputs(tokens: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(K).indices
-    return torch.randn(tokens, HIDDEN, generator=generator), ids, torch.rand(tokens, K, generator=generator)
 
 
 def test_equals_the_layer_replay_after_replay(gpu, layers, run_layer):
@@ -140,7 +91,7 @@ def test_an_error_becomes_nan_and_is_told_once(gpu, layers, run_layer):
     [
         (request_word(0, MOST + 1), f"at most {MOST} tokens, got {MOST + 1}"),
         (request_word(1, 2), "names a layer that is not there"),
-        (2 << 10, "names a layer that is not there"),
+        (2 << 12, "names a layer that is not there"),
         (0x7FFFFFFF, "names a layer that is not there"),
     ],
 )
@@ -220,10 +171,10 @@ def test_refuses_what_does_not_fit(layers, make_weights):
 
 
 STUCK = """
-import sys, threading, time
-sys.path.insert(0, sys.argv[1])
+import sys, time
 import numpy as np, torch
-from test_handoff_service import *
+from ktqueue.operators import native
+from ktqueue.operators.native_handoff import HandoffService, SlotMemory, request_word
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 native.set_threads(1)
@@ -253,17 +204,11 @@ print("leaving", service.close(0.1))
 
 
 def test_a_task_that_hangs_is_answered_and_does_not_keep_the_process():
-    ended = subprocess.run(
-        [sys.executable, "-c", STUCK, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "leaving False\n"), ended.stderr
 
 
 def test_an_idle_service_does_not_keep_the_process():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_handoff_service as t; t.gpu = t.Gpu(); print('bye')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60
-    )
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import played_gpu as p; p.gpu = p.Gpu(); print('bye')"
+    ended = subprocess.run([sys.executable, "-c", code, HELPERS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "bye\n"), ended.stderr

@@ -41,12 +41,12 @@ def forward(layer: native.ExpertLayer, x, ids, weights) -> torch.Tensor:
     return out
 
 
-def submit(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0) -> torch.Tensor:
+def submit(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0, **word: bool) -> torch.Tensor:
     """Put the rows where the CPU reads them and request the task; where its result, [tokens, hidden], will be."""
     buffers = handoff.buffers(len(x), slot=slot)
     for target, source in zip(buffers[:3], (x, ids, weights), strict=True):
         target.copy_(source)
-    handoff.request(layer, len(x), slot=slot)
+    handoff.request(layer, len(x), slot=slot, **word)
     return buffers.result
 
 
@@ -145,11 +145,11 @@ class Stream:
 
 @pytest.fixture
 def flags(monkeypatch):
-    """(hand-off whose stream is played by Python, the stream)."""
+    """(hand-off whose stream is played by Python, the stream). A task that defers defers one expert."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Handle", (), {"cuda_stream": 5}))
     handoff = Handoff(HIDDEN, K, MOST, "cpu")
     memory = _allocate(HIDDEN, K, MOST, 2, pinned=False)
-    handoff._service = HandoffService(HIDDEN, K, MOST, memory, serve=True)
+    handoff._service = HandoffService(HIDDEN, K, MOST, memory, serve=True, deferred_experts=1)
     handoff._memory = memory
     stream = Stream(memory)
     handoff._signals = Flags(memory, stream, torch.device("cpu"))
@@ -176,6 +176,23 @@ def test_flags_with_the_same_word_each_time(flags, layers):
     for step in range(30):
         given = inputs(MOST, step)
         assert torch.equal(run(handoff, number, *given), forward(layers[0], *given))
+
+
+def test_what_a_task_defers_comes_with_the_next(flags, layers):
+    handoff, stream = flags
+    numbers = [handoff.add_layer(layer) for layer in layers]
+    for step in range(20):
+        before = torch.zeros(1 + step % 3, HIDDEN)
+        for index in range(4):
+            x, ids, weights = inputs(len(before), 10 * step + index)
+            layer, slot, last = layers[index % 2], index % 2, index == 3
+            result = submit(handoff, numbers[index % 2], x, ids, weights, slot=slot, defers=not last, adds=index > 0)
+            handoff.settle(numbers[index % 2], len(x), slot=slot)
+            at_once = ids.clone() if last else ids.masked_fill(torch.arange(K) == K - 1, -1)
+            torch.testing.assert_close(result, forward(layer, x, at_once, weights) + before)
+            before = forward(layer, x, ids.masked_fill(torch.arange(K) < K - 1, -1), weights)
+    assert stream.nodes == 2 * 80, "one for each of the two signals, whatever is deferred"
+    handoff.check()
 
 
 def test_a_task_that_nobody_waited_for_is_waited_for_by_the_next(flags, layers):
@@ -236,7 +253,7 @@ def test_buffers_are_the_memory_that_the_service_reads_and_writes():
 
 
 def test_a_slot_holds_its_most_tokens():
-    assert request_word(47, 1) == 1 << 10 | 48
+    assert request_word(47, 1) == 1 << 12 | 48
     for hidden, k, most in ((7, 1, 1), (96, 2, 9), (33, 5, 3)):
         (memory,) = _allocate(hidden, k, most, 1, pinned=False)
         service = HandoffService(hidden, k, most, [memory], serve=False)

@@ -78,8 +78,8 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
 
     wrapped = Prepared(demo.module, prepare)
     layout = demo.kv_layout(16)
-    gpu = prepare_gpu(replace(demo, module=wrapped), layout, CONFIG, memory)
-    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB)]
+    gpu = prepare_gpu(replace(demo, module=wrapped), layout, replace(CONFIG, deferred_experts=3), memory)
+    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB, deferred_experts=3)]
     assert wrapped.shapes == [(3, 99, 9)] and wrapped.steps == 1
     use, cache = gpu.plan.use, 9 * layout.page_bytes
     assert (use.weights, use.experts) == (100 * MIB, 7 * MIB)
@@ -137,6 +137,18 @@ def test_a_plan_before_loading() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_before_loading(report, config, 1 << 30)
     assert caught.value.param == "engine.gpu_memory_utilization"
+
+
+def test_more_deferred_experts_than_a_token_has_are_named(demo: LoadedModel) -> None:
+    config = replace(CONFIG, deferred_experts=4)
+    report = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    for check in (
+        lambda: prepare_gpu(demo, demo.kv_layout(16), config, MadeUpMemory()),
+        lambda: plan_before_loading(report, config, 80 << 30),
+    ):
+        with pytest.raises(ConfigError, match="from 0 to 3 for a model with 4 experts per token, got 4") as caught:
+            check()
+        assert (caught.value.param, caught.value.limit, caught.value.value) == ("engine.deferred_experts", 3, 4)
 
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])

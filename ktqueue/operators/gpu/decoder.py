@@ -163,7 +163,8 @@ class GpuDecoder(Operator):
         positions, tokens = position_ids[0], input_ids.shape[1]
         rotary = self._rotary(step.kv)
         scored = len(logits_to_keep)
-        experts = self._experts.step(tokens, scored, decode=step.live_tokens is not None)
+        decodes = len(step.context_lengths) == tokens == scored
+        experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
         residual = functional.embedding(input_ids[0], self._embedding)
         deferred = Deferred()
         for layer in self._layers[:-1]:

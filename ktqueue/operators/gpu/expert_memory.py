@@ -86,9 +86,17 @@ class ExpertMemory:
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
         self._fetched_share = 0.0
+        self._defers = on_cpu and settings.deferred_experts > 0
         if on_cpu:
             most = max(layer.experts_per_token for layer in layers)
-            self._handoff = Handoff(hidden, most, settings.max_tokens, device, method=settings.handoff)
+            self._handoff = Handoff(
+                hidden,
+                most,
+                settings.max_tokens,
+                device,
+                method=settings.handoff,
+                deferred_experts=settings.deferred_experts,
+            )
             for layer in layers:
                 self._handoff.add_layer(layer.packed)
         if streams and self._handoff is not None:
@@ -143,13 +151,14 @@ class ExpertMemory:
             fetched_share=self._fetched_share,
         )
 
-    def step(self, tokens: int, scored: int, *, decode: bool) -> StepExperts:
-        """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decode`: the
-        step may be captured, so it has to be like all others."""
+    def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
+        """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decodes`:
+        each is the only one of its row, and scored; `captured`: the step has to be like all others of its size."""
         where: ExpertPlaces = self._fetched or self._resident
-        if self._streaming is not None and self._streaming.takes(tokens) and not decode:
+        defers = decodes and self._defers
+        if self._streaming is not None and self._streaming.takes(tokens) and not captured and not defers:
             where = self._streaming.begin(self._resident, tokens, scored)
-        return StepExperts(self._layers, where, self._handoff)
+        return StepExperts(self._layers, where, self._handoff, defers=defers)
 
     @torch.inference_mode()
     def after_step(self) -> None:

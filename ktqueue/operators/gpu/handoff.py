@@ -13,7 +13,14 @@ from ktqueue.operators.gpu.driver import Driver
 from ktqueue.operators.gpu.settings import HandoffMethod
 from ktqueue.operators.gpu.signals import Direct, Flags, HostFunctions, Signals
 from ktqueue.operators.native import ExpertLayer
-from ktqueue.operators.native_handoff import LINE, HandoffService, HandoffStatistics, SlotMemory, request_word
+from ktqueue.operators.native_handoff import (
+    LINE,
+    HandoffService,
+    HandoffStatistics,
+    SlotMemory,
+    names_task,
+    request_word,
+)
 
 
 class HandoffBuffers(NamedTuple):
@@ -32,11 +39,13 @@ class Handoff:
     `request`, then `settle`.
 
     A slot holds one task; with two, the CPU works on one while the GPU fills the other. Tasks run one at a time, in
-    the order of their requests as far as there is one. method: "flags" lets the GPU write and watch words in pinned
-    memory, "host_functions" has CUDA's own thread run the task; "auto" takes flags where the device can, "direct"
-    where the tensors live on the CPU: there a task runs within `request`. `idle_milliseconds`: without a request until
-    the serving thread stops spinning and naps for up to 5 ms between two looks. `stuck_seconds`: of one task until the
-    hand-off is broken: the GPU then goes on with whatever the buffers hold, and every `check` raises.
+    the order of their requests as far as there is one. deferred_experts: of each token, the last of a task that defers:
+    they are computed behind its end, and the next task, which has another slot, adds them to its result.
+    method: "flags" lets the GPU write and watch words in pinned memory, "host_functions" has CUDA's own thread run the
+    task; "auto" takes flags where the device can, "direct" where the tensors live on the CPU: there a task runs within
+    `request`. `idle_milliseconds`: without a request until the serving thread stops spinning and naps for up to 5 ms
+    between two looks. `stuck_seconds`: of one task until the hand-off is broken: the GPU then goes on with whatever the
+    buffers hold, and every `check` raises.
 
     Not for several threads at once. Raises ValueError for sizes, methods and devices that do not fit, RuntimeError if
     CUDA's libraries do not do as they are asked.
@@ -50,6 +59,7 @@ class Handoff:
         device: str | torch.device,
         *,
         slots: int = 2,
+        deferred_experts: int = 0,
         method: HandoffMethod = "auto",
         idle_milliseconds: float = 20.0,
         stuck_seconds: float = 60.0,
@@ -68,6 +78,7 @@ class Handoff:
             max_tokens,
             memory,
             serve=self.method == "flags",
+            deferred_experts=deferred_experts,
             idle_seconds=idle_milliseconds / 1000,
             stuck_seconds=stuck_seconds,
         )
@@ -125,24 +136,27 @@ class Handoff:
         x, cpu_ids, weights = _input(memory.input, tokens, experts_per_token, hidden, self._service.x_offset(tokens))
         return HandoffBuffers(x, cpu_ids, weights, memory.out[:tokens])
 
-    def request(self, layer: int, tokens: int, *, slot: int = 0) -> None:
-        """Enqueue the request for a task whose input is in `buffers`. Raises RuntimeError if the slot's last task was
-        not waited for."""
+    def request(self, layer: int, tokens: int, *, slot: int = 0, defers: bool = False, adds: bool = False) -> None:
+        """Enqueue the request for a task whose input is in `buffers`.
+
+        defers: its result lacks the last experts of each token, and the next task, of another slot, has to add them;
+        adds: the task before defers, and its result comes to this one's. Raises RuntimeError if the slot's last task
+        was not waited for.
+        """
         if self._pending[slot] is not None:
             raise RuntimeError(f"the last task of slot {slot} was not waited for")
-        word = request_word(layer, tokens)
+        word = request_word(layer, tokens, defers=defers, adds=adds)
         self._signals.request(slot, word)
         self._pending[slot] = (word, self._capturing())
 
     def settle(self, layer: int, tokens: int, *, slot: int = 0) -> None:
         """Enqueue: wait for the slot's task; its result is in `buffers` until the slot's next task. Raises RuntimeError
         if the slot's last request was of another layer or number of tokens: the GPU would wait for ever."""
-        word = request_word(layer, tokens)
         pending = self._pending[slot]
-        if pending is None or pending[0] != word:
+        if pending is None or not names_task(pending[0], layer, tokens):
             raise RuntimeError(f"slot {slot} has no task of layer {layer} with {tokens} tokens to wait for")
         self._pending[slot] = None
-        self._signals.settle(slot, word)
+        self._signals.settle(slot, pending[0])
 
     def check(self) -> None:
         """Raise RuntimeError with the first error of any task since the last call. To be called after a sync.

@@ -100,19 +100,30 @@ class ExpertPlaces(Protocol):
 
 
 class StepExperts:
-    """All routed experts for one step. `handoff`: to the CPU's; needed if any may be there."""
+    """All routed experts for one step. `handoff`: to the CPU's; needed if any may be there.
 
-    def __init__(self, layers: list[RoutedLayer], where: ExpertPlaces, handoff: Handoff | None) -> None:
+    defers: a layer does not wait for what its hand-off defers; the next one's result has it. The last layer defers
+    nothing, so that no step leaves anything behind. Then all layers have experts on the CPU, or none has.
+    """
+
+    def __init__(
+        self, layers: list[RoutedLayer], where: ExpertPlaces, handoff: Handoff | None, *, defers: bool = False
+    ) -> None:
         self._layers = layers
         self._where = where
         self._handoff = handoff
+        self._defers = defers
 
     def buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """What the CPU reads of layer `index` and writes; None: it has nothing to do. Whoever computes the layer's x
         [tokens, hidden] has to write it there too."""
         if self._handoff is None or not self._where.places(index).on_cpu:
             return None
-        return self._handoff.buffers(tokens)
+        return self._handoff.buffers(tokens, slot=self._slot(index))
+
+    def _slot(self, index: int) -> int:
+        """While the GPU fills one, the CPU may still read the other."""
+        return index % 2 if self._defers else 0
 
     def run(
         self,
@@ -142,7 +153,13 @@ class StepExperts:
         if buffers is not None and self._handoff is not None:
             if not places.chosen:
                 where.choose(index, routing.ids, buffers.cpu_ids)
-            self._handoff.request(index, len(x))
+            self._handoff.request(
+                index,
+                len(x),
+                slot=self._slot(index),
+                defers=self._defers and index + 1 < len(self._layers),
+                adds=self._defers and index > 0,
+            )
         partials = None
         if places.on_gpu:
             where.arrive(index)
@@ -154,6 +171,6 @@ class StepExperts:
             where.leave(index)
         beside = shared(x) if shared else (None, None)
         if buffers is not None and self._handoff is not None:
-            self._handoff.settle(index, len(x))
+            self._handoff.settle(index, len(x), slot=self._slot(index))
         where.settle(index)
         return Deferred(buffers.result if buffers is not None else None, partials, *beside)

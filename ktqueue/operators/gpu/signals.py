@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ktqueue.operators.gpu.driver import Driver, MemoryOperation
-from ktqueue.operators.native_handoff import HandoffService, SlotMemory
+from ktqueue.operators.native_handoff import DEFERS, HandoffService, SlotMemory
 
 
 class Signals(Protocol):
@@ -60,7 +60,8 @@ class Flags:
 
 
 class HostFunctions:
-    """CUDA's own thread runs the task, on a stream beside the current one, which goes on meanwhile.
+    """CUDA's own thread runs the task, on a stream beside the current one, which goes on meanwhile. Tasks of all slots
+    share that stream, so that they run in the order of their requests, each behind what the one before has deferred.
 
     A task that hangs there hangs the process's CUDA with it: nothing can answer in its place.
     """
@@ -69,14 +70,19 @@ class HostFunctions:
         self._service = service
         self._driver = driver
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(slots)]  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ended: list[torch.cuda.Event | None] = [None] * slots
 
     def request(self, slot: int, word: int) -> None:
-        """Fork: the slot's stream takes over once the input is there."""
-        beside = self._streams[slot]
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        self._driver.launch_host_function(beside.cuda_stream, *self._service.host_task(slot, word))
+        """Fork: the stream beside takes over once the input is there. What the task defers runs behind its end."""
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        self._driver.launch_host_function(self._beside.cuda_stream, *self._service.host_task(slot, word))
+        self._ended[slot] = self._beside.record_event()
+        if word & DEFERS:
+            self._driver.launch_host_function(self._beside.cuda_stream, *self._service.rest_task())
 
     def settle(self, slot: int, word: int) -> None:
         """Join."""
-        torch.cuda.current_stream(self._device).wait_stream(self._streams[slot])
+        ended = self._ended[slot]
+        assert ended is not None
+        torch.cuda.current_stream(self._device).wait_event(ended)

@@ -151,6 +151,32 @@ def test_captured_steps_equal_eager_ones(family, share, method, dtype, make_deco
         assert decoder.expert_statistics.hit_rate > 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_is_deferred_is_the_same_in_captured_steps_and_by_either_method(share, make_decoder):
+    """No experts move meanwhile: where they are decides what is deferred."""
+    model = make_model("qwen3_moe", num_hidden_layers=4, num_experts_per_tok=4)
+    memory = int(share * record_bytes(make_decoder(model, "Q8_0")))
+    found: dict[str, list[torch.Tensor]] = {}
+    for method in ("flags", "host_functions"):
+        settings = {"handoff": method, "expert_memory_bytes": memory}
+        decoder = make_decoder(model, "Q8_0", deferred_experts=2, **settings)
+        eager, replayed = (Cache(decoder, device="cuda", planner=make_planner_for) for _ in range(2))
+        replayed._free.remove(replayed.kv.pages - 1)  # the scratch page: see Captured
+        prompts = {name: ids[:9] for name, ids in SEQUENCES.items()}
+        with torch.inference_mode():
+            captured = Captured(decoder, replayed)
+            for cache in (eager, replayed):
+                cache.step(prompts)
+            for i in range(40):
+                tokens = {name: (7 * i + len(name)) % 90 for name in prompts}
+                found.setdefault(method, []).append(eager.step({name: [one] for name, one in tokens.items()}))
+                found.setdefault(f"{method}, captured", []).append(captured.step(tokens))
+        decoder._experts.handoff.check()
+    first, *others = (torch.stack(logits) for logits in found.values())
+    for one in others:
+        torch.testing.assert_close(one, first, atol=1e-4 * first.abs().max().item(), rtol=0)
+
+
 def test_experts_of_the_cpu_in_a_model_on_the_gpu(tiny_model, given_weights):
     """As rules/modules.yaml puts them in: tensors go to the host and come back."""
     experts = tiny_model().model.layers[0].mlp.experts
