@@ -11,7 +11,7 @@ from typing import Any, Self
 import gguf
 import numpy as np
 
-from ktqueue.loading.quants import BLOCKS, Bytes, Floats
+from ktqueue.loading.quants import FILE_BLOCKS, Bytes, Floats
 
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # what the library can quantise among our types
 TOKEN_NORMAL = int(gguf.TokenType.NORMAL)
@@ -98,7 +98,7 @@ class Writer:
 
     def add_tensor(self, name: str, quant: str, shape: tuple[int, ...]) -> None:
         """State a tensor; its data must come in the same order."""
-        elements, size = BLOCKS[quant]
+        elements, size = FILE_BLOCKS[quant]
         packed = (*shape[:-1], shape[-1] // elements * size)
         self._writer.add_tensor_info(
             name, packed, np.dtype(np.uint8), int(np.prod(packed)), raw_dtype=gguf.GGMLQuantizationType[quant]

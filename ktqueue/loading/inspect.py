@@ -11,6 +11,7 @@ from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
+from ktqueue.loading.widened import kept_as
 from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"
@@ -157,4 +158,4 @@ def _held(module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpo
         return checkpoint.nbytes(source)
     if len(shape) < 2:
         return math.prod(shape) * torch.float32.itemsize
-    return math.prod(shape[:-2]) * packed_bytes(checkpoint.quant(source), *shape[-2:])
+    return math.prod(shape[:-2]) * packed_bytes(kept_as(checkpoint.quant(source)), *shape[-2:])

@@ -21,6 +21,8 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
 }
+FILE_BLOCKS = {**BLOCKS, "Q5_0": (32, 22)}
+"""The same of all types that may be in a file: see widened.py for those that kernels do not read."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -28,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 
 def row_bytes(quant: str, columns: int) -> int:
     """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
-    elements, size = BLOCKS[quant]
+    elements, size = FILE_BLOCKS[quant]
     if columns % elements:
         raise ValueError(f"a row of {columns} is no multiple of the {quant} block of {elements}")
     return columns // elements * size

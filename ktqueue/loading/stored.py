@@ -13,7 +13,8 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_header import release_pages
-from ktqueue.loading.quants import BLOCKS, Bytes, Floats, row_bytes, tensor_bytes
+from ktqueue.loading.quants import FILE_BLOCKS, Bytes, Floats, row_bytes, tensor_bytes
+from ktqueue.loading.widened import kept_as, widen, widen_experts, widen_matrix
 from ktqueue.operators.native import dequantize
 from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
@@ -37,9 +38,9 @@ class StoredTensor:
         cls, path: Any, name: str, quant: str, shape: tuple[int, ...], offset: int, file: Bytes
     ) -> "StoredTensor":
         """A view of `file` at `offset`. Raises CheckpointError where the tensor does not lie inside the file."""
-        if quant not in BLOCKS:
+        if quant not in FILE_BLOCKS:
             raise CheckpointError(
-                f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(BLOCKS)}"
+                f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
             )
         try:
             size = tensor_bytes(quant, shape)
@@ -71,10 +72,10 @@ class StoredTensor:
         return PackedExperts(self.quant, rows, columns, self.matrices())
 
     def packed(self) -> PackedMatrix:
-        """A [rows, columns] tensor as a view; a copy where rows are in GGUF's rotary order."""
+        """A [rows, columns] tensor as a view; a copy where rows are in GGUF's rotary order, or widened."""
         rows, columns = self.shape
         data = unpermute_packed(self.data, self.heads, self.data.size // rows) if self.heads else self.data
-        return PackedMatrix(self.quant, rows, columns, data)
+        return widen_matrix(PackedMatrix(self.quant, rows, columns, data))
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Decoded to `dtype` in the tensor's own shape, a chunk of rows at a time."""
@@ -99,7 +100,7 @@ def unpermute_packed(data: Bytes, heads: int, size: int) -> Bytes:
 def decode(data: Bytes, quant: str, columns: int) -> Floats:
     """Packed rows to [rows, columns] float32, a copy."""
     count = data.size // row_bytes(quant, columns) * columns
-    return dequantize(quant, data, count).reshape(-1, columns)
+    return dequantize(kept_as(quant), widen(quant, data), count).reshape(-1, columns)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -194,7 +195,7 @@ class StoredCheckpoint:
     def experts(self, module: str) -> ExpertWeights:
         """The packed weights of the experts module of that name. Raises CheckpointError for an unknown one."""
         try:
-            return self._experts[module]
+            return widen_experts(self._experts[module])
         except KeyError:
             raise CheckpointError(f"{self.path}: no expert weights for {module}") from None
 

@@ -17,11 +17,12 @@ from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.loading.widened import kept_as, widen
 from ktqueue.operators import native
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 EXPERTS = "model.layers.1.mlp.experts"
-BLOCK_QUANTS = [quant for quant, (elements, _) in quants.BLOCKS.items() if elements > 1]
+BLOCK_QUANTS = [quant for quant, (elements, _) in quants.FILE_BLOCKS.items() if elements > 1]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_loading_and_kernels_have_the_same_formats() -> None:
     assert [quants.row_bytes(q, 256) for q in native.QUANTS] == [native.row_bytes(q, 256) for q in native.QUANTS]
 
 
-@pytest.mark.parametrize("quant", native.QUANTS)
+@pytest.mark.parametrize("quant", quants.FILE_BLOCKS)
 def test_values_are_those_of_the_gguf_library(quant: str, rewrite: Callable[..., Any]) -> None:
     path, made = rewrite(quant)
     checkpoint = open_checkpoint(str(path))
@@ -77,7 +78,7 @@ def test_values_are_those_of_the_gguf_library(quant: str, rewrite: Callable[...,
         assert checkpoint.quant(name) == quant
 
 
-@pytest.mark.parametrize("quant", native.QUANTS)
+@pytest.mark.parametrize("quant", quants.FILE_BLOCKS)
 def test_a_model_of_one_format_loads_and_runs(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor]
 ) -> None:
@@ -85,8 +86,9 @@ def test_a_model_of_one_format_loads_and_runs(
     packed = open_checkpoint(str(path)).experts(EXPERTS)
     for part in ("gate", "up", "down"):
         stack = getattr(packed, part)
-        assert stack.quant == quant
-        np.testing.assert_array_equal(np.concatenate(stack.data), made[f"blk.1.ffn_{part}_exps.weight"])
+        assert stack.quant == kept_as(quant)
+        stored = widen(quant, made[f"blk.1.ffn_{part}_exps.weight"])
+        np.testing.assert_array_equal(np.concatenate(stack.data), stored)
     model = load_model(str(path))
     assert type(model.module).__name__ == "CpuDecoder"
     assert model.card_facts.quantization == quant
@@ -95,10 +97,12 @@ def test_a_model_of_one_format_loads_and_runs(
     report = inspect(str(path))
     (experts,) = [row for row in report.rows if row.name.endswith("experts")]
     assert experts.quants == (quant,) and report.facts.quantization == quant
-    assert experts.file_bytes == 2 * 8 * 3 * 256 * native.row_bytes(quant, 256)
+    assert experts.file_bytes == 2 * 8 * 3 * 256 * quants.row_bytes(quant, 256)
+    kept = 2 * 8 * 2 * 256 * native.row_bytes(kept_as(quant), 256)
+    assert experts.device_bytes >= kept
 
 
-@pytest.mark.parametrize("quant", native.QUANTS)
+@pytest.mark.parametrize("quant", quants.FILE_BLOCKS)
 def test_every_matrix_in_a_format_computes_as_decoded(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
@@ -132,6 +136,6 @@ def test_rows_that_are_no_whole_blocks(quant: str, make_gguf: Callable[..., Path
     raw[at] = int(gguf.GGMLQuantizationType[quant])
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    words = rf"'{name.decode()}': a row of 48 is no multiple of the {quant} block of {quants.BLOCKS[quant][0]}"
+    words = rf"'{name.decode()}': a row of 48 is no multiple of the {quant} block of {quants.FILE_BLOCKS[quant][0]}"
     with pytest.raises(CheckpointError, match=rf"odd.gguf: tensor {words}"):
         load_model(str(path))
