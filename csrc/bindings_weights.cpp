@@ -125,6 +125,8 @@ void bind_weights(nb::module_& module) {
              nb::arg("quant"), nb::arg("rows"), nb::arg("columns"), nb::arg("data"), nb::arg("bias").none(),
              nb::arg("activations"), nb::arg("isa"))
         .def("forward", &BoundLinear::forward, nb::arg("x"), nb::arg("out"))
+        .def_prop_ro("address",
+                     [](const BoundLinear& bound) { return reinterpret_cast<uintptr_t>(bound.linear().panels()); })
         .def_prop_ro("bytes", [](const BoundLinear& bound) { return bound.linear().bytes(); });
 }
 

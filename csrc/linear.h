@@ -21,6 +21,7 @@ class Linear {
     size_t rows() const { return rows_; }
     size_t columns() const { return columns_; }
     size_t bytes() const { return arena_.bytes(); }  // of packed weights
+    const uint8_t* panels() const { return arena_.data(); }
     const KernelTable& kernels() const { return kernels_; }
 
   private:

@@ -12,10 +12,13 @@ from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_to
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.widened import kept_as
+from ktqueue.operators.gpu.dense import DEFAULT_DENSE
+from ktqueue.operators.gpu.quantised_linear import stays_quantised
 from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"
-"""The operator whose dense weights are decoded onto its device, and whose experts are packed for the CPU."""
+"""The operator whose dense weights go to its device, held as its option `dense` says, and whose experts are packed for
+the CPU. A tied head is there once."""
 LATENT = "LatentAttention"
 """The operator that packs its matrices in float32 on the CPU only, and the one that it absorbs nowhere."""
 
@@ -97,19 +100,23 @@ def inspect(
 def _rows(prepared: Prepared) -> Iterable[Row]:
     skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
     operators = {one.name: one.op for one in plan.replacements}
+    quantised = {one.name for one in plan.replacements if one.options.get("dense", DEFAULT_DENSE) == "quantised"}
     tied = tied_names(skeleton)
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
     for name, module in skeleton.named_modules():
-        operator = _operator_of(name, operators)
+        place = _replaced(name, operators)
+        operator = KEEP if place is None else operators[place]
         own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
-        own = [tensor for tensor in own if operator != KEEP or tensor not in tied]
+        own = [tensor for tensor in own if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
         if not own:
             continue
         device, packed = plan.device_of(name), operator != KEEP
         if operator == ON_BOTH_SIDES:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
+            if place in quantised and isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                packed = stays_quantised(checkpoint.quant(own[0]))
         elif operator == LATENT:
             floats = all(one.dtype == torch.float32 for one in module.parameters(recurse=False))
             packed = device == "cpu" and floats and not name.endswith(".kv_b_proj")
@@ -117,7 +124,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
         modules.setdefault(key, []).append(0)
         for tensor in own:
             source = tied.get(tensor, tensor)
-            held = _held(module, tensor, source, checkpoint, packed=packed)
+            held = _held(module, tensor, source, checkpoint, packed=packed, panels=operator == ON_BOTH_SIDES)
             stored = checkpoint.nbytes(source) if source == tensor else 0
             grouped.setdefault(key, []).append((checkpoint.quant(source), stored, held))
             modules[key][-1] += held
@@ -141,20 +148,22 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if key not in skipped]
 
 
-def _operator_of(name: str, operators: Mapping[str, str]) -> str:
-    """The operator that takes the module's place, or that of a module above it."""
+def _replaced(name: str, operators: Mapping[str, str]) -> str | None:
+    """The module itself or the one above it whose place an operator takes."""
     while name and name not in operators:
         name = name.rpartition(".")[0]
-    return operators.get(name, KEEP)
+    return name if name in operators else None
 
 
-def _held(module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpoint, packed: bool) -> int:
-    """Bytes in memory of a tensor: decoded; or as operators hold it: embeddings as stored, other matrices packed."""
+def _held(
+    module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpoint, *, packed: bool, panels: bool
+) -> int:
+    """Bytes in memory of a tensor: decoded; or packed as operators hold it, embeddings as stored unless as `panels`."""
     shape = checkpoint.shape(source)
-    if not packed:
-        own: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
+    own: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
+    if not packed or (panels and len(shape) < 2):
         return math.prod(shape) * own.dtype.itemsize
-    if isinstance(module, torch.nn.Embedding):
+    if isinstance(module, torch.nn.Embedding) and not panels:
         return checkpoint.nbytes(source)
     if len(shape) < 2:
         return math.prod(shape) * torch.float32.itemsize

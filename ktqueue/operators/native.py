@@ -211,6 +211,12 @@ class Linear:
         """Bytes of packed weights."""
         return int(self._linear.bytes)
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """(address, bytes) of the packed memory: panel after panel, in the layout of csrc/panel_layout.h. Read only,
+        and only while this object lives."""
+        return int(self._linear.address), self.bytes
+
     def forward(self, x: Floats, out: Floats) -> None:
         """out = x W^T + bias. x: [tokens, columns], out: [tokens, rows], contiguous float32. Raises ValueError."""
         self._linear.forward(x, out)

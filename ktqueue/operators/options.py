@@ -1,4 +1,4 @@
-"""The options that all CPU operators share: which kernels, and in what type activations are multiplied."""
+"""The options that all operators share: which CPU kernels, and in what type activations are multiplied."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict, get_args
@@ -13,12 +13,16 @@ class KernelOptions(TypedDict):
     isa: str
 
 
-def kernel_options(operator: str, options: Mapping[str, Any]) -> KernelOptions:
-    """A rule's options for `operator`, checked. Raises ValueError naming the option that is unknown or wrong."""
+def kernel_options(operator: str, options: Mapping[str, Any], *others: str) -> KernelOptions:
+    """A rule's options for `operator`, checked. Raises ValueError naming the option that is unknown or wrong.
+
+    `others`: names of options that the operator has taken out already.
+    """
     chosen: dict[str, Any] = {"activations": "int8", "isa": "", **options}
     for name, value in chosen.items():
         if name not in KernelOptions.__annotations__:
-            raise ValueError(f"{operator} knows no option {name!r}; it has: activations, isa")
+            known = ", ".join((*KernelOptions.__annotations__, *others))
+            raise ValueError(f"{operator} knows no option {name!r}; it has: {known}")
         if not isinstance(value, str):
             raise ValueError(f"{operator}: {name} must be a text, got {value!r}")
     if chosen["activations"] not in get_args(ActivationType):

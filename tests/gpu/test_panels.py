@@ -50,19 +50,6 @@ def test_equals_the_twins(quant, dtype, random_weights):
             assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
 
 
-@pytest.mark.parametrize("quant", ["Q4_K", "Q6_K", "Q8_0"])
-@pytest.mark.parametrize("tokens", [1, 7, 40, 300, 3000])
-def test_linear(quant, tokens, random_weights):
-    rows, columns = 272, 512
-    pool = make_pool(random_weights, quant, 1, 512, 512)
-    size = panels.panel_layout.panel_count(rows) * panels.panel_layout.panel_bytes(quant, columns)
-    packed = pool.bytes[pool.record.down_start :][:size]
-    for dtype in BOUNDS:
-        x = torch.randn(tokens, columns).to(dtype)
-        got = panels.linear(packed.cuda(), x.cuda(), rows, quant)
-        assert_close(got, panels.linear(packed, x, rows, quant), dtype)
-
-
 def test_all_pairs_on_one_expert(random_weights):
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     for tokens in (3, 100, 600):

@@ -5,20 +5,18 @@ waits for the device, so that a step can be captured. Runs on CPU tensors too, b
 """
 
 import copy
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ktqueue.operators import native
 from ktqueue.operators.base import Operator, register
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.gpu.decoder_layer import DecoderLayer, Rotary
-from ktqueue.operators.gpu.dense import DenseWeights
+from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
-from ktqueue.operators.gpu.fused import few_rows_linear
 from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
 from ktqueue.operators.gpu.panels import ExpertRecord
 from ktqueue.operators.gpu.settings import GpuSettings
@@ -38,11 +36,12 @@ class GpuDecoder(Operator):
     `load`, then `prepare_device`, then steps; `after_step` when the device has finished one, `close` at the end.
     """
 
-    def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions) -> None:
+    def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions, dense: DenseType) -> None:
         super().__init__()
         self.facts = facts
         self.rotary = rotary
         self._options = options
+        self._dense: DenseType = dense
         self._layers: list[DecoderLayer] = []
         self._routed: list[RoutedLayer] = []
         self._dense_bytes = 0
@@ -51,11 +50,13 @@ class GpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """From a model of one of decoder_facts.CLASSES. Options, of the CPU's experts: `activations`, `isa`.
-
-        Raises ValueError.
+        """From a model of one of decoder_facts.CLASSES. Options: `dense`, a DenseType; of the CPU's experts
+        `activations` and `isa`. Raises ValueError.
         """
-        chosen = kernel_options("GpuDecoder", options)
+        dense = options.pop("dense", DEFAULT_DENSE)
+        if dense not in get_args(DenseType):
+            raise ValueError(f"GpuDecoder: dense must be {' or '.join(get_args(DenseType))}, got {dense!r}")
+        chosen = kernel_options("GpuDecoder", options, "dense")
         try:
             facts = facts_of(module, DTYPES)
         except ValueError as error:
@@ -63,13 +64,13 @@ class GpuDecoder(Operator):
             raise ValueError(
                 f"{name} cannot be replaced by GpuDecoder: {error} (rules/modules.yaml does without it)"
             ) from error
-        return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
+        return cls(facts, module.model.rotary_emb, chosen, dense)  # type: ignore[union-attr, arg-type]
 
     def load(self, weights: ModuleWeights) -> None:
-        """Dequantise dense weights onto the device, pack experts for the CPU. Raises ValueError if they do not fit."""
+        """Put dense weights onto the device, pack experts for the CPU. Raises ValueError if they do not fit."""
         facts = self.facts
-        dense = DenseWeights(weights, facts.dtype, self.device)
-        self._embedding = dense.matrix("model.embed_tokens.weight")
+        dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
+        self._embedding = dense.linear("model.embed_tokens")
         for index, layer in enumerate(facts.layers):
             routed = None
             if layer.experts > 0:
@@ -89,7 +90,7 @@ class GpuDecoder(Operator):
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
         self._norm = dense.vector("model.norm.weight")
-        self._head = self._embedding if facts.tied else dense.matrix("lm_head.weight")
+        self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._dense_bytes = dense.bytes
 
     def prepare_device(self, settings: GpuSettings) -> None:
@@ -165,7 +166,7 @@ class GpuDecoder(Operator):
         scored = len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
         experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
-        residual = functional.embedding(input_ids[0], self._embedding)
+        residual = self._embedding.embed(input_ids[0])
         deferred = Deferred()
         for layer in self._layers[:-1]:
             query = layer.attention.query(residual, deferred, positions, rotary, step)
@@ -180,7 +181,7 @@ class GpuDecoder(Operator):
             residual, attended = residual[logits_to_keep], attended[logits_to_keep]
         deferred = last.mlp(residual, attended, experts, step.live_tokens if scored == tokens else None)
         x = deferred.add_to(residual, self._norm, self.facts.epsilon)
-        return DecoderOutput(few_rows_linear(x, self._head, dtype=torch.float32)[None])
+        return DecoderOutput(self._head(x, dtype=torch.float32)[None])
 
     def after_step(self) -> None:
         """To be called once the device has finished a step: raises RuntimeError if the CPU's experts failed in it,

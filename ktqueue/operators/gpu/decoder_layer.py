@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
-from ktqueue.operators.gpu.dense import Dense, DenseWeights
+from ktqueue.operators.gpu.dense import DenseWeights, Linear
 from ktqueue.operators.gpu.fused import few_rows_linear, gated, qk_norm_rope_append
 from ktqueue.operators.gpu.hybrid_experts import Deferred, StepExperts
 from ktqueue.operators.native import ActivationName
@@ -101,7 +101,7 @@ class DecoderLayer:
         self._routed = routed
         mlp = f"{layer.name}.mlp"
         self._mlp: DenseMlp | None = None
-        self._shared: tuple[DenseMlp, Dense] | None = None
+        self._shared: tuple[DenseMlp, Linear] | None = None
         if routed is None:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return

@@ -1,4 +1,4 @@
-"""Experts and matrices that stay packed in GPU memory, in the CPU kernels' own layout (csrc/panel_layout.h).
+"""Experts that stay packed in GPU memory, in the CPU kernels' own layout (csrc/panel_layout.h).
 
 One expert is a *record* of bytes in a pool: panel 0 of gate, panel 0 of up, panel 1 of gate and so on, then the panels
 of down. A *pair* is a token and one of the experts it chose. Each function runs the Triton kernels for CUDA tensors and
@@ -179,25 +179,6 @@ def down(
     else:
         down_twin(pool, offsets, ids, rows, weights, record, partials)
     return partials
-
-
-def linear(packed: torch.Tensor, x: torch.Tensor, rows: int, quant: str) -> torch.Tensor:
-    """x times the transposed matrix: [tokens, rows] in the dtype of `x`, summed in float32.
-
-    packed: [bytes] uint8, the matrix's panels one after the other; x: [tokens, columns]. Raises ValueError where
-    `packed` has other bytes.
-    """
-    tokens, columns = x.shape
-    size = panel_layout.panel_count(rows) * panel_layout.panel_bytes(quant, columns)
-    if packed.numel() != size:
-        raise ValueError(f"{rows} rows of {columns} columns of {quant} are {size} bytes, got {packed.numel()}")
-    if not x.is_cuda:
-        return (x.float() @ _matrix(packed, 0, size, quant, rows, columns).T).to(x.dtype)
-    from ktqueue.operators.gpu import triton_panels
-
-    out = x.new_empty(tokens, rows)
-    triton_panels.launch(packed, x.contiguous(), out, (quant,))
-    return out
 
 
 def gate_up_twin(

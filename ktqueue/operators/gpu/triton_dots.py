@@ -15,6 +15,30 @@ from ktqueue.operators.gpu import triton_formats as formats
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@triton.constexpr_function
+def halves(quant):
+    """Whether a slab has a scale for each half."""
+    return quant in ("Q6_K", "Q3_K", "Q2_K")
+
+
+@triton.constexpr_function
+def minimums(quant):
+    """Whether something is subtracted from scale times code."""
+    return quant in ("Q4_K", "Q5_K", "Q2_K")
+
+
+@triton.constexpr_function
+def signed(quant):
+    """Whether `lines` gives signed bytes, from a table."""
+    return quant in ("IQ4_NL", "IQ4_XS", "MXFP4")
+
+
+@triton.constexpr_function
+def offset(quant):
+    """What is to be subtracted from an unsigned code."""
+    return {"Q8_0": 128, "Q4_0": 8, "Q6_K": 32, "Q3_K": 4}.get(quant, 0)
+
+
 @triton.jit
 def _dot(codes, x, total, SIGNED: tl.constexpr):
     """total + the four bytes of `codes` times the four signed bytes of `x`, int32."""
@@ -35,7 +59,7 @@ def _dot(codes, x, total, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _permute(low, high, selector):
+def permute(low, high, selector):
     """Byte i of the result: byte number (nibble i of `selector`, 0 .. 7) of the eight bytes of `low` and `high`."""
     if INTERPRETED:
         result = selector & 0
@@ -55,10 +79,10 @@ def _look_up(word, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.
     index = word & 0x77777777
     upper = 0x32103210 | ((word >> 1) & 0x44444444)
     zero = word & 0
-    first = _permute(_permute(zero + T0, zero + T1, index), _permute(zero + T2, zero + T3, index), upper)
+    first = permute(permute(zero + T0, zero + T1, index), permute(zero + T2, zero + T3, index), upper)
     index = index >> 16
-    second = _permute(_permute(zero + T0, zero + T1, index), _permute(zero + T2, zero + T3, index), upper >> 16)
-    return _permute(first, second, zero + 0x6420), _permute(first, second, zero + 0x7531)
+    second = permute(permute(zero + T0, zero + T1, index), permute(zero + T2, zero + T3, index), upper >> 16)
+    return permute(first, second, zero + 0x6420), permute(first, second, zero + 0x7531)
 
 
 @triton.jit
@@ -125,12 +149,10 @@ def add_products(
     SUPERBLOCK_BYTES: tl.constexpr,
 ):
     """`sums` plus the products of the tile with M rows of x; each sum in an order of its own row alone."""
-    HALVES: tl.constexpr = (FORMAT == "Q6_K") or (FORMAT == "Q3_K") or (FORMAT == "Q2_K")
-    MINIMUMS: tl.constexpr = (FORMAT == "Q4_K") or (FORMAT == "Q5_K") or (FORMAT == "Q2_K")
-    SIGNED: tl.constexpr = (FORMAT == "IQ4_NL") or (FORMAT == "IQ4_XS") or (FORMAT == "MXFP4")
-    OFFSET: tl.constexpr = (
-        128 if FORMAT == "Q8_0" else 8 if FORMAT == "Q4_0" else 32 if FORMAT == "Q6_K" else 4 if FORMAT == "Q3_K" else 0
-    )
+    HALVES: tl.constexpr = halves(FORMAT)
+    MINIMUMS: tl.constexpr = minimums(FORMAT)
+    SIGNED: tl.constexpr = signed(FORMAT)
+    OFFSET: tl.constexpr = offset(FORMAT)
 
     block = slab // 8
     within = slab % 8

@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _number(word, AT: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
+def number(word, AT: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
     """Bits AT .. AT + BITS - 1 of a word (at most 8) as a float32, less OFFSET, exactly.
 
     They stay where they are, in the mantissa of a number from 2^23 on: a logical operation and a multiply-add, where a
@@ -35,12 +35,12 @@ def _number(word, AT: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def _unsigned(byte):
-    return _number(byte.to(tl.int32), 0, 8, 0)
+    return number(byte.to(tl.int32), 0, 8, 0)
 
 
 @triton.jit
 def _signed(byte):
-    return _number(byte.to(tl.int32) ^ 128, 0, 8, 128)
+    return number(byte.to(tl.int32) ^ 128, 0, 8, 128)
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         start = panel + 128 * slabs
         both = tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int32)
         once = (start + 32 * slabs) // 2 + row
-        scale = _number(both, 0, 4, 0) * _halves(base, once)
-        minimum = _number(both, 4, 4, 0) * _halves(base, once + 16)
+        scale = number(both, 0, 4, 0) * _halves(base, once)
+        minimum = number(both, 4, 4, 0) * _halves(base, once + 16)
     elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
         start = panel + (384 if FORMAT == "Q6_K" else 192) * slabs
         scale = _signed(tl.load(base + start + slab * 32 + half * 16 + row))
@@ -162,22 +162,22 @@ def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr
     odd: tl.constexpr = PART // 4  # of the two lines
     nibble: tl.constexpr = byte + 4 * odd
     if FORMAT == "Q8_0":
-        return scale * _number(first if odd == 0 else second, byte, 8, 128)
+        return scale * number(first if odd == 0 else second, byte, 8, 128)
     if FORMAT == "Q4_0":
-        return scale * _number(first, nibble, 4, 8)
+        return scale * number(first, nibble, 4, 8)
     if FORMAT == "Q4_K":
-        return scale * _number(first, nibble, 4, 0) - minimum
+        return scale * number(first, nibble, 4, 0) - minimum
     if FORMAT == "Q2_K":
-        return scale * _number(first, byte + 2 * odd, 2, 0) - minimum
+        return scale * number(first, byte + 2 * odd, 2, 0) - minimum
     if FORMAT == "Q5_K":
         codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (spread(second >> (4 * odd)) << 4)
-        return scale * _number(codes, byte, 5, 0) - minimum
+        return scale * number(codes, byte, 5, 0) - minimum
     if FORMAT == "Q6_K":
         codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (((second >> (2 * odd)) & 0x03030303) << 4)
-        return scale * _number(codes, byte, 6, 32)
+        return scale * number(codes, byte, 6, 32)
     if FORMAT == "Q3_K":
         codes = ((first >> (2 * odd)) & 0x03030303) | (spread(second >> (4 * odd)) << 2)
-        return scale * _number(codes, byte, 3, 4)
+        return scale * number(codes, byte, 3, 4)
     code = (first >> nibble) & 15
     if FORMAT == "MXFP4":
         # E2M1: its exponent and mantissa as those of a float32, whose bias differs by 126, and doubled.

@@ -114,6 +114,7 @@ def _panels_kernel(
     experts,
     slots,  # pairs that share a row of x
     x_stride,
+    out_stride,
     start,  # byte where the matrix begins in a record
     zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
     ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
@@ -149,7 +150,7 @@ def _panels_kernel(
             mine = (turn < zero_pairs) & (candidate < pairs)
             wanted = tl.load(ids + candidate, mask=mine, other=0)
             skipped = mine & (tl.load(offsets + tl.maximum(wanted, 0), mask=mine & (wanted >= 0), other=-1) < 0)
-            at = out + candidate[:, None].to(tl.int64) * ROWS + n[None, :]
+            at = out + candidate[:, None].to(tl.int64) * out_stride + n[None, :]
             zeros = tl.zeros((ZERO, BLOCK_N), tl.float32)
             tl.store(at, zeros.to(out.dtype.element_ty), mask=skipped[:, None] & (n < ROWS)[None, :])
             done += ZERO
@@ -229,7 +230,7 @@ def _panels_kernel(
             acc = activate(gate, up, ACTIVATION)
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
-        at_pair = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
+        at_pair = out + pair[:, None].to(tl.int64) * out_stride + n[None, :]
         tl.store(at_pair, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
         begin += BLOCK_M
 
@@ -305,6 +306,7 @@ def launch(
         experts,
         pairs // len(x),
         x.stride(0),
+        out.stride(0),
         start,
         triton.cdiv(pairs, programs),
         ACTIVATION=activation,

@@ -15,7 +15,7 @@ BOUND = 2e-6
 
 @pytest.fixture
 def kernels():
-    """The Triton kernels, interpreted: (mid, partials) of the experts, and a linear."""
+    """The Triton kernels, interpreted: (mid, partials) of the experts."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here: tests/gpu")
     from ktqueue.operators.gpu import triton_panels
@@ -34,12 +34,6 @@ def kernels():
                 zero_skipped=True,
             )  # fmt: skip
             return mid.view(tokens, slots, -1), out.view(tokens, slots, -1)
-
-        @staticmethod
-        def linear(packed, x, rows, quant):
-            out = x.new_full((len(x), rows), torch.nan)
-            triton_panels.launch(packed, x, out, (quant,))
-            return out
 
     return Kernels
 
@@ -138,23 +132,6 @@ def test_all_pairs_on_one_expert(kernels, random_weights):
         assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 17, 130])
-@pytest.mark.parametrize("quant", ["F16", "Q4_0"])
-def test_linear(quant, tokens, kernels, random_weights):
-    """Of one expert, down is a matrix of its own."""
-    hidden, intermediate = (70, 45) if quant == "F16" else (96, 288)
-    pool = make_pool(random_weights, quant, 1, hidden, intermediate)
-    packed = pool.bytes[pool.record.down_start :]
-    x = activations(tokens, intermediate)
-    expected = panels.linear(packed, x, hidden, quant)
-    assert_close(kernels.linear(packed, x, hidden, quant), expected)
-    mid = x[:, None].contiguous()
-    partials = panels.down(
-        pool.bytes, pool.offsets, torch.zeros(tokens, 1).long(), mid, torch.ones(tokens, 1), pool.record
-    )
-    assert torch.equal(partials[:, 0], expected)
-
-
 def test_refuses_what_does_not_fit(random_weights):
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     ids = torch.zeros(2, 1, dtype=torch.int64)
@@ -162,5 +139,3 @@ def test_refuses_what_does_not_fit(random_weights):
         panels.gate_up(pool.bytes, pool.offsets, ids, activations(2, 64), pool.record, "swiglu_clamped")
     with pytest.raises(ValueError, match="do not fit"):
         panels.gate_up(pool.bytes, pool.offsets, ids, activations(3, 64), pool.record, "silu")
-    with pytest.raises(ValueError, match="32 rows of 64 columns of Q8_0 are"):
-        panels.linear(pool.bytes, activations(2, 64), 32, "Q8_0")

@@ -1,0 +1,99 @@
+"""On a GPU, the kernels of a matrix in packed panels equal their twins, also in a graph."""
+
+import pytest
+import torch
+
+from ktqueue.operators.gpu import quantised_linear
+from ktqueue.operators.gpu.panel_matrix import multiply_few
+from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear
+
+from ..operators.gpu.matrices import BLOCKS, activations, columns_of, make_panels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    assert (got.cpu().double() - expected.double()).norm() <= bound * expected.double().norm()
+
+
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_decoded_rows(quant, random_weights):
+    for columns in (columns_of(quant), 2048):
+        panels, weights = make_panels(random_weights, quant, 75, columns, "cuda")
+        ids = torch.randint(75, (100,))
+        for dtype in (*HALF, torch.float32):
+            out = torch.full((60, columns), torch.nan, dtype=dtype, device="cuda")
+            panels.decode(out, first=11)
+            assert torch.equal(out.cpu(), weights[11:71].to(dtype))
+            out = torch.full((100, columns), torch.nan, dtype=dtype, device="cuda")
+            panels.decode(out, ids=ids.cuda())
+            assert torch.equal(out.cpu(), weights[ids].to(dtype))
+
+
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_few_rows(quant, random_weights):
+    """One part or two, any number of tokens that comes here, rows that do not fill a panel."""
+    for columns in (columns_of(quant), 4096):
+        made = [make_panels(random_weights, one, rows, columns, "cuda") for one, rows in ((quant, 261), ("Q8_0", 40))]
+        for tokens in range(1, quantised_linear.FEW_ROWS + 1):
+            for parts, dtype in ((made[:1], torch.float16), (made, torch.bfloat16)):
+                x = activations(tokens, columns, dtype)
+                weights = torch.cat([one for _, one in parts])
+                for bias in (None, activations(1, len(weights), dtype)[0]):
+                    out = torch.full((tokens, len(weights)), torch.nan, device="cuda")
+                    multiply_few([one for one, _ in parts], x.cuda(), None if bias is None else bias.cuda(), out)
+                    expected = x.double() @ weights.double().T
+                    assert_close(out, expected if bias is None else expected + bias.double(), 1e-5)
+
+
+@pytest.mark.parametrize("quants", [("Q4_K",), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_K")])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_any_number_of_rows(quants, dtype, random_weights):
+    made = [make_panels(random_weights, quant, 272 + i, 512, "cuda") for i, quant in enumerate(quants)]
+    decoded = DecodedWeights(dtype, "cuda")
+    weights = torch.cat([one for _, one in made])
+    decoded.announce(*weights.shape)
+    linear = QuantisedLinear([one for one, _ in made], None, decoded)
+    for tokens in (1, 3, 5, 16, 17, 40, 64, 65, 300, 3000):
+        x = activations(tokens, 512, dtype)
+        got = linear(x.cuda())
+        assert got.dtype == dtype
+        assert_close(got, x.double() @ weights.double().T, {torch.float32: 5e-6}.get(dtype, 6e-3))
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 200])
+def test_in_a_graph(tokens, random_weights):
+    """Replays see new activations."""
+    made = [make_panels(random_weights, quant, 256, 512, "cuda") for quant in ("Q4_K", "Q6_K")]
+    decoded = DecodedWeights(torch.bfloat16, "cuda")
+    decoded.announce(512, 512)
+    linear = QuantisedLinear([one for one, _ in made], None, decoded)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    linear(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear(x)
+    for _ in range(2):
+        x.copy_(torch.randn(tokens, 512))
+        graph.replay()
+        assert torch.equal(captured, linear(x))
+
+
+def test_rows_far_away(random_weights):
+    """Beyond what 32 bits can say."""
+    panels, weights = make_panels(random_weights, "Q8_0", 64, 256, "cuda")
+    repeats = (5 << 29) // panels.packed.numel()
+    far = type(panels)(panels.packed.repeat(repeats), "Q8_0", 64 * repeats, 256)
+    ids = torch.tensor([64 * (repeats - 1) + 17, 3])
+    out = torch.empty(2, 256, device="cuda")
+    far.decode(out, ids=ids.cuda())
+    assert torch.equal(out.cpu(), weights[ids % 64])
+    out = torch.empty(64, 256, device="cuda")
+    far.decode(out, first=64 * (repeats - 1))
+    assert torch.equal(out.cpu(), weights)
+    x = activations(2, 256, torch.bfloat16)
+    product = torch.empty(2, far.rows, device="cuda")
+    multiply_few([far], x.cuda(), None, product)
+    assert_close(product[:, -64:], x.double() @ weights.double().T, 1e-5)

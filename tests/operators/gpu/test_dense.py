@@ -1,0 +1,149 @@
+"""Dense weights that stay quantised: GpuDecoder beside itself with the same weights decoded; what is held and said."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import feed, make_model, make_planner_for
+
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import load_model
+from ktqueue.operators import native
+from ktqueue.operators.gpu import quantised_linear
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear
+from ktqueue.operators.gpu.settings import GpuSettings
+
+from .matrices import activations, make_panels
+from .test_demo import greedy
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_cpus():
+    """torch and the kernels on CPUs of their own, as in a worker."""
+    native.set_threads()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return request.param
+
+
+@pytest.fixture
+def make_decoder(given_weights, device):
+    """make_decoder(model, quant, dense) -> the prepared operator."""
+    made = []
+
+    def make(model: Any, quant: str, dense: str) -> GpuDecoder:
+        decoder = GpuDecoder.from_module(model, activations="float32", dense=dense)
+        decoder.device = device
+        decoder.load(given_weights(model, quant))
+        decoder.prepare_device(GpuSettings(max_tokens=128, expert_streaming="off"))
+        made.append(decoder)
+        return decoder
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def logits(decoder: GpuDecoder) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.cat([*feed(decoder, device=decoder.device, planner=make_planner_for).values()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "llama"])
+def test_logits_are_those_of_the_decoded_weights(family, dtype, make_decoder):
+    """With shared experts, dense layers, biases, tied embeddings; steps of few, of some and of many rows."""
+    model = make_model(family).to(dtype)
+    expected, found = (logits(make_decoder(model, "Q8_0", dense)) for dense in ("dequantised", "quantised"))
+    assert expected.std() > 0.1
+    bound = 1e-5 if dtype == torch.float32 else 0.03
+    assert (found - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("few", [0, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 7, 20])
+def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_weights, monkeypatch):
+    """Parts of two formats, a bias, and a buffer that holds less than the matrix, at no border of its parts."""
+    monkeypatch.setattr(quantised_linear, "FEW_ROWS", few)
+    monkeypatch.setattr(quantised_linear, "SOME_ROWS", 8)
+    monkeypatch.setattr(quantised_linear, "DECODED_AT_ONCE", 21 * 256)
+    parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
+    x = activations(tokens, 256, torch.bfloat16).to(device)
+    bias = activations(1, 53, torch.bfloat16)[0].to(device)
+    decoded = DecodedWeights(torch.bfloat16, device)
+    assert decoded.announce(53, 256) == 21 * 256 * 2
+    assert decoded.announce(3, 256) == 0
+    weights = torch.cat([one for _, one in parts])
+    expected = x.cpu().float() @ weights.T
+    panels = [one for one, _ in parts]
+    found = QuantisedLinear(panels, bias, decoded)(x).cpu()
+    assert found.dtype == torch.bfloat16 and found.shape == (tokens, 53)
+    torch.testing.assert_close(found.float(), expected + bias.cpu().float(), rtol=0.01, atol=0.05)
+    sums = QuantisedLinear(panels, None, decoded)(x, dtype=torch.float32).cpu()
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums, expected, rtol=0.01, atol=0.05)
+
+
+def test_weights_of_few_rows_are_not_rounded(device, random_weights):
+    panels, weights = make_panels(random_weights, "Q6_K", 64, 512, device)
+    x = activations(3, 512, torch.bfloat16)
+    linear = QuantisedLinear([panels], None, DecodedWeights(torch.bfloat16, device))
+    found = linear(x.to(device), dtype=torch.float32).cpu()
+    torch.testing.assert_close(found, x.float() @ weights.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
+def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense, device, tmp_path):
+    """As CpuDecoder finds them; as many bytes as were told before, but for the buffer of decoded weights."""
+    expected = greedy(load_model("demo", rules="rules/exact.yaml").module, "cpu")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {class: 'ForCausalLM$'}\n"
+        f"  replace: {{op: GpuDecoder, activations: float32, dense: {dense}, device: {device}}}\n"
+    )
+    model = load_model("demo", rules=str(rules), device=device).module
+    held = sum(model.device_bytes().values())
+    model.prepare_device(GpuSettings(max_tokens=128, expert_streaming="off"))
+    found = greedy(model, device, make_planner_for)
+    model.close()
+    assert found == expected
+    buffer = 4 * 8192 * 256 if dense == "quantised" else 0
+    assert held == sum(inspect("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
+
+
+def test_less_memory(make_decoder):
+    model = make_model("qwen3_moe")
+    held = [make_decoder(model, "Q8_0", dense).device_bytes() for dense in ("dequantised", "quantised")]
+    assert sum(held[1].values()) < sum(held[0].values()) - 150_000
+
+
+def test_what_cannot_stay_is_decoded_and_said_once(make_decoder, caplog):
+    model = make_model("qwen3_moe")
+    with caplog.at_level(logging.WARNING):
+        found, expected = (make_decoder(model, "F16", dense) for dense in ("quantised", "dequantised"))
+    assert [one.message for one in caplog.records] == [
+        "dense matrices with F16 are decoded, they cannot stay as they are"
+    ]
+    assert torch.equal(logits(found), logits(expected))
+    assert found.device_bytes() == expected.device_bytes()
+
+
+def test_matrices_of_one_format_are_one_part(make_decoder):
+    found = make_decoder(make_model("qwen3_moe"), "Q8_0", "quantised")
+    (part,) = found._layers[0].attention._qkv._parts
+    assert part.rows == 256
+
+
+def test_what_the_option_may_be():
+    with pytest.raises(ValueError, match="GpuDecoder: dense must be dequantised or quantised, got 'int4'"):
+        GpuDecoder.from_module(make_model("qwen3"), dense="int4")
+    with pytest.raises(ValueError, match="it has: activations, isa, dense"):
+        GpuDecoder.from_module(make_model("qwen3"), densities=1)
