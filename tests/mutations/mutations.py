@@ -169,7 +169,7 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/incarnation.py",
         "return job.futile >= max(1, self._config.broker.max_attempts - 1)",
         "return False",
-        ("tests/e2e/test_poison.py::test_a_job_that_kills_its_workers_ends_alone",),
+        ("tests/workers/test_trials.py::test_suspects_begin_one_after_the_other",),
     ),
     "a drain costs a try": Mutation(
         "a drain uses no try",
