@@ -17,6 +17,15 @@ constexpr size_t kTileTokens = 16;   // rows of the tiles that hold x and sums
 constexpr size_t kTileBytes = 1024;  // 16 rows of 64
 constexpr size_t kPassTokens = 2 * kTileTokens;
 
+// body<T>(panel, half) for each sum of a pass, whose tile T is panel * 2 + half of the tokens.
+template <size_t Panels, size_t Halves, class Body>
+inline void for_sums(Body body) {
+    body.template operator()<0>(0, 0);
+    if constexpr (Halves == 2) body.template operator()<1>(0, 1);
+    if constexpr (Panels == 2) body.template operator()<2>(1, 0);
+    if constexpr (Panels == 2 && Halves == 2) body.template operator()<3>(1, 1);
+}
+
 // One or two panels times 1 to 32 tokens, over all columns.
 template <class Tiles>
 class Bf16Pass {
@@ -62,14 +71,6 @@ class Bf16Pass {
     }
 
   private:
-    template <size_t Panels, size_t Halves, class Body>
-    static void for_sums(Body body) {
-        body.template operator()<0>(0, 0);
-        if constexpr (Halves == 2) body.template operator()<1>(0, 1);
-        if constexpr (Panels == 2) body.template operator()<2>(1, 0);
-        if constexpr (Panels == 2 && Halves == 2) body.template operator()<3>(1, 1);
-    }
-
     size_t slabs_;
     const uint8_t* weights_;
     size_t panel_stride_;

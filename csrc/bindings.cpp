@@ -102,6 +102,12 @@ NB_MODULE(_kernels, module) {
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
     module.def("isas", &present_kernels);
+    module.def(
+        "tile_rows",
+        [](const std::string& quant, const std::string& isa) {
+            return kernels_named(isa).tile_tokens[static_cast<size_t>(parse_quant(quant))];
+        },
+        nb::arg("quant"), nb::arg("isa"));
     module.def("default_threads", &default_threads);
     module.def("threads", [] { return shared_pool()->threads(); });
     module.def("nodes", [] { return shared_pool()->nodes(); });

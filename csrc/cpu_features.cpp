@@ -18,6 +18,7 @@ struct Features {
     bool avxvnni = false;
     bool avx512 = false;
     bool amx = false;
+    bool halves = false;
 };
 
 #if defined(__x86_64__)
@@ -51,6 +52,7 @@ Features detect() {
                    && all(eax1, bit(5));                                                           // BF16
     constexpr unsigned kAmx = bit(22) | bit(24) | bit(25);                                         // BF16, TILE, INT8
     found.amx = found.avx512 && all(xcr0, kXcr0Amx) && all(edx, kAmx);
+    found.halves = found.avx512 && all(edx, bit(23));  // AVX512-FP16
     return found;
 }
 
@@ -86,6 +88,10 @@ bool has_avxvnni() {
 
 bool has_avx512() {
     return features().avx512;
+}
+
+bool has_avx512_halves() {
+    return features().halves;
 }
 
 bool has_amx() {

@@ -13,6 +13,9 @@ bool has_avxvnni();
 // has_avx2, and AVX-512 F, BW, VL, DQ, VNNI and BF16, and the system saves the 512-bit registers and the masks.
 bool has_avx512();
 
+// has_avx512, and arithmetic of IEEE halves (AVX512-FP16).
+bool has_avx512_halves();
+
 // has_avx512, and AMX with int8 and bf16 tiles, and Linux lets this process use the tiles: the first call asks for
 // that (arch_prctl), for all threads of the process.
 bool has_amx();

@@ -1,6 +1,7 @@
 #include "expert_layer.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -16,6 +17,7 @@ namespace {
 constexpr size_t kTokensAtOnce = 2048;    // bounds the workspace
 constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
 constexpr size_t kTokensPerPass = 64;     // of one expert; bounds the buffers on a task's stack
+constexpr size_t kTileTokens = 256;       // the same where few panels leave room, for what is unpacked for tiles
 constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task makes whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
 constexpr size_t kMaxSlots = 64;  // experts of one token
@@ -49,26 +51,25 @@ struct ExpertLayer::Span {
 struct ExpertLayer::Forms {
     RowForm gate, up, down;
     Forms(const ExpertLayer& layer, size_t tokens)
-        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens)),
-          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens)),
-          down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens)) {}
+        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
+          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
+          down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens, layer.down_unit_)) {}
 };
 
 // A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs that have an expert, expert by
 // expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
-    std::vector<size_t> starts;          // [experts + 1] first position of each expert
-    AlignedBuffer<size_t> position;      // [pairs] where a pair stands in sorted order, or kSkipped
-    std::vector<Span> spans;             // experts that have pairs
-    AlignedBuffer<uint8_t> gate_rows;    // [tokens] prepared for gate (and up, if it wants the same)
-    AlignedBuffer<uint8_t> up_rows;      // [tokens] prepared for up, else
-    AlignedBuffer<uint8_t> narrow_rows;  // [pairs] in bf16, sorted, of experts with many
-    AlignedBuffer<const void*> gate_x;   // [pairs] sorted
-    AlignedBuffer<const void*> up_x;     // [pairs] sorted
-    AlignedBuffer<uint8_t> mid;          // [pairs] prepared for down, sorted
-    AlignedBuffer<const void*> mid_x;    // [pairs] sorted
-    AlignedBuffer<float> partial;        // [pairs, hidden up to 16], sorted
+    std::vector<size_t> starts;              // [experts + 1] first position of each expert
+    AlignedBuffer<size_t> position;          // [pairs] where a pair stands in sorted order, or kSkipped
+    std::vector<Span> spans;                 // experts that have pairs
+    std::vector<std::array<bool, 2>> tiled;  // [experts] whether gate, up run on tiles
+    // Prepared for gate (and up, if it wants the same) and for up, else: [tokens], and [pairs] for tiles, sorted.
+    AlignedBuffer<uint8_t> rows[2][2];  // [tiled][gate, up]
+    AlignedBuffer<const void*> x[2];    // [gate, up][pairs] sorted
+    AlignedBuffer<uint8_t> mid;         // [pairs] prepared for down, sorted
+    AlignedBuffer<const void*> mid_x;   // [pairs] sorted
+    AlignedBuffer<float> partial;       // [pairs, hidden up to 16], sorted
     size_t mid_bytes = 0, partial_stride = 0;
 };
 
@@ -96,9 +97,10 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
 
 void ExpertLayer::pack() {
     const size_t panels = panel_count(intermediate()), down_panels = panel_count(hidden());
+    std::atomic<float> mid_bound = 0, down_bound = 0;
     const auto pack_one = [](const ExpertMatrices& from, const char* name, size_t expert, size_t panel, uint8_t* to) {
         try {
-            pack_panel({from.quant, from.rows, from.columns, from.data[expert]}, panel, to);
+            return pack_panel({from.quant, from.rows, from.columns, from.data[expert]}, panel, to);
         } catch (const std::invalid_argument& error) {
             throw std::invalid_argument(std::string(name) + " of expert " + std::to_string(expert) + ": " +
                                         error.what());
@@ -113,20 +115,23 @@ void ExpertLayer::pack() {
         const auto [expert, first, last] = mid_slices_.block(task, experts(), panels_a_task);
         uint8_t* to = gate_up_.data() + mid_slices_.place(expert, first) * (gate_panel_ + up_panel_);
         for (size_t p = first; p < last; ++p, to += gate_panel_ + up_panel_) {
-            pack_one(gate_, "gate", expert, p, to);
-            pack_one(up_, "up", expert, p, to + gate_panel_);
+            raise(mid_bound, pack_one(gate_, "gate", expert, p, to));
+            raise(mid_bound, pack_one(up_, "up", expert, p, to + gate_panel_));
         }
     });
     pool->for_each(hidden_slices_.tasks(experts(), down_a_task), [&](size_t task) {
         const auto [expert, first, last] = hidden_slices_.block(task, experts(), down_a_task);
         uint8_t* to = down_arena_.data() + hidden_slices_.place(expert, first) * down_panel_;
-        for (size_t p = first; p < last; ++p, to += down_panel_) pack_one(down_, "down", expert, p, to);
+        for (size_t p = first; p < last; ++p, to += down_panel_)
+            raise(down_bound, pack_one(down_, "down", expert, p, to));
     });
+    mid_unit_ = tile_unit(mid_bound);
+    down_unit_ = tile_unit(down_bound);
     for (ExpertMatrices* one : {&gate_, &up_, &down_}) std::fill(one->data.begin(), one->data.end(), nullptr);
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                          float* out, const SplitSum* split) const {
+                          float* out) const {
     for (size_t pair = 0; pair < tokens * slots; ++pair)
         if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
@@ -135,13 +140,9 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
-    const SplitSum whole = split ? *split : SplitSum{slots, nullptr, nullptr};
-    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
-        const SplitSum some = {whole.first, whole.late ? whole.late + t * hidden() : nullptr,
-                               whole.earlier ? whole.earlier + t * hidden() : nullptr};
+    for (size_t t = 0; t < tokens; t += kTokensAtOnce)
         forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
-                     out + t * hidden(), some, space);
-    }
+                     out + t * hidden(), space);
 }
 
 std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
@@ -176,48 +177,61 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
         space.position[pair] = ids[pair] == kNoExpert ? kSkipped : space.starts[static_cast<size_t>(ids[pair])]++;
 }
 
-// Rows for gate and up: one a token, shared by its slots; for experts with many rows one a pair, side by side.
-void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Workspace& space) const {
-    const Forms few(*this, 1);
-    const bool same = few.gate == few.up;
-    const size_t gate_bytes = row_distance(few.gate, hidden()), up_bytes = row_distance(few.up, hidden());
-    const RowForm narrow_form{RowForm::Kind::Narrow, {}};
-    const size_t narrow_bytes = row_distance(narrow_form, hidden());
-    bool some_narrow = false, some_few = false;
+// Rows for gate and up. One a token, shared by its slots; for tiles one a pair, side by side.
+void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots,
+                               Workspace& space) const {
+    struct Rows {
+        RowForm form;
+        size_t bytes, source;  // whose buffer has them: gate's, if up wants the same
+        bool wanted;
+    };
+    const Forms few(*this, 1), many(*this, SIZE_MAX);
+    const auto rows = [&](RowForm form, size_t source) {
+        return Rows{form, row_distance(form, hidden()), source, false};
+    };
+    Rows all[2][2] = {{rows(few.gate, 0), rows(few.up, few.up == few.gate ? 0 : 1)},
+                      {rows(many.gate, 0), rows(many.up, many.up == many.gate ? 0 : 1)}};  // [tiled][gate, up]
+    space.tiled.assign(experts(), {});
     for (const Span& span : space.spans) {
         const Forms forms(*this, span.size());
-        const bool narrow = forms.gate.kind == RowForm::Kind::Narrow || forms.up.kind == RowForm::Kind::Narrow;
-        some_narrow = some_narrow || narrow;
-        some_few = some_few || !narrow || forms.gate.kind != forms.up.kind;
+        space.tiled[span.expert] = {in_order(forms.gate), in_order(forms.up)};
+        for (size_t side : {0, 1}) {
+            Rows(&same)[2] = all[space.tiled[span.expert][side]];
+            same[same[side].source].wanted = true;
+        }
     }
-    space.gate_x.grow(tokens * slots);
-    space.up_x.grow(tokens * slots);
-    if (some_few) {
-        space.gate_rows.grow(tokens * gate_bytes);
-        if (!same) space.up_rows.grow(tokens * up_bytes);
-    }
-    if (some_narrow) space.narrow_rows.grow(tokens * slots * narrow_bytes);
+    for (size_t tiled : {0, 1})
+        for (size_t side : {0, 1})
+            if (all[tiled][side].wanted)
+                space.rows[tiled][side].grow(tokens * (tiled ? slots : 1) * all[tiled][side].bytes);
+    for (auto& pointers : space.x) pointers.grow(tokens * slots);
     auto prepare = [&](size_t t) {
+        const float* row = x + t * hidden();
+        const uint8_t* made[2] = {};  // for tiles
         const size_t* positions = space.position.data() + t * slots;
         if (std::all_of(positions, positions + slots, [](size_t at) { return at == kSkipped; })) return;
-        const float* row = x + t * hidden();
-        uint8_t* gate_row = space.gate_rows.data() + t * gate_bytes;
-        uint8_t* up_row = same ? gate_row : space.up_rows.data() + t * up_bytes;
-        if (some_few) prepare_row(kernels_, few.gate, row, hidden(), gate_row);
-        if (some_few && !same) prepare_row(kernels_, few.up, row, hidden(), up_row);
-        const uint8_t* narrowed = nullptr;
-        for (size_t pair = t * slots; pair < (t + 1) * slots; ++pair) {
-            const size_t at = space.position[pair];
+        for (size_t side : {0, 1}) {
+            const Rows& one = all[0][side];
+            if (one.wanted) prepare_row(kernels_, one.form, row, hidden(), space.rows[0][side].data() + t * one.bytes);
+        }
+        for (size_t slot = 0; slot < slots; ++slot) {
+            const size_t at = positions[slot];
             if (at == kSkipped) continue;
-            space.gate_x[at] = gate_row;
-            space.up_x[at] = up_row;
-            if (!some_narrow) continue;
-            uint8_t* narrow_row = space.narrow_rows.data() + at * narrow_bytes;
-            if (narrowed) {
-                std::memcpy(narrow_row, narrowed, prepared_bytes(narrow_form, hidden()));
-            } else {
-                kernels_.narrow(row, hidden(), reinterpret_cast<uint16_t*>(narrow_row));
-                narrowed = narrow_row;
+            const auto tiled = space.tiled[static_cast<size_t>(ids[t * slots + slot])];
+            for (size_t side : {0, 1}) {
+                const Rows& one = all[1][side];
+                if (!one.wanted || !(tiled[0] || tiled[1])) continue;
+                uint8_t* out = space.rows[1][side].data() + at * one.bytes;
+                if (made[side]) {
+                    std::memcpy(out, made[side], prepared_bytes(one.form, hidden()));
+                } else {
+                    prepare_row(kernels_, one.form, row, hidden(), out);
+                    made[side] = out;
+                }
+            }
+            for (size_t side : {0, 1}) {
+                const Rows& one = all[tiled[side]][side];
+                space.x[side][at] = space.rows[tiled[side]][one.source].data() + (tiled[side] ? at : t) * one.bytes;
             }
         }
     };
@@ -226,22 +240,13 @@ void ExpertLayer::prepare_rows(const float* x, size_t tokens, size_t slots, Work
     } else {
         shared_pool()->for_each(tokens, [&](size_t t) { prepare(t); });
     }
-    if (!some_narrow) return;
-    for (const Span& span : space.spans) {
-        const Forms forms(*this, span.size());
-        for (size_t at = span.begin; at < span.end; ++at) {
-            const void* narrow_row = space.narrow_rows.data() + at * narrow_bytes;
-            if (forms.gate.kind == RowForm::Kind::Narrow) space.gate_x[at] = narrow_row;
-            if (forms.up.kind == RowForm::Kind::Narrow) space.up_x[at] = narrow_row;
-        }
-    }
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                               float* out, const SplitSum& split, Workspace& space) const {
+                               float* out, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
-    prepare_rows(x, tokens, slots, space);
+    prepare_rows(x, ids, tokens, slots, space);
     space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // not a multiple of 4 KB: see row_distance()
     space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
     for (const Span& span : space.spans)
@@ -269,11 +274,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         const auto [span, first, last] = hidden_slices_.block(task, spans, down_step);
         down(space.spans[span], first, last, space);
     });
-    auto merge_token = [&](size_t t) {
-        const size_t row = t * hidden(), pair = t * slots;
-        merge(weights, pair, pair + split.first, split.earlier ? split.earlier + row : nullptr, out + row, space);
-        if (split.late) merge(weights, pair + split.first, pair + slots, nullptr, split.late + row, space);
-    };
+    auto merge_token = [&](size_t t) { merge(weights, t, slots, out, space); };
     if (tokens < 4) {
         for (size_t t = 0; t < tokens; ++t) merge_token(t);
     } else {
@@ -286,23 +287,27 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
     const Forms forms(*this, span.size());
     const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
     const uint8_t* weights = gate_up_.data() + mid_slices_.place(span.expert, first) * pair_bytes;
+    const float unit = mid_unit_;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
     const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
     const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
     alignas(64) float both[kTokensPerPass * kMaxTaskPanels * kPairRows];
     alignas(64) float mid[kMaxTaskPanels * kPanelRows];
     const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
-    for (size_t begin = span.begin; begin < span.end; begin += kTokensPerPass) {
-        const size_t tokens = std::min(kTokensPerPass, span.end - begin);
+    const bool shuffled = forms.gate.kind == RowForm::Kind::Shuffled || forms.up.kind == RowForm::Kind::Shuffled;
+    const size_t room = std::min(kTileTokens, kTokensPerPass * kMaxTaskPanels / panels);
+    const size_t at_once = even_parts(span.size(), shuffled ? room : kTokensPerPass);
+    for (size_t begin = span.begin; begin < span.end; begin += at_once) {
+        const size_t tokens = std::min(at_once, span.end - begin);
         if (together) {
-            gate_kernel({weights, 2 * panels, gate_panel_, hidden(), &space.gate_x[begin], tokens, both, stride});
+            gate_kernel({weights, 2 * panels, gate_panel_, hidden(), &space.x[0][begin], tokens, both, stride, unit});
         } else {
             for (size_t p = 0; p < panels; ++p) {
                 const uint8_t* pair = weights + p * pair_bytes;
                 float* y = both + p * kPairRows;
-                gate_kernel({pair, 1, gate_panel_, hidden(), &space.gate_x[begin], tokens, y, stride});
-                up_kernel(
-                    {pair + gate_panel_, 1, up_panel_, hidden(), &space.up_x[begin], tokens, y + kPanelRows, stride});
+                gate_kernel({pair, 1, gate_panel_, hidden(), &space.x[0][begin], tokens, y, stride, unit});
+                up_kernel({pair + gate_panel_, 1, up_panel_, hidden(), &space.x[1][begin], tokens, y + kPanelRows,
+                           stride, unit});
             }
         }
         for (size_t t = 0; t < tokens; ++t) {
@@ -317,9 +322,11 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
         const auto activation = static_cast<size_t>(options_.activation);
         // This task's columns of the rows.
         uint8_t* out = const_cast<uint8_t*>(space.mid.data()) + begin * space.mid_bytes;
-        if (forms.down.kind == RowForm::Kind::Slabs) {
-            kernels_.mid[activation]({both, stride, tokens, panels, out + prepared_bytes(forms.down, column),
-                                      space.mid_bytes, forms.down.activation, options_.alpha, options_.limit});
+        const bool tiles = forms.down.kind == RowForm::Kind::Shuffled;
+        if (tiles || forms.down.kind == RowForm::Kind::Slabs) {
+            (tiles ? kernels_.mid_tiles : kernels_.mid)[activation](
+                {both, stride, tokens, panels, out + prepared_bytes(forms.down, column), space.mid_bytes,
+                 forms.down.activation, forms.down.unit, options_.alpha, options_.limit});
             continue;
         }
         for (size_t t = 0; t < tokens; ++t, out += space.mid_bytes) {
@@ -335,30 +342,25 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
     const size_t stride = space.partial_stride, row = first * kPanelRows;
     float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
     const uint8_t* weights = down_arena_.data() + hidden_slices_.place(span.expert, first) * down_panel_;
-    panel_kernel(kernels_, down_.quant, forms.down)(
-        {weights, last - first, down_panel_, intermediate(), &space.mid_x[span.begin], span.size(), y, stride});
+    panel_kernel(kernels_, down_.quant,
+                 forms.down)({weights, last - first, down_panel_, intermediate(), &space.mid_x[span.begin], span.size(),
+                              y, stride, forms.down.unit});
     if (down_.bias.empty()) return;
     const float* bias = &down_.bias[span.expert * hidden() + row];
     for (size_t t = 0; t < span.size(); ++t)
         for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-// out = the sum over pairs first..last-1 of one token, and `earlier`, if there is such a row. It may be `out` itself.
-void ExpertLayer::merge(const float* weights, size_t first, size_t last, const float* earlier, float* out,
-                        const Workspace& space) const {
-    const float* terms[kMaxSlots + 1];
-    float factors[kMaxSlots + 1];
+void ExpertLayer::merge(const float* weights, size_t token, size_t slots, float* out, const Workspace& space) const {
+    const float* terms[kMaxSlots];
+    float factors[kMaxSlots];
     size_t count = 0;
-    for (size_t pair = first; pair < last; ++pair) {
+    for (size_t pair = token * slots; pair < (token + 1) * slots; ++pair) {
         if (space.position[pair] == kSkipped) continue;
         terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
         factors[count++] = weights[pair];
     }
-    if (earlier) {
-        terms[count] = earlier;
-        factors[count++] = 1;
-    }
-    kernels_.merge({terms, factors, count, out, hidden()});
+    kernels_.merge({terms, factors, count, out + token * hidden(), hidden()});
 }
 
 }  // namespace ktqueue

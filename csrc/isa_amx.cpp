@@ -1,18 +1,25 @@
-// The kernels for AMX: those of AVX-512, and tiles where many rows share BF16 weights. Compiled with the flags of AVX-512,
-// so nothing compiled here may be shared with other files.
+// The kernels for AMX: those of AVX-512, and tiles where many rows share weights. Compiled with the flags of AVX-512, so
+// nothing compiled here may be shared with other files.
+#include "cpu_features.h"
 #include "kernel_table.h"
 #include "lanes_avx512.h"
-// What is written in lanes comes after them.
-#include "bf16_tiles.h"
+#include "vector_avx512.h"
+// What is written in lanes and vectors comes after them.
+#include "tile_rows.h"
+// Uses the rows.
+#include "block_tiles.h"
+#include "half_avx512.h"
 #include "tiles_amx.h"
 
 namespace ktqueue {
 
 namespace {
 
-// Half a tile of tokens takes as long as a whole one, and still, measured on an Emerald Rapids, 3.4 times as fast as the
-// float kernel (twice where weights come from memory); 16 tokens 6 times, 32 and more 7 to 8 times.
+// BF16: half a tile of tokens takes as long as a whole one, and still, measured on an Emerald Rapids, 3.4 times as fast as
+// the float kernel (twice where weights come from memory); 16 tokens 6 times, 32 and more 7 to 8 times.
 constexpr size_t kTokens = 8;
+// Of block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
+constexpr size_t kBlockFormatTokens[kQuantCount] = {0, 0, 0, 48, 64, 32, 32, 32, 32, 48, 48, 48, 32};
 
 }  // namespace
 
@@ -20,8 +27,9 @@ const KernelTable& amx_kernels() {
     static const KernelTable kTable = [] {
         KernelTable table = avx512_kernels();
         table.isa = "amx";
-        table.bf16_tiles = bf16_tile_panels<AmxTiles>;
-        table.tile_tokens = kTokens;
+        table.tiles[static_cast<size_t>(Quant::BF16)] = bf16_tile_panels<AmxTiles>;
+        table.tile_tokens[static_cast<size_t>(Quant::BF16)] = kTokens;
+        if (has_avx512_halves()) add_block_tiles<AmxTiles, FullHalf>(table, kBlockFormatTokens);
         return table;
     }();
     return kTable;

@@ -24,12 +24,14 @@ constexpr KernelTable make_table(const char* isa) {
          exact_panels<PanelQ5_K>, exact_panels<PanelQ6_K>, exact_panels<PanelIQ4_NL>, exact_panels<PanelIQ4_XS>,
          exact_panels<PanelMXFP4>},
         {},
-        0,
+        {},
         quantize,
         narrow,
+        nullptr,
         merge,
         {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
         {mid_slabs<gate_silu>, mid_slabs<gate_gelu>, mid_slabs<gate_gelu_tanh>, mid_slabs<gate_swiglu_clamped>},
+        {},
         attention,
     };
 }

@@ -19,6 +19,7 @@ struct PanelTask {
     size_t tokens;
     float* y;
     size_t y_stride;  // floats, at least 16 * panels
+    float unit = 1;   // power of two that x is multiplied by, for block formats in tiles
 };
 
 // A result depends on its panel and its row of x alone, and is summed in one fixed order, except where said.
@@ -29,6 +30,10 @@ using QuantizeKernel = void (*)(const float* x, size_t columns, ActivationKind k
 
 // x[columns] to bf16, rounded to nearest even, zeros up to a multiple of 32.
 using NarrowKernel = void (*)(const float* x, size_t columns, uint16_t* out);
+
+// x[columns], a multiple of 32, times `unit` to bf16 in the order of columns that tiles of block formats have: of each 8
+// columns 0, 2, 4, 6, 1, 3, 5, 7.
+using ShuffleKernel = void (*)(const float* x, size_t columns, float unit, uint16_t* out);
 
 // `count` weights (a multiple of the block) to floats.
 using DequantizeKernel = void (*)(const uint8_t* data, size_t count, float* target);
@@ -46,15 +51,16 @@ struct GateTask {
 };
 using GateKernel = void (*)(const GateTask& task);
 
-// The same, rounded to slabs, for rows t < tokens: 16 columns of gate and 16 of up take turns at both + t * stride, slabs
-// are written at out + t * out_stride. Weights with slabs have whole slabs of columns, so panels are even in number.
+// The same, rounded to slabs or for tiles, for rows t < tokens: 16 columns of gate and 16 of up take turns at both + t * stride, slabs
+// are written at out + t * out_stride. Block formats have whole slabs of columns, so panels are even in number.
 struct MidTask {
     const float* both;
     size_t stride;  // floats
     size_t tokens, panels;
     uint8_t* out;
-    size_t out_stride;  // bytes
-    ActivationKind kind;
+    size_t out_stride;    // bytes
+    ActivationKind kind;  // of slabs
+    float unit;           // of rows for tiles
     float alpha, limit;
 };
 using MidKernel = void (*)(const MidTask& task);
@@ -94,15 +100,17 @@ struct KernelTable {
     const char* isa;
     PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows, but float rows for F32, F16, BF16
     PanelKernel exact[kQuantCount];  // by Quant; x: float rows
-    // BF16 panels times many rows at once; null: none. x: bf16 rows, one after the other at a constant distance. Rounded
-    // otherwise than `dot`.
-    PanelKernel bf16_tiles;
-    size_t tile_tokens;  // from how many tokens `bf16_tiles` is faster
+    // By Quant, panels times many rows at once; null: none. x: bf16 rows, one after the other at a constant distance, for
+    // block formats shuffled. Rounded otherwise than `dot`.
+    PanelKernel tiles[kQuantCount];
+    size_t tile_tokens[kQuantCount];  // from how many tokens `tiles` are faster
     QuantizeKernel quantize;
     NarrowKernel narrow;
+    ShuffleKernel shuffle;  // null where no block format has tiles
     MergeKernel merge;
-    GateKernel gate[4];  // by Activation
-    MidKernel mid[4];    // by Activation
+    GateKernel gate[4];      // by Activation
+    MidKernel mid[4];        // by Activation, to slabs
+    MidKernel mid_tiles[4];  // by Activation, to shuffled rows; as `shuffle`
     AttentionKernel attention;
 };
 

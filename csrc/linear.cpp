@@ -15,6 +15,7 @@ constexpr size_t kMaxLinears = 8;
 constexpr size_t kTaskBytes = 64 * 1024;   // of weights in one task, at most
 constexpr size_t kAloneBytes = 24 * 1024;  // of weights times tokens: below it, waking others costs more
 constexpr size_t kTokensAtOnce = 64;       // that stay in a core's second-level cache while panels pass by
+constexpr size_t kTileTokens = 256;        // the same where what is unpacked for tiles should serve many
 constexpr size_t kMaxTaskPanels = 16;
 
 }  // namespace
@@ -28,8 +29,11 @@ Linear::Linear(const StoredMatrix& weights, const float* bias, Precision precisi
       kernels_(kernels),
       arena_(panel_count(weights.rows) * panel_bytes_) {
     if (bias) bias_.assign(bias, bias + rows_);
-    shared_pool()->for_each(panel_count(rows_),
-                            [&](size_t panel) { pack_panel(weights, panel, arena_.data() + panel * panel_bytes_); });
+    std::atomic<float> bound = 0;
+    shared_pool()->for_each(panel_count(rows_), [&](size_t panel) {
+        raise(bound, pack_panel(weights, panel, arena_.data() + panel * panel_bytes_));
+    });
+    unit_ = tile_unit(bound);
 }
 
 // One call of run_linears(). Tasks are runs of panels, matrix after matrix.
@@ -42,7 +46,7 @@ class LinearJob {
             const Linear& one = *calls[i].linear;
             if (one.columns_ != first.columns_ || &one.kernels_ != &first.kernels_)
                 throw std::invalid_argument("linears of one call must agree in columns and kernels");
-            forms_[i] = row_form(one.kernels_, one.quant_, one.precision_, tokens);
+            forms_[i] = one.form(tokens);
         }
     }
 
@@ -115,8 +119,10 @@ class LinearJob {
         const size_t last = std::min(first + panels_[i], panel_count(linear.rows_));
         // A panel that the matrix does not fill must not write beyond the row: it goes through a buffer.
         const size_t whole = std::min(last, linear.rows_ / kPanelRows);
-        for (size_t t = 0; t < tokens_; t += kTokensAtOnce) {
-            const size_t tokens = std::min(kTokensAtOnce, tokens_ - t);
+        const size_t at_once =
+            even_parts(tokens_, forms_[i].kind == RowForm::Kind::Shuffled ? kTileTokens : kTokensAtOnce);
+        for (size_t t = 0; t < tokens_; t += at_once) {
+            const size_t tokens = std::min(at_once, tokens_ - t);
             PanelTask part{linear.arena_.data() + first * linear.panel_bytes_,
                            whole > first ? whole - first : 0,
                            linear.panel_bytes_,
@@ -124,7 +130,8 @@ class LinearJob {
                            space.x[source_[i]].data() + t,
                            tokens,
                            calls_[i].y + t * calls_[i].y_stride + first * kPanelRows,
-                           calls_[i].y_stride};
+                           calls_[i].y_stride,
+                           forms_[i].unit};
             if (part.panels) kernel(part);
             if (whole < last) compute_rest(kernel, linear, part, whole, calls_[i].y + t * calls_[i].y_stride);
             if (!linear.bias_.empty()) add_bias(linear, first, last, calls_[i].y + t * calls_[i].y_stride, tokens, i);
@@ -133,7 +140,7 @@ class LinearJob {
 
     static void compute_rest(PanelKernel kernel, const Linear& linear, PanelTask part, size_t panel, float* y) {
         const size_t stride = part.y_stride, row = panel * kPanelRows;
-        float buffer[kTokensAtOnce * kPanelRows];
+        alignas(64) float buffer[kTileTokens * kPanelRows];
         part.weights = linear.arena_.data() + panel * linear.panel_bytes_;
         part.panels = 1;
         part.y = buffer;

@@ -15,7 +15,8 @@ class Linear {
     Linear(const StoredMatrix& weights, const float* bias, Precision precision, const KernelTable& kernels);
 
     // x: [tokens, columns], rows x_stride floats apart; y: [tokens, rows], rows y_stride floats apart.
-    // Results do not depend on the number of threads or, but for BF16 weights in tiles, on the others.
+    // Results do not depend on the number of threads or, but for whether tiles serve them (see kernel_table.h), on the
+    // others.
     void forward(const float* x, size_t x_stride, size_t tokens, float* y, size_t y_stride) const;
 
     size_t rows() const { return rows_; }
@@ -23,12 +24,14 @@ class Linear {
     size_t bytes() const { return arena_.bytes(); }  // of packed weights
     const uint8_t* panels() const { return arena_.data(); }
     const KernelTable& kernels() const { return kernels_; }
+    RowForm form(size_t tokens) const { return row_form(kernels_, quant_, precision_, tokens, unit_); }
 
   private:
     friend class LinearJob;
     Quant quant_;
     size_t rows_, columns_, panel_bytes_;
     Precision precision_;
+    float unit_;  // tile_unit()
     const KernelTable& kernels_;
     Arena arena_;
     std::vector<float> bias_;

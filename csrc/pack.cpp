@@ -1,8 +1,11 @@
 // Rows of GGUF blocks to panels: each row's codes are spelt out a superblock at a time, then dealt to the planes.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "half.h"
 #include "packed_matrix.h"
 
 namespace ktqueue {
@@ -177,6 +180,38 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
     }
 }
 
+// A number that neither weights nor the parts that they are computed from exceed in size. Scales are taken as large as
+// their bits allow; the largest of a superblock nearly is.
+float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
+    const float d = std::fabs(half_to_float(block.d)), dmin = std::fabs(half_to_float(block.dmin));
+    const auto slab_bound = [&](float code) {
+        float most = 0;
+        for (size_t s = 0; s < slabs; ++s) most = std::max(most, std::fabs(half_to_float(block.scales + 2 * s)));
+        return most * code;
+    };
+    switch (quant) {
+        case Quant::Q4_0:
+            return slab_bound(8);
+        case Quant::Q8_0:
+        case Quant::IQ4_NL:
+            return slab_bound(128);
+        case Quant::MXFP4:
+            return std::ldexp(12.0f, *std::max_element(block.scales, block.scales + slabs) - 128);
+        case Quant::Q4_K:
+        case Quant::Q5_K:
+            return 63 * 31 * d + 63 * dmin;
+        case Quant::Q6_K:
+        case Quant::IQ4_XS:
+            return 32 * 128 * d;
+        case Quant::Q3_K:
+            return 32 * 4 * d;
+        case Quant::Q2_K:
+            return 15 * 3 * d + 15 * dmin;
+        default:
+            return 0;
+    }
+}
+
 uint32_t word(const uint8_t* bytes) {
     uint32_t value;
     std::memcpy(&value, bytes, 4);
@@ -281,7 +316,7 @@ bool float_is_finite(Quant quant, const uint8_t* weight) {
     return (upper[1] & 0x7f) != 0x7f || (upper[0] & 0x80) == 0;
 }
 
-bool pack_floats(Quant quant, const uint8_t* row, size_t columns, size_t r, uint8_t* out) {
+bool pack_floats(Quant quant, const uint8_t* row, size_t columns, size_t r, uint8_t* out, float&) {
     const size_t bytes = quant == Quant::F32 ? 4 : 2;
     bool finite = true;
     for (size_t c = 0; c < columns; ++c) {
@@ -293,7 +328,7 @@ bool pack_floats(Quant quant, const uint8_t* row, size_t columns, size_t r, uint
     return finite;
 }
 
-bool pack_blocks(Quant quant, const uint8_t* row, size_t columns, size_t r, uint8_t* out) {
+bool pack_blocks(Quant quant, const uint8_t* row, size_t columns, size_t r, uint8_t* out, float& most) {
     const QuantFormat& format = quant_format(quant);
     RowBlock block{};
     bool finite = true;
@@ -301,6 +336,7 @@ bool pack_blocks(Quant quant, const uint8_t* row, size_t columns, size_t r, uint
         const size_t slabs = columns - c < kSuperblock ? (columns - c) / kSlab : kSlabs;
         read_block(quant, row + c / format.block_weights * format.block_bytes, slabs, block);
         finite = finite && block_is_finite(quant, block, slabs);
+        most = std::max(most, block_bound(quant, block, slabs));
         deal(quant, block, slabs, r, out);
     }
     return finite;
@@ -308,15 +344,17 @@ bool pack_blocks(Quant quant, const uint8_t* row, size_t columns, size_t r, uint
 
 }  // namespace
 
-void pack_panel(const StoredMatrix& matrix, size_t panel, uint8_t* out) {
+float pack_panel(const StoredMatrix& matrix, size_t panel, uint8_t* out) {
     const size_t bytes = row_bytes(matrix.quant, matrix.columns);
     std::memset(out, 0, panel_bytes(matrix.quant, matrix.columns));
+    float most = 0;
     for (size_t r = 0; r < kPanelRows && panel * kPanelRows + r < matrix.rows; ++r) {
         const size_t row = panel * kPanelRows + r;
         const auto pack = is_float(matrix.quant) ? pack_floats : pack_blocks;
-        if (!pack(matrix.quant, matrix.data + row * bytes, matrix.columns, r, out))
+        if (!pack(matrix.quant, matrix.data + row * bytes, matrix.columns, r, out, most))
             throw std::invalid_argument("row " + std::to_string(row) + " has a scale or weight that is not finite");
     }
+    return most;
 }
 
 }  // namespace ktqueue

@@ -41,7 +41,7 @@ inline void quantize_slab(const float* x, ActivationKind kind, ActivationSlab& o
     }
 }
 
-void quantize(const float* x, size_t columns, ActivationKind kind, ActivationSlab* out) {
+inline void quantize(const float* x, size_t columns, ActivationKind kind, ActivationSlab* out) {
     size_t s = 0;
     for (; (s + 1) * kSlab <= columns; ++s) quantize_slab(x + s * kSlab, kind, out[s]);
     if (s * kSlab < columns) {
@@ -52,7 +52,7 @@ void quantize(const float* x, size_t columns, ActivationKind kind, ActivationSla
 }
 
 // Nearest, ties to even; a NaN stays one.
-void narrow(const float* x, size_t columns, uint16_t* out) {
+inline void narrow(const float* x, size_t columns, uint16_t* out) {
     for (size_t i = 0; i < columns; ++i) {
         uint32_t bits;
         std::memcpy(&bits, x + i, 4);

@@ -95,13 +95,14 @@ class Point:
         return self.limit_seconds / self.seconds
 
 
-def arithmetic_of(quant: str, isa: str) -> tuple[str, str]:
+def arithmetic_of(quant: str, isa: str, rows: float) -> tuple[str, str]:
     """(isa, arithmetic) of the peak that kernels of that format and instruction set are held against.
 
-    Block formats: int8, on AMX that of AVX-512, whose kernels run there; floats: fp32, but BF16 in AMX tiles: bf16.
-    Where `isa` has no such arithmetic of its own, that of the next one below.
+    `rows` of an expert, on average, decide whether AMX tiles run: then bf16. Else block formats: int8, on AMX that of
+    AVX-512, whose kernels run there; floats: fp32. Where `isa` has no such arithmetic of its own, that of the next one
+    below.
     """
-    if isa == "amx" and quant == "BF16":
+    if 0 < native.tile_rows(quant, isa) <= rows:
         return isa, "bf16"
     arithmetic = "fp32" if quant in FLOATS else "int8"
     peaks = native.peaks()
@@ -160,7 +161,7 @@ def _measure(
         if load.routed
         else same_experts(load.rows, shape.experts_per_token)
     )
-    peak_isa, arithmetic = arithmetic_of(quant, isa)
+    peak_isa, arithmetic = arithmetic_of(quant, isa, pattern.pairs / pattern.touched)
     bandwidths: list[float] = []
     peaks: list[float] = []
 

@@ -25,7 +25,7 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
 """Of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1)."""
 ActivationType = Literal["int8", "float32"]
 """How activations are held while they are multiplied: int8 with a scale for 32, or float32. For F32, F16 and BF16
-weights int8 means float32 too (AMX: bf16 where many rows share BF16 weights)."""
+weights int8 means float32 too. On AMX it means bf16 where many rows share weights: see `tile_rows`."""
 
 
 def isa() -> str:
@@ -39,6 +39,14 @@ def isa() -> str:
 def isas() -> tuple[str, ...]:
     """Those of ISAS that this CPU has, slowest first, whatever `KTQUEUE_ISA` says."""
     return tuple(_kernels.isas())
+
+
+def tile_rows(quant: str, isa: str) -> int:
+    """From how many rows that share weights of that format AMX tiles multiply them, in bf16; 0: never.
+
+    Raises ValueError if the CPU has no such instruction set or the format is not one of QUANTS.
+    """
+    return int(_kernels.tile_rows(quant, isa))
 
 
 def default_threads() -> int:
@@ -124,8 +132,9 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 class ExpertLayer:
     """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
-    Results do not depend on the thread count or, but for BF16 weights with AMX, on which other tokens are in the call.
-    A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of swiglu_clamped.
+    Results do not depend on the thread count or, but for whether an expert has `tile_rows`, on which other tokens are
+    in the call. A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of
+    swiglu_clamped.
     Raises ValueError if shapes or sizes disagree, or naming the row whose scale is not finite.
     """
 
@@ -183,8 +192,8 @@ class Linear:
     """A packed matrix [rows, columns] that multiplies rows of activations on this machine's CPUs.
 
     `data`: [rows * row_bytes] uint8 in GGUF format `quant`, not kept; `bias`: [rows] float32. Results do not depend on
-    the thread count or, but for BF16 weights with AMX, on the other tokens. Raises ValueError if sizes disagree, or
-    naming the row whose scale is not finite.
+    the thread count or, but for whether they are `tile_rows`, on the other tokens. Raises ValueError if sizes disagree,
+    or naming the row whose scale is not finite.
     """
 
     def __init__(

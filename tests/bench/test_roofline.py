@@ -69,13 +69,16 @@ def test_arithmetic_of_formats(monkeypatch):
     offered["amx"] = "int8 bf16"
     peaks = [(isa, kind, "") for isa, kinds in offered.items() for kind in kinds.split()]
     monkeypatch.setattr(native, "peaks", lambda: peaks)
-    assert arithmetic_of("Q4_K", "avx512") == ("avx512", "int8")
-    assert arithmetic_of("BF16", "avx2") == ("avx2", "fp32")
-    assert arithmetic_of("Q4_K", "avxvnni") == ("avxvnni", "int8")
-    assert arithmetic_of("F16", "avxvnni") == ("avx2", "fp32")  # it has no fp32 of its own
-    assert arithmetic_of("Q4_K", "amx") == ("avx512", "int8")
-    assert arithmetic_of("BF16", "amx") == ("amx", "bf16")
-    assert arithmetic_of("F16", "amx") == ("avx512", "fp32")
+    tiles = {("Q4_K", "amx"): 32, ("BF16", "amx"): 8}
+    monkeypatch.setattr(native, "tile_rows", lambda quant, isa: tiles.get((quant, isa), 0))
+    assert arithmetic_of("Q4_K", "avx512", 64) == ("avx512", "int8")
+    assert arithmetic_of("BF16", "avx2", 64) == ("avx2", "fp32")
+    assert arithmetic_of("Q4_K", "avxvnni", 1) == ("avxvnni", "int8")
+    assert arithmetic_of("F16", "avxvnni", 1) == ("avx2", "fp32")  # it has no fp32 of its own
+    assert arithmetic_of("Q4_K", "amx", 31) == ("avx512", "int8")
+    assert arithmetic_of("Q4_K", "amx", 32) == ("amx", "bf16")
+    assert arithmetic_of("BF16", "amx", 8) == ("amx", "bf16")
+    assert arithmetic_of("F16", "amx", 512) == ("avx512", "fp32")
 
 
 def test_calls_are_taken_in_turn():

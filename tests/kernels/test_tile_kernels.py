@@ -1,4 +1,4 @@
-"""The bf16 tile kernel against float64 and itself, on emulated tiles and, where the CPU has AMX, on real ones."""
+"""The tile kernels against float64 and themselves, on emulated tiles and, where the CPU has AMX, on real ones."""
 
 import shutil
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = [
-    *(ROOT / "csrc" / name for name in ("cpu_features.cpp", "dequantize.cpp", "pack.cpp", "quant_format.cpp")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("cpu_features", "dequantize", "pack")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("prepared_rows", "quant_format")),
     HERE / "tile_kernels_check.cpp",
 ]
 FLAGS = ["-ffp-contract=off", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"]

@@ -1,4 +1,4 @@
-// Checks of the bf16 tile kernel on emulated tiles and, where this CPU has AMX, on real ones. Built and run by
+// Checks of the tile kernels on emulated tiles and halves and, where this CPU has AMX, on real ones. Built and run by
 // test_tile_kernels.py; exits 0 if all hold.
 #include <sys/mman.h>
 
@@ -8,19 +8,26 @@
 #include <vector>
 
 #include "cpu_features.h"
+#include "half.h"
+#include "half_emulated.h"
 #include "kernel_table.h"
 #include "lanes_avx512.h"
 #include "packed_matrix.h"
-// What is written in lanes comes after them.
-#include "bf16_tiles.h"
-#include "tiles_amx.h"
+#include "prepared_rows.h"
 #include "tiles_emulated.h"
+#include "vector_avx512.h"
+// What is written in lanes and vectors comes after them.
+#include "tile_rows.h"
+// Uses the rows.
+#include "block_tiles.h"
+#include "half_avx512.h"
+#include "tiles_amx.h"
 
 using namespace ktqueue;
 
 namespace {
 
-constexpr size_t kMaxPanels = 3, kTokens = 128;
+constexpr size_t kMaxPanels = 3, kTokens = 300;
 constexpr size_t kRows = kMaxPanels * kPanelRows - 5;  // the last panel is not full
 constexpr uint32_t kUntouched = 0x7fc12345;
 
@@ -67,25 +74,64 @@ class Fenced {
     uint8_t* base_;
 };
 
-// Packed BF16 panels that end at a page that may not be touched.
+// GGUF blocks of random codes with scales of 2^-9 to 2^-8: any code, any scale of its few bits.
+std::vector<uint8_t> random_blocks(Quant quant, size_t weights) {
+    const QuantFormat& format = quant_format(quant);
+    std::vector<uint8_t> data(weights / format.block_weights * format.block_bytes);
+    for (uint8_t& byte : data) byte = static_cast<uint8_t>(generator());
+    for (size_t at = 0; at < data.size(); at += format.block_bytes) {
+        uint8_t* block = data.data() + at;
+        const auto put = [&](size_t offset) { block[offset + 1] = static_cast<uint8_t>(0x18 | generator() % 4); };
+        switch (quant) {
+            case Quant::MXFP4:
+                block[0] = static_cast<uint8_t>(120 + generator() % 3);
+                break;
+            case Quant::Q2_K:
+                put(80), put(82);
+                break;
+            case Quant::Q3_K:
+                put(108);
+                break;
+            case Quant::Q4_K:
+            case Quant::Q5_K:
+                put(0), put(2);
+                break;
+            case Quant::Q6_K:
+                put(208);
+                break;
+            default:
+                put(0);
+        }
+    }
+    return data;
+}
+
+// Packed panels that end at a page that may not be touched.
 struct Panels {
+    Quant quant;
     size_t columns, stride;
     Fenced memory;
     std::vector<float> weights;  // [kRows][columns]
+    float unit = 1, bound = 0;
 
-    explicit Panels(size_t columns)
-        : columns(columns),
-          stride(panel_bytes(Quant::BF16, columns)),
+    Panels(Quant quant, size_t columns)
+        : quant(quant),
+          columns(columns),
+          stride(panel_bytes(quant, columns)),
           memory(kMaxPanels * stride),
           weights(kRows * columns) {
-        std::vector<uint16_t> rows(kRows * columns);
-        for (size_t i = 0; i < rows.size(); ++i) {
-            rows[i] = to_bf16(uniform(-1, 1));
-            weights[i] = from_bf16(rows[i]);
+        std::vector<uint8_t> rows =
+            quant == Quant::BF16 ? std::vector<uint8_t>(2 * weights.size()) : random_blocks(quant, weights.size());
+        for (size_t i = 0; quant == Quant::BF16 && i < weights.size(); ++i) {
+            const uint16_t half = to_bf16(uniform(-1, 1));
+            std::memcpy(rows.data() + 2 * i, &half, 2);
         }
-        const auto* data = reinterpret_cast<const uint8_t*>(rows.data());
+        dequantize_kernel(quant)(rows.data(), weights.size(), weights.data());
         for (size_t p = 0; p < kMaxPanels; ++p)
-            pack_panel({Quant::BF16, kRows, columns, data}, p, memory.data() + p * stride);
+            bound = std::max(bound, pack_panel({quant, kRows, columns, rows.data()}, p, memory.data() + p * stride));
+        if (quant == Quant::BF16) return;
+        unit = tile_unit(bound);
+        for (float weight : weights) require(std::fabs(weight) <= bound, name() + ": a weight beyond its bound");
     }
 
     // [tokens][16 * panels] of the last panels. Fails if anything else of y is written.
@@ -102,7 +148,8 @@ struct Panels {
                 .x = x.data(),
                 .tokens = tokens,
                 .y = y,
-                .y_stride = row});
+                .y_stride = row,
+                .unit = unit});
         std::vector<float> result;
         for (size_t t = 0; t < tokens; ++t) {
             result.insert(result.end(), y + t * row, y + t * row + width);
@@ -112,49 +159,83 @@ struct Panels {
         return result;
     }
 
-    std::string name() const { return std::to_string(columns) + " columns"; }
+    std::string name() const {
+        return std::string(quant_format(quant).name) + ", " + std::to_string(columns) + " columns";
+    }
 };
 
-// Rows for BF16 weights, at a constant distance.
-struct Bf16Rows {
+// Rows as the kernel wants them, at a constant distance.
+struct Rows {
     size_t padded;
-    std::vector<uint16_t> values;  // [128][padded]
+    std::vector<float> values;     // [kTokens][padded]; for BF16 weights such as bf16 holds
+    std::vector<uint16_t> halves;  // [kTokens][padded] made ready
 
-    explicit Bf16Rows(size_t columns) : padded(round_up(columns, kSlab)), values(kTokens * padded) {
+    Rows(const Panels& weights)
+        : padded(round_up(weights.columns, kSlab)), values(kTokens * padded), halves(kTokens * padded) {
+        const bool plain = weights.quant == Quant::BF16;
         for (size_t t = 0; t < kTokens; ++t)
-            for (size_t c = 0; c < columns; ++c)
-                values[t * padded + c] = to_bf16(uniform(-1, 1) * (c % 97 == 5 ? 30.f : 1.f));
+            for (size_t c = 0; c < weights.columns; ++c) {
+                const float value = uniform(-1, 1) * (c % 97 == 5 ? 30.f : 1.f);
+                values[t * padded + c] = plain ? from_bf16(to_bf16(value)) : value;
+            }
+        for (size_t t = 0; t < kTokens; ++t) make(weights, t);
+    }
+
+    void make(const Panels& weights, size_t t) {
+        const float* row = values.data() + t * padded;
+        uint16_t* out = halves.data() + t * padded;
+        weights.quant == Quant::BF16 ? narrow(row, weights.columns, out)
+                                     : shuffle(row, weights.columns, weights.unit, out);
     }
 
     std::vector<float> times(const Panels& weights, PanelKernel kernel, size_t first, size_t tokens,
                              size_t panels = kMaxPanels) const {
         Fenced copy(tokens * padded * 2);
-        std::memcpy(copy.data(), values.data() + first * padded, tokens * padded * 2);
+        std::memcpy(copy.data(), halves.data() + first * padded, tokens * padded * 2);
         std::vector<const void*> x(tokens);
         for (size_t t = 0; t < tokens; ++t) x[t] = copy.data() + t * padded * 2;
         return weights.run(kernel, x, panels);
     }
 };
 
-// Against double arithmetic.
-void values_are_right(const Panels& weights, const Bf16Rows& x, const std::vector<float>& y) {
+// Against double arithmetic: BF16 to rounding of the sums, block formats to that of bf16 weights and activations, in
+// which each sum is within a few standard deviations; all of them within kTileError, and no factor off.
+constexpr double kTileError = 0.0027, kFactorError = 0.001;
+
+void values_are_right(const Panels& weights, const Rows& x, const std::vector<float>& y) {
+    double square = 0, base = 0, both = 0;
     for (size_t t = 0; t < kTokens; ++t)
         for (size_t r = 0; r < kMaxPanels * kPanelRows; ++r) {
-            double sum = 0, size = 0;
-            for (size_t c = 0; c < weights.columns && r < kRows; ++c) {
-                const double term = static_cast<double>(from_bf16(x.values[t * x.padded + c])) *
-                                    weights.weights[r * weights.columns + c];
+            double sum = 0, size = 0, root = 0, sizes = 0;
+            for (size_t c = 0; c < weights.columns; ++c) {
+                sizes += std::fabs(x.values[t * x.padded + c]);
+                if (r >= kRows) continue;
+                const double term =
+                    static_cast<double>(x.values[t * x.padded + c]) * weights.weights[r * weights.columns + c];
                 sum += term;
                 size += std::fabs(term);
+                root += term * term;
             }
-            require(std::fabs(y[t * kMaxPanels * kPanelRows + r] - sum) <= size * 0x1p-20,
+            const double got = y[t * kMaxPanels * kPanelRows + r], error = std::fabs(got - sum);
+            const bool plain = weights.quant == Quant::BF16;
+            // A weight of 0 is 2^-30 of the largest that tiles could hold.
+            const double bound = plain ? size * 0x1p-20 : 0.03 * std::sqrt(root) + sizes * weights.bound * 0x1p-25;
+            require(error <= bound,
                     weights.name() + ": row " + std::to_string(r) + ", token " + std::to_string(t) + " is wrong");
+            square += error * error;
+            base += sum * sum;
+            both += got * sum;
         }
+    const double relative = std::sqrt(square / base), factor = both / base - 1;
+    if (std::getenv("TILE_ERRORS"))
+        std::printf("%s: error %.3f %%, factor %+.3f %%\n", weights.name().c_str(), 100 * relative, 100 * factor);
+    require(relative <= kTileError && std::fabs(factor) <= kFactorError,
+            weights.name() + ": error " + std::to_string(relative) + ", factor " + std::to_string(factor));
 }
 
 // A result depends on its panel and its row of x alone, bit for bit; an infinity or a NaN stays in its row.
-void company_changes_nothing(const Panels& weights, Bf16Rows& x, PanelKernel kernel, const std::vector<float>& alone) {
-    for (size_t tokens : {1, 2, 15, 16, 17, 33, 64, 65, 128})
+void company_changes_nothing(const Panels& weights, Rows& x, PanelKernel kernel, const std::vector<float>& alone) {
+    for (size_t tokens : {1, 2, 15, 16, 17, 33, 48, 64, 65, 128, 270, 300})
         for (size_t panels = 1; panels <= kMaxPanels; ++panels) {
             const size_t first = tokens % 2 ? kTokens - tokens : 0, width = panels * kPanelRows;
             const std::vector<float> y = x.times(weights, kernel, first, tokens, panels);
@@ -166,34 +247,54 @@ void company_changes_nothing(const Panels& weights, Bf16Rows& x, PanelKernel ker
                         " panels differ from one token at token " + std::to_string(t));
         }
     constexpr size_t kPoisoned = 20, kWidth = kMaxPanels * kPanelRows;
-    for (uint16_t poison : {0x7f80, 0x7fc0}) {
-        uint16_t& place = x.values[kPoisoned * x.padded + weights.columns - 3];
-        const uint16_t before = std::exchange(place, poison);
+    for (float poison : {INFINITY, NAN, -NAN}) {
+        float& place = x.values[kPoisoned * x.padded + weights.columns - 3];
+        const float before = std::exchange(place, poison);
+        x.make(weights, kPoisoned);
         const std::vector<float> y = x.times(weights, kernel, 0, 33);
         place = before;
+        x.make(weights, kPoisoned);
         for (size_t t = 0; t < 33; ++t) {
             const bool same = std::memcmp(y.data() + t * kWidth, alone.data() + t * kWidth, kWidth * 4) == 0;
             require(same == (t != kPoisoned), weights.name() + ": a poisoned row changes row " + std::to_string(t));
         }
+        for (size_t r = 0; r < kRows; ++r)
+            require(weights.quant == Quant::BF16 ? !std::isfinite(y[kPoisoned * kWidth + r])
+                                                 : std::isnan(y[kPoisoned * kWidth + r]),
+                    weights.name() + ": a number out of poison");
     }
 }
 
-void bf16_is_right(size_t columns) {
-    const Panels weights(columns);
-    Bf16Rows x(columns);
-    std::vector<float> alone;  // [128][48], each token by itself
+void kernel_is_right(Quant quant, size_t columns, PanelKernel emulated, PanelKernel real) {
+    const Panels weights(quant, columns);
+    Rows x(weights);
+    std::vector<float> alone;  // [kTokens][48], each token by itself
     for (size_t t = 0; t < kTokens; ++t) {
-        const std::vector<float> row = x.times(weights, bf16_tile_panels<EmulatedTiles>, t, 1);
+        const std::vector<float> row = x.times(weights, emulated, t, 1);
         alone.insert(alone.end(), row.begin(), row.end());
     }
     values_are_right(weights, x, alone);
-    company_changes_nothing(weights, x, bf16_tile_panels<EmulatedTiles>, alone);
-    if (has_amx()) company_changes_nothing(weights, x, bf16_tile_panels<AmxTiles>, alone);
+    company_changes_nothing(weights, x, emulated, alone);
+    if (real) company_changes_nothing(weights, x, real, alone);
 }
 
 }  // namespace
 
 int main() {
-    for (size_t columns : {32, 50, 288, 768}) bf16_is_right(columns);
+    for (size_t columns : {32, 50, 288, 768})
+        kernel_is_right(Quant::BF16, columns, bf16_tile_panels<EmulatedTiles>,
+                        has_amx() ? bf16_tile_panels<AmxTiles> : nullptr);
+    KernelTable emulated{}, real{};
+    size_t tokens[kQuantCount];
+    std::fill(std::begin(tokens), std::end(tokens), 1);
+    add_block_tiles<EmulatedTiles, EmulatedHalf>(emulated, tokens);
+    if (has_amx() && has_avx512_halves()) add_block_tiles<AmxTiles, FullHalf>(real, tokens);
+    for (size_t i = 0; i < kQuantCount; ++i) {
+        const auto quant = static_cast<Quant>(i);
+        if (!emulated.tiles[i]) continue;
+        for (size_t columns : {32, 288, 512})
+            if (columns % quant_format(quant).block_weights == 0)
+                kernel_is_right(quant, columns, emulated.tiles[i], real.tiles[i]);
+    }
     return 0;
 }

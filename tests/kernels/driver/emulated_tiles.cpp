@@ -1,10 +1,14 @@
-// The AVX-512 kernels with tiles in plain C++ from 5 tokens on, so that code for AMX is driven without AMX. Compiled
+// The AVX-512 kernels with tiles in plain C++ from a few tokens on, so that code for AMX is driven without AMX. Compiled
 // with the flags of AVX-512, so nothing compiled here may be shared with other files.
+#include "../half_emulated.h"
 #include "../tiles_emulated.h"
 #include "kernel_table.h"
 #include "lanes_avx512.h"
-// What is written in lanes comes after them.
-#include "bf16_tiles.h"
+#include "vector_avx512.h"
+// What is written in lanes and vectors comes after them.
+#include "tile_rows.h"
+// Uses the rows.
+#include "block_tiles.h"
 
 namespace ktqueue {
 
@@ -12,8 +16,10 @@ const KernelTable& emulated_kernels() {
     static const KernelTable kTable = [] {
         KernelTable table = avx512_kernels();
         table.isa = "emulated";
-        table.bf16_tiles = bf16_tile_panels<EmulatedTiles>;
-        table.tile_tokens = 5;
+        table.tiles[static_cast<size_t>(Quant::BF16)] = bf16_tile_panels<EmulatedTiles>;
+        table.tile_tokens[static_cast<size_t>(Quant::BF16)] = 5;
+        constexpr size_t kTokens[kQuantCount] = {0, 0, 0, 5, 9, 6, 6, 5, 7, 5, 5, 5, 5};
+        add_block_tiles<EmulatedTiles, EmulatedHalf>(table, kTokens);
         return table;
     }();
     return kTable;

@@ -19,6 +19,7 @@ namespace {
 
 constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
 constexpr double kRounding = 1e-4;       // of float32 sums, as a part of their size
+constexpr double kTileRounding = 0.01;   // of weights and activations in tiles
 
 // One matrix of all experts.
 struct Stack {
@@ -97,28 +98,31 @@ struct Layer {
         return result + std::to_string(experts) + " x " + std::to_string(hidden) + " x " + std::to_string(intermediate);
     }
 
-    Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x) const {
+    Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x, bool tiles) const {
         const Matrix::Product product = stack.matrices[expert].times(row, x);
         const double bias = stack.bias_of(expert, row);
-        if (!(product.size < 1e30)) return {0, INFINITY};  // sums may overflow
-        return {product.value + bias, kRounding * (product.size + std::fabs(bias)) + 1e-30};
+        if (!(product.size < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow, or no tiles be used
+        const double rounding = tiles ? kTileRounding : kRounding;
+        return {product.value + bias, rounding * (product.size + std::fabs(bias)) + 1e-30};
     }
 
-    // expert(x), each number with the error that it may have.
-    std::vector<Value> run(size_t expert, const float* x, Precision precision) const {
-        const std::vector<double> gate_x = seen(x, hidden, quants[0], precision);
-        const std::vector<double> up_x = seen(x, hidden, quants[1], precision);
+    // expert(x), each number with the error that it may have. `tiles`: whether gate, up and down run on them.
+    std::vector<Value> run(size_t expert, const float* x, const bool (&tiles)[3]) const {
+        const auto seen_by = [&](size_t matrix, const float* row, size_t columns) {
+            return seen(row, columns, quants[matrix], tiles[matrix] ? Precision::Exact : options.precision);
+        };
+        const std::vector<double> gate_x = seen_by(0, x, hidden), up_x = seen_by(1, x, hidden);
         std::vector<float> mid(intermediate);
         std::vector<double> errors(intermediate);
         for (size_t i = 0; i < intermediate; ++i) {
-            const Value g = product(gate, expert, i, gate_x), u = product(up, expert, i, up_x);
+            const Value g = product(gate, expert, i, gate_x, tiles[0]), u = product(up, expert, i, up_x, tiles[1]);
             if (g.error + u.error == INFINITY) return std::vector<Value>(hidden, {0, INFINITY});
             const auto [activated, factor] = activate(options, g.value, u.value);
             mid[i] = static_cast<float>(activated * factor);
             errors[i] = 1.2 * g.error * (std::fabs(factor) + u.error) + std::fabs(activated) * u.error +
                         1e-5 * std::fabs(g.value) * (std::fabs(factor) + 1);
         }
-        if (!is_float(quants[2]) && precision == Precision::Fast)
+        if (!is_float(quants[2]) && options.precision == Precision::Fast && !tiles[2])
             for (size_t begin = 0; begin < intermediate;
                  begin += kSlab) {  // a number near an edge takes the other step
                 double largest = 0, error = 0;
@@ -128,10 +132,10 @@ struct Layer {
                 }
                 for (size_t i = begin; i < begin + kSlab; ++i) errors[i] = 2 * error + largest / 127;
             }
-        const std::vector<double> mid_x = seen(mid.data(), intermediate, quants[2], precision);
+        const std::vector<double> mid_x = seen_by(2, mid.data(), intermediate);
         std::vector<Value> result(hidden);
         for (size_t h = 0; h < hidden; ++h) {
-            result[h] = product(down, expert, h, mid_x);
+            result[h] = product(down, expert, h, mid_x, tiles[2]);
             for (size_t i = 0; i < intermediate; ++i)
                 result[h].error += std::fabs(down.matrices[expert].weight(h, i)) * errors[i];
         }
@@ -165,7 +169,10 @@ struct Call {
 };
 
 // Token by token, number by number, against float64 on the decoded weights.
-void check(const Layer& layer, const Call& call, const Guarded<float>& out) {
+void check(const Layer& layer, const Call& call, const KernelTable& kernels, const Guarded<float>& out) {
+    std::vector<size_t> rows(layer.experts);
+    for (const int64_t id : call.ids)
+        if (id >= 0) ++rows[static_cast<size_t>(id)];
     for (size_t t = 0; t < call.tokens; ++t) {
         const float* x = call.x.data() + t * layer.hidden;
         const float* got = out.data() + t * layer.hidden;
@@ -180,7 +187,11 @@ void check(const Layer& layer, const Call& call, const Guarded<float>& out) {
         std::vector<Value> expected(layer.hidden, {0, 1e-30});
         for (size_t pair = t * call.slots; pair < (t + 1) * call.slots; ++pair) {
             if (call.ids[pair] < 0) continue;
-            const std::vector<Value> one = layer.run(static_cast<size_t>(call.ids[pair]), x, layer.options.precision);
+            const auto expert = static_cast<size_t>(call.ids[pair]);
+            bool tiles[3];
+            for (size_t i = 0; i < 3; ++i)
+                tiles[i] = in_order(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
+            const std::vector<Value> one = layer.run(expert, x, tiles);
             const double weight = call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
                 expected[h].value += weight * one[h].value;
@@ -279,10 +290,7 @@ void run_experts(Random& random, const KernelTable& kernels) {
 
     const Guarded<float> out = untouched_floats(random, size);
     call.run(*made, out.data());
-    const bool tiles = std::ranges::any_of(layer.quants, [&](Quant quant) {
-        return row_form(kernels, quant, layer.options.precision, call.tokens * slots).kind == RowForm::Kind::Narrow;
-    });
-    if (!tiles) check(layer, call, out);
+    check(layer, call, kernels, out);
 
     // From several threads, while the pool is replaced: bit for bit the same.
     if (random.chance(4)) {

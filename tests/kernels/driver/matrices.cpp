@@ -107,6 +107,8 @@ Matrix::Matrix(Random& random, Quant quant, size_t rows, size_t columns)
     fill(random);
     weights_.resize(rows * columns);
     if (rows > 0) dequantize_kernel(quant)(data_.data(), rows * columns, weights_.data());
+    for (const float weight : weights_)
+        if (std::isfinite(weight)) largest_ = std::max<double>(largest_, std::fabs(weight));
 }
 
 void Matrix::fill(Random& random) {
@@ -134,7 +136,7 @@ Matrix::Product Matrix::times(size_t row, const std::vector<double>& x) const {
             largest = std::max(largest, std::fabs(static_cast<double>(weights[c])));
             sum += std::fabs(x[c]);
         }
-        product.size += largest * sum;
+        product.size += (largest + 0x1p-14 * largest_) * sum;
     }
     return product;
 }

@@ -26,7 +26,8 @@ class Matrix {
 
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
-    // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much.
+    // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much; it has a
+    // small share of the matrix's largest weight, for weights of 0 in tiles (see bf16_weights.h).
     struct Product {
         double value, size;
     };
@@ -39,6 +40,7 @@ class Matrix {
     size_t rows_, columns_;
     Guarded<uint8_t> data_;
     std::vector<float> weights_;
+    double largest_ = 0;
     std::set<size_t> bad_rows_;
 };
 
@@ -46,7 +48,7 @@ class Matrix {
 std::vector<Quant> random_quants(Random& random, size_t count);
 size_t random_columns(Random& random, const std::vector<Quant>& quants, size_t most);
 
-// One row as the kernels for `quant` see it: rounded to int8 with a scale for 32, or as it is.
+// One row as the kernels for `quant` see it, but for tiles: rounded to int8 with a scale for 32, or as it is.
 std::vector<double> seen(const float* x, size_t columns, Quant quant, Precision precision);
 
 // Whether `error` is one that pack_panel should give, naming a row that is bad.
