@@ -1,6 +1,5 @@
 #include "deferral.h"
 
-#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -8,72 +7,44 @@
 
 namespace ktqueue {
 
-namespace {
-
-void add(const float* x, size_t count, float* sum) {
-    for (size_t i = 0; i < count; ++i) sum[i] += x[i];
-}
-
-}  // namespace
-
-// Fills ids_ and rest_ids_; whether a token defers an expert that another one waits for.
-bool Deferral::split(size_t experts, const int64_t* ids, size_t tokens, size_t slots, size_t deferred) {
-    const size_t pairs = tokens * slots, first = slots - std::min(deferred, slots);
-    const auto is_waited_for = [&](size_t pair) { return pair % slots < first; };
-    const auto known = [&](size_t pair) { return ids[pair] >= 0 && ids[pair] < static_cast<int64_t>(experts); };
+// Divides ids between now_ and rest_; what the layer does not know goes to now_, to be refused.
+void Deferral::split(size_t experts, const int64_t* ids, size_t tokens, size_t slots, size_t first) {
+    const auto known = [&](int64_t id) { return id >= 0 && id < static_cast<int64_t>(experts); };
     waited_for_.assign(experts, 0);
-    for (size_t pair = 0; pair < pairs; ++pair)
-        if (known(pair) && is_waited_for(pair)) waited_for_[static_cast<size_t>(ids[pair])] = 1;
-    ids_.assign(2 * pairs, -1);
-    rest_ids_.assign(pairs, -1);
-    bool shared = false, left = false;
-    for (size_t pair = 0; pair < pairs; ++pair) {
-        if (is_waited_for(pair) || (ids[pair] != -1 && !known(pair))) {  // the layer refuses what it does not know
-            ids_[pair] = ids[pair];
-        } else if (known(pair) && waited_for_[static_cast<size_t>(ids[pair])]) {
-            ids_[pairs + pair] = ids[pair];
-            shared = true;
-        } else {
-            rest_ids_[pair] = ids[pair];
-            left = left || ids[pair] != -1;
+    for (size_t token = 0; token < tokens; ++token)
+        for (size_t slot = 0; slot < first; ++slot)
+            if (const int64_t id = ids[token * slots + slot]; known(id)) waited_for_[static_cast<size_t>(id)] = 1;
+    now_.assign(ids, ids + tokens * slots);
+    rest_.assign(tokens * slots, -1);
+    rest_tokens_ = 0;
+    for (size_t token = 0; token < tokens; ++token) {
+        for (size_t pair = token * slots + first; pair < (token + 1) * slots; ++pair) {
+            if (!known(ids[pair]) || waited_for_[static_cast<size_t>(ids[pair])]) continue;
+            rest_[pair] = std::exchange(now_[pair], -1);
+            rest_tokens_ = tokens;
         }
     }
-    tokens_ = left ? tokens : 0;
-    return shared;
 }
 
 void Deferral::first(const ExpertLayer& layer, const float* x, const int64_t* ids, const float* weights, size_t tokens,
                      size_t slots, size_t deferred, bool adds, float* out) {
-    const size_t hidden = layer.hidden(), values = tokens * hidden;
     const size_t kept = std::exchange(kept_tokens_, 0);
     layer_ = nullptr;
     if (adds && kept != tokens)
         throw std::invalid_argument("a task of " + std::to_string(tokens) + " tokens adds what was deferred of " +
                                     std::to_string(kept));
-    begun_ = false;
-    if (deferred == 0) {
-        layer.forward(x, ids, weights, tokens, slots, out);
-    } else {
+    if (deferred > 0) {
+        kept_.resize(tokens * layer.hidden());
         weights_.assign(weights, weights + tokens * slots);
-        begun_ = split(layer.experts(), ids, tokens, slots, deferred);
-        if (begun_) {
-            weights_.insert(weights_.end(), weights, weights + tokens * slots);
-            twice_.assign(x, x + values);
-            twice_.insert(twice_.end(), x, x + values);
-            out_.resize(2 * values);
-            layer.forward(twice_.data(), ids_.data(), weights_.data(), 2 * tokens, slots, out_.data());
-            std::copy_n(out_.data(), values, out);
-        } else {
-            layer.forward(x, ids_.data(), weights, tokens, slots, out);
-        }
-        if (tokens_ > 0) layer_ = &layer;
+        split(layer.experts(), ids, tokens, slots, slots - deferred);
+        ids = now_.data();
     }
-    if (adds) add(kept_.data(), values, out);
-    kept_tokens_ = deferred == 0 ? 0 : tokens;
-    if (begun_)
-        kept_.assign(out_.data() + values, out_.data() + 2 * values);
-    else if (deferred > 0)
-        kept_.assign(values, 0.0f);
+    const SplitSum sums = {slots - deferred, deferred > 0 ? kept_.data() : nullptr, adds ? kept_.data() : nullptr};
+    layer.forward(x, ids, weights, tokens, slots, out, &sums);
+    if (deferred == 0) return;
+    kept_tokens_ = tokens;
+    if (rest_tokens_ == 0) return;
+    layer_ = &layer;
     x_ = x;
     slots_ = slots;
 }
@@ -81,17 +52,11 @@ void Deferral::first(const ExpertLayer& layer, const float* x, const int64_t* id
 void Deferral::rest() {
     if (!layer_) return;
     const ExpertLayer& layer = *std::exchange(layer_, nullptr);
-    const size_t values = tokens_ * layer.hidden();
+    const SplitSum sums = {slots_, nullptr, kept_.data()};
     try {
-        float* out = kept_.data();
-        if (begun_) {
-            out_.resize(values);
-            out = out_.data();
-        }
-        layer.forward(x_, rest_ids_.data(), weights_.data(), tokens_, slots_, out);
-        if (begun_) add(out, values, kept_.data());
+        layer.forward(x_, rest_.data(), weights_.data(), rest_tokens_, slots_, kept_.data(), &sums);
     } catch (...) {
-        kept_.assign(values, std::numeric_limits<float>::quiet_NaN());
+        kept_.assign(kept_.size(), std::numeric_limits<float>::quiet_NaN());
         throw;
     }
 }

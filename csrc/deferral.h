@@ -27,18 +27,15 @@ class Deferral {
     void rest();
 
   private:
-    bool split(size_t experts, const int64_t* ids, size_t tokens, size_t slots, size_t deferred);
+    void split(size_t experts, const int64_t* ids, size_t tokens, size_t slots, size_t first);
 
     const ExpertLayer* layer_ = nullptr;  // of the rest; nullptr: there is none
     const float* x_ = nullptr;
-    size_t tokens_ = 0, slots_ = 0;    // of the rest
-    std::vector<int64_t> ids_;         // [2 * tokens, slots]: waited for, then deferred of experts that are waited for
-    std::vector<int64_t> rest_ids_;    // [tokens, slots]
-    std::vector<float> weights_;       // [2 * tokens, slots]: the same twice
-    std::vector<float> twice_, out_;   // [2 * tokens, hidden]
-    std::vector<float> kept_;          // [kept_tokens_, hidden]: what was deferred
-    size_t kept_tokens_ = 0;           // 0: nothing was
-    bool begun_ = false;               // kept_ has a part of it
+    size_t rest_tokens_ = 0, slots_ = 0;
+    std::vector<int64_t> now_, rest_;  // [tokens, slots]
+    std::vector<float> weights_;       // [tokens, slots]
+    std::vector<float> kept_;          // [kept_tokens_, hidden], or larger: what was deferred
+    size_t kept_tokens_ = 0;
     std::vector<uint8_t> waited_for_;  // [experts]
 };
 

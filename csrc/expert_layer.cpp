@@ -131,7 +131,7 @@ void ExpertLayer::pack() {
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                          float* out) const {
+                          float* out, const SplitSum* split) const {
     for (size_t pair = 0; pair < tokens * slots; ++pair)
         if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
@@ -140,9 +140,13 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
-    for (size_t t = 0; t < tokens; t += kTokensAtOnce)
+    const SplitSum whole = split ? *split : SplitSum{slots, nullptr, nullptr};
+    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
+        const SplitSum some = {whole.first, whole.late ? whole.late + t * hidden() : nullptr,
+                               whole.earlier ? whole.earlier + t * hidden() : nullptr};
         forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
-                     out + t * hidden(), space);
+                     out + t * hidden(), some, space);
+    }
 }
 
 std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
@@ -243,7 +247,7 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                               float* out, Workspace& space) const {
+                               float* out, const SplitSum& split, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, ids, tokens, slots, space);
@@ -274,7 +278,11 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         const auto [span, first, last] = hidden_slices_.block(task, spans, down_step);
         down(space.spans[span], first, last, space);
     });
-    auto merge_token = [&](size_t t) { merge(weights, t, slots, out, space); };
+    auto merge_token = [&](size_t t) {
+        const size_t row = t * hidden(), pair = t * slots;
+        merge(weights, pair, pair + split.first, split.earlier ? split.earlier + row : nullptr, out + row, space);
+        if (split.late) merge(weights, pair + split.first, pair + slots, nullptr, split.late + row, space);
+    };
     if (tokens < 4) {
         for (size_t t = 0; t < tokens; ++t) merge_token(t);
     } else {
@@ -351,16 +359,22 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
         for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-void ExpertLayer::merge(const float* weights, size_t token, size_t slots, float* out, const Workspace& space) const {
-    const float* terms[kMaxSlots];
-    float factors[kMaxSlots];
+// out = the sum over pairs first..last-1 of one token, and `earlier`, if there is such a row. It may be `out` itself.
+void ExpertLayer::merge(const float* weights, size_t first, size_t last, const float* earlier, float* out,
+                        const Workspace& space) const {
+    const float* terms[kMaxSlots + 1];
+    float factors[kMaxSlots + 1];
     size_t count = 0;
-    for (size_t pair = token * slots; pair < (token + 1) * slots; ++pair) {
+    for (size_t pair = first; pair < last; ++pair) {
         if (space.position[pair] == kSkipped) continue;
         terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
         factors[count++] = weights[pair];
     }
-    kernels_.merge({terms, factors, count, out + token * hidden(), hidden()});
+    if (earlier) {
+        terms[count] = earlier;
+        factors[count++] = 1;
+    }
+    kernels_.merge({terms, factors, count, out, hidden()});
 }
 
 }  // namespace ktqueue
