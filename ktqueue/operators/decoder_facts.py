@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ktqueue.operators.experts import activation_name, known_activations
+from ktqueue.operators.latent_shape import LatentShape, latent_shape
 from ktqueue.operators.native import ActivationName
 
 CLASSES = (
@@ -24,11 +25,15 @@ CLASSES = (
     "Qwen3MoeForCausalLM",
 )
 """Models that are computed as facts_of() describes them; checked against transformers by the tests."""
+LATENT_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""The same with latent attention and routers of DeepSeek's: on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """`name`: of the layer's module. `sliding_window` 0: no limit. `experts` 0: the MLP is dense."""
+    """`name`: of the layer's module. `sliding_window` 0: no limit. `experts` 0: the MLP is dense. `shared_expert`:
+    there is one with a gate; `shared_experts`: one without. `sigmoid`, `groups`, `groups_used`: as gpu/scoring.py has
+    them; `scale`: of the weights of routed experts."""
 
     name: str
     sliding_window: int
@@ -37,12 +42,18 @@ class LayerFacts:
     renormalise: bool
     shared_expert: bool
     activation: ActivationName
+    shared_experts: bool = False
+    sigmoid: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
     """Sizes, and a LayerFacts for each layer. `dtype`: in which the model computes. `positions`: that the model was
-    trained for. `clip` 0: q, k and v are not clamped. `tied`: the head is the embedding."""
+    trained for. `clip` 0: q, k and v are not clamped. `tied`: the head is the embedding. `latent`: of latent attention,
+    alike in all layers; then `kv_heads` and `head_dim` are those of its cache."""
 
     dtype: torch.dtype
     hidden: int
@@ -57,13 +68,16 @@ class DecoderFacts:
     qk_norm: bool
     tied: bool
     layers: tuple[LayerFacts, ...]
+    latent: LatentShape | None = None
 
 
-def facts_of(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,)) -> DecoderFacts:
-    """The facts of a model of one of CLASSES that computes in one of `dtypes`. Raises ValueError where it holds what
+def facts_of(
+    model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,), classes: Collection[str] = CLASSES
+) -> DecoderFacts:
+    """The facts of a model of one of `classes` that computes in one of `dtypes`. Raises ValueError where it holds what
     the decoder does not compute."""
-    if type(model).__name__ not in CLASSES:
-        raise ValueError(f"it knows {', '.join(CLASSES)}")
+    if type(model).__name__ not in classes:
+        raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
     body: Any = model.model
     found = {parameter.dtype for parameter in model.parameters()}
@@ -74,10 +88,12 @@ def facts_of(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
     attention = body.layers[0].self_attn
-    if attention.head_dim % 8 != 0:
-        raise ValueError(f"its heads have {attention.head_dim} dimensions, which is no multiple of 8")
-    norms: list[Any] = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
-    epsilons = {float(norm.variance_epsilon) for norm in norms}
+    latent = latent_shape(attention) if type(model).__name__ in LATENT_CLASSES else None
+    kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
+    if head_dim % 8 != 0:
+        raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
+    norms = [(name, module) for name, module in model.named_modules() if hasattr(module, "variance_epsilon")]
+    epsilons = {float(norm.variance_epsilon) for name, norm in norms if not name.endswith("_a_layernorm")}
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     return DecoderFacts(
@@ -86,14 +102,15 @@ def facts_of(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
         positions=config.max_position_embeddings,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         scaling=attention.scaling,
         epsilon=epsilons.pop(),
         clip=getattr(config, "clip_qkv", None) or 0.0,
         qk_norm=hasattr(attention, "q_norm"),
         tied=bool(config.tie_word_embeddings),
         layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
+        latent=latent,
     )
 
 
@@ -112,7 +129,7 @@ def _depends_on_length(rotary: Any) -> bool:
 def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
     mlp = layer.mlp
     routed = hasattr(mlp, "experts")
-    shared = getattr(mlp, "shared_expert", None) if routed else None
+    shared = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None)) if routed else None
     parts = [part for part in (mlp.experts, shared) if part is not None] if routed else [mlp]
     names = {activation_name(getattr(part, "act_fn", None)) for part in parts}
     if len(names) != 1 or (activation := names.pop()) is None:
@@ -125,7 +142,26 @@ def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
         sliding_window=window or 0,
         experts=mlp.gate.num_experts if routed else 0,
         experts_per_token=mlp.gate.top_k if routed else 0,
-        renormalise=routed and bool(getattr(mlp.gate, "norm_topk_prob", True)),  # Mixtral always does, and says nothing
-        shared_expert=shared is not None,
+        renormalise=routed and _renormalises(mlp.gate),
+        shared_expert=hasattr(mlp, "shared_expert"),
         activation=activation,
+        shared_experts=hasattr(mlp, "shared_experts"),
+        **_scoring(getattr(mlp, "gate", None)),
     )
+
+
+def _scoring(gate: Any) -> dict[str, Any]:
+    """Of a layer's facts those that DeepSeek's routers have."""
+    if not hasattr(gate, "num_group"):
+        return {}
+    sigmoid = hasattr(gate, "e_score_correction_bias")
+    limited = sigmoid or gate.topk_method == "group_limited_greedy"
+    groups = (gate.num_group, gate.topk_group) if limited else (1, 1)
+    scale = float(gate.routed_scaling_factor)
+    return {"sigmoid": sigmoid, "scale": scale, "groups": groups[0], "groups_used": groups[1]}
+
+
+def _renormalises(gate: Any) -> bool:
+    if type(gate).__name__ == "DeepseekV2TopkRouter":  # it never does, whatever its config says
+        return False
+    return bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does, and says nothing

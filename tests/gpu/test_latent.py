@@ -16,7 +16,7 @@ from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
-from .test_engine import DEVICES, NEW_TOKENS, NoEnd, on_device, requests, serve, settings_for
+from .test_engine import DEVICES, NEW_TOKENS, RULES, NoEnd, on_device, requests, serve, settings_for
 
 GPU = [
     pytest.mark.gpu,
@@ -127,17 +127,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(made)
 
 
+@pytest.mark.parametrize("kind", ["GpuDecoder", "LatentAttention"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_engine_says_what_the_cpus_says(device: str, folder: str) -> None:
+def test_an_engine_says_what_the_cpus_says(device: str, kind: str, folder: str, tmp_path: Path) -> None:
+    """As one operator with captured steps, and as transformers' modules."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     native.set_threads()
-    rules = str(Path(__file__).parents[2] / "rules" / "exact.yaml")
+    host = load_model(folder, rules=str(RULES / "exact.yaml"))
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     asked = [(prompt, sampling) for prompt, _ in requests(512, 12)]
-    host = load_model(folder, rules=rules)
     config = settings_for("cpu")
     expected = serve(Engine(host.module, NoEnd(512), host.kv_layout(16), config, 200, 512), asked)
     assert len({tuple(one) for one in expected}) == 12
-    model = load_model(folder, rules=rules, device=device)
+    rules = RULES / "modules.yaml"
+    if kind == "GpuDecoder":
+        rules = tmp_path / "rules.yaml"
+        rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    model = load_model(folder, rules=str(rules), device=device)
+    assert kind in {type(module).__name__ for module in model.module.modules()}
     assert serve(on_device(model, settings_for(device)), asked) == expected

@@ -57,9 +57,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
+LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
+    "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+}
+
+
 def make_model(family: str, **changes: Any) -> Any:
     """A random float32 model of transformers with its own attention, and its layout."""
-    kind, values = FAMILIES[family]
+    kind, values = {**FAMILIES, **LATENT_FAMILIES}[family]
     config = transformers.CONFIG_MAPPING[kind](**{**COMMON, **values, **changes})
     torch.manual_seed(3)
     config._attn_implementation = "eager"
@@ -68,6 +93,9 @@ def make_model(family: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     return model
 
 
@@ -88,6 +116,7 @@ class Cache:
             head_dim=facts.head_dim,
             page_size=PAGE,
             dtype=facts.dtype,
+            latent=facts.latent.latent if facts.latent else None,
         )
         self.kv = KVCache(layout, pages, device)
         self.pages: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from ktqueue.core.errors import RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.plan import make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
-from ktqueue.operators.decoder_facts import CLASSES
+from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
 WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder", "LatentAttention")
@@ -194,10 +194,11 @@ def test_default_rules(tiny: Path) -> None:
 
 
 def test_default_rules_name_the_models_that_the_decoder_knows() -> None:
-    for decoder in load_rules(DEFAULT_RULES, WHOLE)[:2]:
+    of_the_cpu, of_a_gpu = load_rules(DEFAULT_RULES, WHOLE)[:2]
+    for decoder, classes in ((of_the_cpu, CLASSES), (of_a_gpu, (*CLASSES, *LATENT_CLASSES))):
         assert decoder.class_name is not None
-        assert all(decoder.class_name.search(name) for name in CLASSES)
-        assert decoder.class_name.pattern.count("|") + 1 == len(CLASSES)
+        assert all(decoder.class_name.search(name) for name in classes)
+        assert decoder.class_name.pattern.count("|") + 1 == len(classes)
 
 
 @pytest.mark.parametrize(

@@ -49,3 +49,17 @@ def test_a_scratch_page_is_not_counted():
     kv = KVCache(LAYOUT, 3, scratch=True)
     assert kv.pages == kv.scratch_page == 3 and len(kv.keys[0]) == 4
     assert KVCache(LAYOUT, 3).scratch_page is None
+
+
+def test_a_latent_cache_has_one_tensor_a_layer_whose_first_columns_are_the_values():
+    layout = KVLayout(layers=2, kv_heads=1, head_dim=12, page_size=4, dtype=torch.float32, latent=8)
+    kv = KVCache(layout, 5)
+    assert layout.page_bytes * 5 == sum(one.numel() * one.element_size() for one in kv.keys)
+    key = torch.randn(3, 1, 12)
+    kv.write(1, torch.tensor([19, 4, 6]), key)
+    assert torch.equal(kv.keys[1][4, 3], key[0])
+    assert torch.equal(kv.values[1][1, 2], key[2, :, :8])
+    assert not kv.keys[0].any()
+    kv.copy_page(1, 3)
+    assert torch.equal(kv.keys[1][3, [0, 2]], key[1:])
+    assert torch.equal(kv.values[1][3, 2], key[2, :, :8])

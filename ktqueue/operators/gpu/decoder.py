@@ -13,14 +13,17 @@ from torch import nn
 from ktqueue.operators import native
 from ktqueue.operators.base import Operator, register
 from ktqueue.operators.decoder import DecoderOutput
-from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
-from ktqueue.operators.gpu.decoder_layer import DecoderLayer, Rotary
+from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.gpu.decoder_layer import DecoderLayer
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
 from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
 from ktqueue.operators.gpu.panels import ExpertRecord
+from ktqueue.operators.gpu.rotary import Rotary
+from ktqueue.operators.gpu.scoring import Scoring
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.latent_shape import cosines_and_sines
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ModuleWeights
@@ -50,15 +53,15 @@ class GpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """From a model of one of decoder_facts.CLASSES. Options: `dense`, a DenseType; of the CPU's experts
-        `activations` and `isa`. Raises ValueError.
+        """From a model of one of decoder_facts.CLASSES or LATENT_CLASSES. Options: `dense`, a DenseType; of the CPU's
+        experts `activations` and `isa`. Raises ValueError.
         """
         dense = options.pop("dense", DEFAULT_DENSE)
         if dense not in get_args(DenseType):
             raise ValueError(f"GpuDecoder: dense must be {' or '.join(get_args(DenseType))}, got {dense!r}")
         chosen = kernel_options("GpuDecoder", options, "dense")
         try:
-            facts = facts_of(module, DTYPES)
+            facts = facts_of(module, DTYPES, (*CLASSES, *LATENT_CLASSES))
         except ValueError as error:
             name = type(module).__name__
             raise ValueError(
@@ -86,6 +89,7 @@ class GpuDecoder(Operator):
                         renormalise=layer.renormalise,
                         activation=layer.activation,
                         exact=self._options["activations"] == "float32",
+                        scoring=_scoring(layer, weights, self.device),
                     )
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
@@ -202,8 +206,16 @@ class GpuDecoder(Operator):
         if not self._tables or len(self._tables[-1].cosine) < positions:
             on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as CpuDecoder has
             with torch.no_grad():
-                cosine, sine = on_host(torch.empty(0), torch.arange(positions)[None])
-            half = cosine.shape[-1] // 2  # each half of the columns holds the same
-            table = Rotary(*(one[0, :, :half].contiguous().to(self.device) for one in (cosine, sine)))
+                angles = on_host(torch.empty(0), torch.arange(positions)[None])
+            table = Rotary(*(one.contiguous().to(self.device) for one in cosines_and_sines(angles)))
             self._tables.append(table)
         return self._tables[-1]
+
+
+def _scoring(layer: LayerFacts, weights: ModuleWeights, device: str) -> Scoring:
+    """Of a layer's router; its bias is on `device`."""
+    bias = None
+    if layer.sigmoid:
+        given = weights.vector(f"{layer.name}.mlp.gate.e_score_correction_bias")
+        bias = torch.from_numpy(given).to(device, torch.float32, copy=True)
+    return Scoring(layer.sigmoid, layer.scale, layer.groups, layer.groups_used, bias)

@@ -3,24 +3,16 @@
 What a sublayer adds to the residual is not added at once: the next norm does it in its own kernel. Knows no file.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights, Linear
 from ktqueue.operators.gpu.fused import few_rows_linear, gated, qk_norm_rope_append
 from ktqueue.operators.gpu.hybrid_experts import Deferred, StepExperts
+from ktqueue.operators.gpu.latent_layer import LatentLayer
+from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary tables, [positions, head_dim / 2] float32 each."""
-
-    cosine: torch.Tensor
-    sine: torch.Tensor
 
 
 class Attention:
@@ -95,13 +87,17 @@ class DecoderLayer:
     def __init__(
         self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights, routed: int | None
     ) -> None:
-        self.attention = Attention(index, layer, facts, weights)
+        self.attention: Attention | LatentLayer = (
+            LatentLayer(index, layer, facts, facts.latent, weights)
+            if facts.latent
+            else Attention(index, layer, facts, weights)
+        )
         self._epsilon = facts.epsilon
         self._norm = weights.vector(f"{layer.name}.post_attention_layernorm.weight")
         self._routed = routed
         mlp = f"{layer.name}.mlp"
         self._mlp: DenseMlp | None = None
-        self._shared: tuple[DenseMlp, Linear] | None = None
+        self._shared: tuple[DenseMlp, Linear | None] | None = None
         if routed is None:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return
@@ -109,6 +105,8 @@ class DecoderLayer:
         if layer.shared_expert:
             shared = DenseMlp(f"{mlp}.shared_expert", layer.activation, weights)
             self._shared = shared, weights.linear(f"{mlp}.shared_expert_gate")
+        elif layer.shared_experts:
+            self._shared = DenseMlp(f"{mlp}.shared_experts", layer.activation, weights), None
 
     def mlp(
         self, residual: torch.Tensor, attended: torch.Tensor, experts: StepExperts | None, live: torch.Tensor | None
@@ -127,7 +125,7 @@ class DecoderLayer:
         shared = self._shared_expert if self._shared else None
         return experts.run(self._routed, x, logits, live, shared, buffers)
 
-    def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._shared is not None
         mlp, gate = self._shared
-        return mlp(x), gate(x)
+        return mlp(x), None if gate is None else gate(x)

@@ -44,16 +44,17 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual [tokens, hidden] += added + sum(partials) + sigmoid(shared_gate) * shared, IN PLACE; then its RMSNorm.
 
-    weight [hidden]; added, shared [tokens, hidden]; shared_gate [tokens, 1] (a gate's logit; with `shared` only): any
-    float dtype. partials [tokens, slots, hidden] float32. Returns [tokens, hidden] in the dtype of `residual`, and
-    writes it to `copy` [tokens, hidden] of any float dtype too. The sum is float32 and rounded once; the norm is of the
-    rounded sum: rounded, then times weight (transformers' LlamaRMSNorm and its twins). `added` and `copy` may lie in
-    pinned host memory. All must be contiguous. Raises ValueError for shapes that do not fit.
+    weight [hidden]; added, shared [tokens, hidden]; shared_gate [tokens, 1] (a gate's logit; with `shared` only; none:
+    the whole of it is added): any float dtype. partials [tokens, slots, hidden] float32. Returns [tokens, hidden] in
+    the dtype of `residual`, and writes it to `copy` [tokens, hidden] of any float dtype too. The sum is float32 and
+    rounded once; the norm is of the rounded sum: rounded, then times weight (transformers' LlamaRMSNorm and its twins).
+    `added` and `copy` may lie in pinned host memory. All must be contiguous. Raises ValueError for shapes that do not
+    fit.
     """
     shape = residual.shape
     fits = weight.shape == shape[1:] and all(x is None or x.shape == shape for x in (added, shared, copy))
     fits &= partials is None or (partials.shape[::2] == shape and partials.dtype == torch.float32)
-    fits &= (shared is None) == (shared_gate is None) and (shared_gate is None or shared_gate.numel() == shape[0])
+    fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     _check(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
     if residual.is_cuda:
         from ktqueue.operators.gpu import triton_norm
@@ -73,8 +74,9 @@ def add_rms_norm(
         total = total + added.float()
     if partials is not None:
         total = total + partials.sum(1)
-    if shared is not None and shared_gate is not None:
-        total = total + shared_gate.float().sigmoid().view(-1, 1) * shared.float()
+    if shared is not None:
+        gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid().view(-1, 1)
+        total = total + gate * shared.float()
     residual.copy_(total)
     normed = _rms_norm(residual, weight, epsilon)
     if copy is not None:
@@ -162,9 +164,14 @@ def route(
     live_tokens: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     copies: tuple[torch.Tensor, torch.Tensor] | None = None,
+    choice: torch.Tensor | None = None,
+    sigmoid: bool = False,
+    scale: float = 1.0,
 ) -> Routing:
     """The experts of each token and their weights, highest first: softmax over all experts, of which the top stay.
 
+    choice [tokens, experts] float32: what is highest there instead is taken. sigmoid: weights are those of the logits,
+    not the softmax. scale: all weights are multiplied by it in the end.
     logits [tokens, experts], any float dtype, rows may be strided; the softmax is float32. Among equal logits the
     lowest id comes first. renormalise: weights add up to 1 (Mixtral, norm_topk_prob); else they are the softmax's.
     on_gpu [experts] int64: >= 0 where the GPU has the expert. live_tokens [1] int32: tokens from there on only pad: ids
@@ -179,6 +186,7 @@ def route(
     fits &= on_gpu is None or (on_gpu.shape == (experts,) and on_gpu.dtype == torch.int64)
     fits &= live_tokens is None or (live_tokens.numel() == 1 and live_tokens.dtype == torch.int32)
     fits &= counts is None or (counts.shape == (experts,) and counts.dtype == torch.int32)
+    fits &= choice is None or (choice.shape == logits.shape and choice.dtype == torch.float32)
     fits &= copies is None or [(x.shape, x.dtype) for x in copies] == [(shape, torch.int64), (shape, torch.float32)]
     _check(fits, f"route to {experts_per_token}", logits=logits, on_gpu=on_gpu, live_tokens=live_tokens, counts=counts)
     if logits.is_cuda:
@@ -193,14 +201,19 @@ def route(
                 live_tokens=live_tokens,
                 counts=counts,
                 copies=copies,
+                choice=choice,
+                sigmoid=sigmoid,
+                scale=scale,
             )
         )
-    order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    order = torch.sort((logits if choice is None else choice).float(), dim=-1, descending=True, stable=True)
     ids = order.indices[:, :experts_per_token].contiguous()
-    weights = logits.float().softmax(-1).gather(1, ids)
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    weights = scores.gather(1, ids)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    unsound = ~weights.isfinite().all(-1, keepdim=True)
+    weights = weights * scale
+    unsound = logits.amax(-1, keepdim=True).isfinite().logical_not()  # a NaN comes through
     ids = torch.where(unsound, torch.arange(experts_per_token, device=ids.device), ids)
     weights = weights.masked_fill(unsound, float("nan"))
     if live_tokens is not None:

@@ -13,6 +13,7 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.fused import add_rms_norm, route
 from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.panels import ExpertRecord, experts
+from ktqueue.operators.gpu.scoring import PLAIN, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class RoutedLayer:
     renormalise: bool
     activation: native.ActivationName
     exact: bool = False
+    scoring: Scoring = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,9 @@ class Places:
     chosen: bool = True
 
 
-SharedExpert = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SharedExpert = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """x [tokens, hidden] -> what an expert that sees every token makes of it, [tokens, hidden], and its gate's logit
-[tokens, 1]."""
+[tokens, 1]; None: it has no gate."""
 
 
 class ExpertPlaces(Protocol):
@@ -149,6 +151,9 @@ class StepExperts:
             live_tokens=live_tokens,
             counts=where.counts(index),
             copies=(buffers.cpu_ids, buffers.weights) if buffers is not None else None,
+            choice=layer.scoring.choice(logits),
+            sigmoid=layer.scoring.sigmoid,
+            scale=layer.scoring.scale,
         )
         if buffers is not None and self._handoff is not None:
             if not places.chosen:

@@ -46,8 +46,10 @@ def _add_rms_norm(
             total += tl.load(partials + (token * SLOTS + slot) * HIDDEN + column, mask=inside, other=0.0)
         x += total
     if shared is not None:
-        gate = tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
-        x += gate * tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
+        beside = tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
+        if shared_gate is not None:
+            beside *= tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
+        x += beside
     kept = x.to(residual.dtype.element_ty)
     tl.store(residual + at, kept, mask=inside)
     x = kept.to(tl.float32)  # the norm sees the sum as the next layer will

@@ -28,12 +28,15 @@ def _route(
     weights_out,
     cpu_ids_copy,
     weights_copy,
+    choice,
+    scale,
     stride,
     EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     """One program a token."""
     token = tl.program_id(0)
@@ -41,12 +44,16 @@ def _route(
     slot = tl.arange(0, CHOSEN_BLOCK)
     infinity: tl.constexpr = float("inf")
     x = tl.load(logits + token.to(tl.int64) * stride + expert, mask=expert < EXPERTS, other=-infinity).to(tl.float32)
-    unsound = tl.max(((x != x) | (x == infinity)).to(tl.int32), axis=0) > 0
-    x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0, its bits do not
+    largest = tl.max(x, axis=0)
+    unsound = (tl.max(((x != x) | (x == infinity)).to(tl.int32), axis=0) > 0) | (largest == -infinity)
+    by = x
+    if choice is not None:
+        by = tl.load(choice + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=-infinity)
+    by = tl.where(by == 0.0, 0.0, by)  # -0 equals 0, its bits do not
 
     # The highest logit is the greatest int64 of (logit, from the last expert backwards): among equals the lowest id, so
     # that what pads the block comes after every expert.
-    rank = (_sortable(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
+    rank = (_sortable(by.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
     ids = tl.zeros([CHOSEN_BLOCK], tl.int64)
     keys = tl.zeros([CHOSEN_BLOCK], tl.int32)
     for i in tl.static_range(CHOSEN):
@@ -55,9 +62,17 @@ def _route(
         keys = tl.where(slot == i, (best >> 32).to(tl.int32), keys)
         rank = tl.where(rank == best, _TAKEN, rank)
 
-    largest = tl.max(x, axis=0)
-    weights = tl.where(slot < CHOSEN, tl.exp(_sortable(keys).to(tl.float32, bitcast=True) - largest), 0.0)
-    weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
+    taken = _sortable(keys).to(tl.float32, bitcast=True)  # their logits
+    if choice is not None:
+        taken = tl.load(logits + token.to(tl.int64) * stride + ids, mask=slot < CHOSEN, other=0.0).to(tl.float32)
+    if SIGMOID:
+        weights = tl.where(slot < CHOSEN, tl.sigmoid(taken), 0.0)
+        if RENORMALISE:
+            weights = weights / tl.sum(weights, axis=0)
+    else:
+        weights = tl.where(slot < CHOSEN, tl.exp(taken - largest), 0.0)
+        weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
+    weights *= scale
     ids = tl.where(unsound, slot.to(tl.int64), ids)  # whatever the bits of a NaN made of them
     weights = tl.where(unsound, float("nan"), weights)
 
@@ -91,6 +106,9 @@ def route(
     live_tokens: torch.Tensor | None,
     counts: torch.Tensor | None,
     copies: tuple[torch.Tensor, torch.Tensor] | None,
+    choice: torch.Tensor | None = None,
+    sigmoid: bool = False,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, cpu_ids, weights: see fused.route."""
     tokens, experts = logits.shape
@@ -111,12 +129,15 @@ def route(
             weights,
             cpu_ids_copy,
             weights_copy,
+            choice,
+            scale,
             logits.stride(0),
             EXPERTS=experts,
             EXPERT_BLOCK=block,
             CHOSEN=experts_per_token,
             CHOSEN_BLOCK=triton.next_power_of_2(experts_per_token),
             RENORMALISE=renormalise,
+            SIGMOID=sigmoid,
             num_warps=1 if block <= 256 else 4,
         )
     return ids, cpu_ids, weights

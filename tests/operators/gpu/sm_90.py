@@ -61,7 +61,7 @@ def fused() -> None:
             "shared_gate": rows[:, :1].contiguous(),
             "copy": rows.float(),
         }
-        for options in (nothing, everything):
+        for options in (nothing, everything, {**everything, "shared_gate": None}):
             triton_norm.add_rms_norm(rows, rows[0], 1e-6, **options)
     for activation in ("silu", "gelu", "gelu_tanh", "swiglu_clamped"):
         triton_norm.gated(activation, torch.zeros(2, 6144, dtype=torch.bfloat16), 1.702, 7.0)
@@ -104,7 +104,10 @@ def fused() -> None:
             "copies": (torch.zeros(2, chosen, dtype=torch.int64), torch.zeros(2, chosen)),
         }
         for extras in (options, dict.fromkeys(options)):
-            triton_router.route(torch.zeros(2, experts, dtype=dtype), chosen, renormalise=experts == 128, **extras)
+            logits = torch.zeros(2, experts, dtype=dtype)
+            triton_router.route(logits, chosen, renormalise=experts == 128, **extras)
+            by = {"choice": logits.float(), "sigmoid": True, "scale": 2.5}
+            triton_router.route(logits, chosen, renormalise=experts == 128, **extras, **by)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, answers, feed, make_model, make_planner_for
+from decoder_families import (
+    FAMILIES,
+    LATENT_FAMILIES,
+    SEQUENCES,
+    VOCAB,
+    Cache,
+    answers,
+    feed,
+    make_model,
+    make_planner_for,
+)
 
 from ktqueue.operators import native
 from ktqueue.operators.base import registry
@@ -68,13 +78,13 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - logits).abs().max() < tolerance * logits.abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
 def test_equals_transformers(family, make_decoder):
     model = make_model(family)
     assert_close(fed(make_decoder(model)), answers(model), 1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near(family, dtype, make_decoder):
     model = make_model(family)
@@ -98,7 +108,10 @@ def record_bytes(decoder: GpuDecoder) -> int:
 
 @pytest.mark.parametrize("streamed", [None, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0")],
+)
 def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, make_decoder, monkeypatch):
     """`share` of them have a place there; long steps stream so many of the others."""
     model = make_model(family)

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 from transformers import (
     AttentionInterface,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeAttention, OlmoeRotaryEmbedding, OlmoeTopKRouter
@@ -20,6 +24,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.scoring import Scoring
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -156,6 +161,61 @@ def test_routers(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> None
     assert len(routing.ids[0].unique()) == ids.shape[1]
 
 
+GROUPS = {"n_group": 8, "topk_group": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (DeepseekV2TopkRouter, DeepseekV2Config(**sizes(n_routed_experts=64, num_experts_per_tok=6))),
+        (
+            DeepseekV2TopkRouter,
+            DeepseekV2Config(
+                **sizes(n_routed_experts=64, num_experts_per_tok=6, routed_scaling_factor=16.0, **GROUPS),
+                topk_method="group_limited_greedy",
+            ),
+        ),
+        (DeepseekV3TopkRouter, DeepseekV3Config(**sizes(n_routed_experts=64, num_experts_per_tok=8, **GROUPS))),
+        (
+            DeepseekV3TopkRouter,
+            DeepseekV3Config(
+                **sizes(n_routed_experts=64, num_experts_per_tok=6, n_group=1, topk_group=1, norm_topk_prob=False)
+            ),
+        ),
+    ],
+    ids=["V2-Lite", "V2", "V3", "one group"],
+)
+def test_routers_with_scores_of_their_own(kind: type[nn.Module], config: Any) -> None:
+    router: Any = kind(config)
+    router.weight.data.normal_(std=0.3)
+    facts = {} if kind is DeepseekV2TopkRouter else {"sigmoid": True}
+    if facts:
+        router.e_score_correction_bias.uniform_(-0.3, 0.3)
+        facts["bias"] = router.e_score_correction_bias
+    if facts or config.topk_method == "group_limited_greedy":
+        facts |= {"groups": config.n_group, "groups_used": config.topk_group}
+    scoring = Scoring(scale=config.routed_scaling_factor, **facts)
+    logits, weights, ids = router(torch.randn(9, 48))
+    routing = route(
+        logits.data,
+        ids.shape[1],
+        renormalise=bool(facts.get("sigmoid") and config.norm_topk_prob),
+        choice=scoring.choice(logits.data),
+        sigmoid=scoring.sigmoid,
+        scale=scoring.scale,
+    )
+    order, ours = ids.argsort(-1), routing.ids.argsort(-1)
+    assert torch.equal(routing.ids.gather(1, ours), ids.gather(1, order))
+    torch.testing.assert_close(routing.weights.gather(1, ours), weights.data.gather(1, order))
+
+
+def test_a_shared_expert_without_a_gate_is_added_whole() -> None:
+    residual, weight, shared = torch.randn(3, 32), torch.rand(32), torch.randn(3, 32)
+    total = residual + shared
+    add_rms_norm(residual, weight, 1e-6, shared=shared)
+    assert torch.equal(residual, total)
+
+
 def test_the_lowest_of_equal_experts_comes_first() -> None:
     logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, 0.0, float("-inf")]])
     assert route(logits, 6, renormalise=True).ids.tolist() == [[1, 3, 0, 2, 4, 5]]
@@ -216,7 +276,7 @@ def test_what_does_not_fit_is_refused(qkv: Any) -> None:
     with pytest.raises(ValueError, match=r"add_rms_norm does not take residual \[2, 8\] torch.float32"):
         add_rms_norm(rows, torch.zeros(4), 1e-6)
     with pytest.raises(ValueError, match="add_rms_norm"):
-        add_rms_norm(rows, torch.zeros(8), 1e-6, shared=rows)
+        add_rms_norm(rows, torch.zeros(8), 1e-6, shared_gate=rows[:, :1])
     with pytest.raises(ValueError, match="route to 9"):
         route(rows, 9, renormalise=True)
     with pytest.raises(ValueError, match="counts"):

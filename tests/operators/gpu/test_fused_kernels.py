@@ -1,5 +1,6 @@
 """The kernels of the fused operators: interpreted, they equal the twins; compiled, an H200 takes them."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -120,11 +121,14 @@ def test_route(experts: int, chosen: int, dtype: torch.dtype) -> None:
         "counts": torch.ones(experts, dtype=torch.int32),
         "copies": (torch.zeros(9, chosen, dtype=torch.int64), torch.zeros(9, chosen)),
     }
-    for extras in (options, dict.fromkeys(options)):
+    choice = torch.randn(logits.shape)
+    scorings: list[dict[str, Any]] = [{}, {"choice": choice, "scale": 2.5}, {"sigmoid": True}]
+    scorings.append({"choice": choice, "sigmoid": True, "scale": 0.5})
+    for extras, scoring in itertools.product((options, dict.fromkeys(options)), scorings):
         for renormalise in (True, False):
             ours, twin = clones(extras), clones(extras)
-            ids, cpu_ids, weights = triton_router.route(logits, chosen, renormalise=renormalise, **ours)
-            expected = fused.route(logits, chosen, renormalise=renormalise, **twin)
+            ids, cpu_ids, weights = triton_router.route(logits, chosen, renormalise=renormalise, **ours, **scoring)
+            expected = fused.route(logits, chosen, renormalise=renormalise, **twin, **scoring)
             assert torch.equal(ids, expected.ids)
             assert torch.equal(cpu_ids, expected.cpu_ids)
             same(weights, expected.weights)
