@@ -24,6 +24,8 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
         key = key if key in metadata else f"{prefix}.attention.{name}"
         return int(number(metadata.get(key), int, key, source))
 
+    if metadata.get(key := f"{prefix}.attention.temperature_scale"):  # Mistral Large 3, of the same architecture
+        raise CheckpointError(f"{source}: {key} is not supported")
     key = f"{prefix}.rope.dimension_count"
     rotary, whole = int(number(metadata.get(key), int, key, source)), width("key_length")
     if rotary >= whole or rotary % 2:

@@ -162,6 +162,7 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
     ("changes", "message"),
     [
         ({"deepseek2.rope.dimension_count": 24}, "must be even and less than a key's length, 24"),
+        ({"deepseek2.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
         ({"deepseek2.rope.dimension_count": 7}, "must be even"),
         ({"deepseek2.expert_group_count": 3}, "2 of 8 experts a token do not fit 1 of 3 groups"),
         ({"deepseek2.expert_group_count": 8}, "2 of 8 experts a token do not fit 1 of 8 groups"),
