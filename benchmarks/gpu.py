@@ -1,8 +1,8 @@
 """The engine of a GPU worker, measured: `python -m benchmarks.gpu [--model M] [--results DIR]`, a JSON file of it all.
 
 Experts on the CPU: rows that decode together, and prompts alone; beside each figure what the CPU's experts read a
-second, what a probe of the memory reads in the same minute, and the rate that the probe alone would allow. Then some of
-the experts in GPU memory, then all. The model is loaded once.
+second, and what a probe of the memory reads in the same minute. Then the same with some experts of each token deferred,
+then some of the experts in GPU memory, then all. The model is loaded once.
 """
 
 import argparse
@@ -77,14 +77,15 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,32,64", help="rows that decode at once")
     parser.add_argument("--prefill", default="512,2048,8192", help="tokens of prompts that are read alone")
     parser.add_argument("--memory", default="4,8", help="GiB of GPU memory for experts: points of the curve")
-    parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve")
+    parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve, and with deferred experts")
+    parser.add_argument("--deferred", default="2", help="experts of each token that are deferred")
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
-    rows, lengths, gigabytes, curve_rows = (
+    rows, lengths, gigabytes, curve_rows, deferred = (
         [int(one) for one in text.split(",") if one]
-        for text in (given.rows, given.prefill, given.memory, given.curve_rows)
+        for text in (given.rows, given.prefill, given.memory, given.curve_rows, given.deferred)
     )
     config = EngineConfig(
         model=given.model,
@@ -110,17 +111,23 @@ def main() -> None:
     result["prefill"] = [say("prefill", prefill(built, length, 3 * given.rounds)) for length in lengths]
     keep()
     whole = int(decoder_of(built).statistics()["expert_bytes"])
-    result["curve"] = []
-    for memory in [*(count * GIB for count in gigabytes), whole]:
+    points: list[tuple[str, dict[str, float], EngineConfig]] = [
+        ("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred
+    ]
+    points += [
+        ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
+        for memory in [*(count * GIB for count in gigabytes), whole]
+    ]
+    result |= {"deferred": [], "curve": []}
+    for part, what, settings in points:
         built.engine.close()
         model, tokenizer = built.model, built.tokenizer
         del built
         gc.collect()
         torch.cuda.empty_cache()
-        built = assemble(replace(config, gpu_expert_memory_bytes=memory), model, tokenizer)
-        for count in rows if memory == whole else curve_rows:
-            figure = decode(built, count, given.rounds)
-            result["curve"].append(say("curve", {"expert_memory_gib": memory / GIB, **figure}))
+        built = assemble(settings, model, tokenizer)
+        for count in rows if settings.gpu_expert_memory_bytes == whole else curve_rows:
+            result[part].append(say(part, {**what, **decode(built, count, given.rounds)}))
         keep()
     built.engine.close()
 

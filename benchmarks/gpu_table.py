@@ -31,6 +31,13 @@ def make(result: dict[str, Any]) -> list[str]:
         f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
         for one in result["prefill"]
     ]
+    if result.get("deferred"):
+        lines += ["", "| deferred experts of a token | rows | tok/s | step | fetched |", "|" + " ---: |" * 5]
+        lines += [
+            f"| {one['deferred_experts']} | {one['rows']} | {one['tokens_per_second']:.1f} | {one['step_ms']:.2f} ms | "
+            f"{one['expert_fetched_share']:.0%} |"
+            for one in result["deferred"]
+        ]
     if result["curve"]:
         lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate |", "|" + " ---: |" * 5]
     for one in result["curve"]:
