@@ -170,9 +170,13 @@ def attend(
 
 
 def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
-    """Shares that keep `processors` busy with `tokens` tokens of at most `max_keys` keys."""
+    """Shares that keep `processors` busy with `tokens` tokens of at most `max_keys` keys.
+
+    Few tokens are always shared out, were it for one block of keys: the kernel that joins is another one than that of
+    many tokens, and is so compiled before there are long contexts.
+    """
     wanted = -(-4 * processors // (tokens * -(-heads // HEADS_AT_ONCE)))
-    return max(1, min(wanted, MAX_SPLITS, -(-max_keys // 32)))
+    return max(1, min(wanted, MAX_SPLITS, max(2, -(-max_keys // 32))))
 
 
 def workspace_bytes(tokens: int, heads: int, latent: int, splits: int) -> int:

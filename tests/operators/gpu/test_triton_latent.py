@@ -65,7 +65,7 @@ def test_few_tokens_are_split(contexts, steps):
     ours = planner(kv, 4)
     ours._processors = 16
     plan = ours.plan(step)
-    assert plan._decode.splits == (10 if max(contexts) == 300 else 1)
+    assert plan._decode.splits == (10 if max(contexts) == 300 else 2)
     check(plan, step, steps.query(step, 4, torch.float32), steps)
 
 
@@ -93,4 +93,5 @@ def test_shares_keep_the_processors_busy():
     assert triton_latent.split_count(8, 128, 131072, 132) == 9
     assert triton_latent.split_count(512, 16, 512, 132) == 2
     assert triton_latent.split_count(2048, 16, 2048, 132) == 1
+    assert triton_latent.split_count(3, 16, 2, 132) == 2
     assert triton_latent.workspace_bytes(2048, 16, 512, 1) == 0
