@@ -21,6 +21,8 @@ ON_BOTH_SIDES = "GpuDecoder"
 the CPU. A tied head is there once."""
 LATENT = "LatentAttention"
 """The operator that packs its matrices in float32 on the CPU only, and the one that it absorbs nowhere."""
+ABSORBED = ".kv_b_proj"
+"""A matrix that is multiplied into others before they are used, so it is decoded."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -115,11 +117,12 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
         if operator == ON_BOTH_SIDES:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
-            if place in quantised and isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            is_linear = isinstance(module, torch.nn.Linear | torch.nn.Embedding) and not name.endswith(ABSORBED)
+            if place in quantised and is_linear:
                 packed = stays_quantised(checkpoint.quant(own[0]))
         elif operator == LATENT:
             floats = all(one.dtype == torch.float32 for one in module.parameters(recurse=False))
-            packed = device == "cpu" and floats and not name.endswith(".kv_b_proj")
+            packed = device == "cpu" and floats and not name.endswith(ABSORBED)
         key = (_INDEX.sub(".*", name), type(module).__name__, operator, device)
         modules.setdefault(key, []).append(0)
         for tensor in own:

@@ -11,8 +11,6 @@ from ..operators.gpu.matrices import BLOCKS, activations, columns_of, make_panel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
     assert (got.cpu().double() - expected.double()).norm() <= bound * expected.double().norm()
@@ -20,50 +18,54 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> Non
 
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_decoded_rows(quant, random_weights):
-    for columns in (columns_of(quant), 2048):
+    for columns, dtype in ((columns_of(quant), torch.float32), (2048, torch.bfloat16)):
         panels, weights = make_panels(random_weights, quant, 75, columns, "cuda")
         ids = torch.randint(75, (100,))
-        for dtype in (*HALF, torch.float32):
-            out = torch.full((60, columns), torch.nan, dtype=dtype, device="cuda")
-            panels.decode(out, first=11)
-            assert torch.equal(out.cpu(), weights[11:71].to(dtype))
-            out = torch.full((100, columns), torch.nan, dtype=dtype, device="cuda")
-            panels.decode(out, ids=ids.cuda())
-            assert torch.equal(out.cpu(), weights[ids].to(dtype))
+        out = torch.full((60, columns), torch.nan, dtype=dtype, device="cuda")
+        panels.decode(out, first=11)
+        assert torch.equal(out.cpu(), weights[11:71].to(dtype))
+        out = torch.full((100, columns), torch.nan, dtype=dtype, device="cuda")
+        panels.decode(out, ids=ids.cuda())
+        assert torch.equal(out.cpu(), weights[ids].to(dtype))
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_few_rows(quant, random_weights):
-    """One part or two, any number of tokens that comes here, rows that do not fill a panel."""
-    for columns in (columns_of(quant), 4096):
+    """One part or two, rows that do not fill a panel, more columns than a tile has."""
+    for columns, tokens, dtype in (
+        (columns_of(quant), 1, torch.float16),
+        (4096, 1, torch.bfloat16),
+        (4096, quantised_linear.FEW_ROWS, torch.bfloat16),
+    ):
         made = [make_panels(random_weights, one, rows, columns, "cuda") for one, rows in ((quant, 261), ("Q8_0", 40))]
-        for tokens in range(1, quantised_linear.FEW_ROWS + 1):
-            for parts, dtype in ((made[:1], torch.float16), (made, torch.bfloat16)):
-                x = activations(tokens, columns, dtype)
-                weights = torch.cat([one for _, one in parts])
-                for bias in (None, activations(1, len(weights), dtype)[0]):
-                    out = torch.full((tokens, len(weights)), torch.nan, device="cuda")
-                    multiply_few([one for one, _ in parts], x.cuda(), None if bias is None else bias.cuda(), out)
-                    expected = x.double() @ weights.double().T
-                    assert_close(out, expected if bias is None else expected + bias.double(), 1e-5)
+        x = activations(tokens, columns, dtype)
+        for parts in (made[:1], made):
+            weights = torch.cat([one for _, one in parts])
+            bias = activations(1, len(weights), dtype)[0] if len(parts) > 1 else None
+            out = torch.full((tokens, len(weights)), torch.nan, device="cuda")
+            multiply_few([one for one, _ in parts], x.cuda(), None if bias is None else bias.cuda(), out)
+            expected = x.double() @ weights.double().T
+            assert_close(out, expected if bias is None else expected + bias.double(), 1e-5)
 
 
-@pytest.mark.parametrize("quants", [("Q4_K",), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_K")])
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize(
+    ("quants", "dtype"),
+    [(("Q4_K", "Q6_K"), torch.bfloat16), (("Q8_0",), torch.float16), (("Q4_K",), torch.float32)],
+)
 def test_any_number_of_rows(quants, dtype, random_weights):
     made = [make_panels(random_weights, quant, 272 + i, 512, "cuda") for i, quant in enumerate(quants)]
     decoded = DecodedWeights(dtype, "cuda")
     weights = torch.cat([one for _, one in made])
     decoded.announce(*weights.shape)
     linear = QuantisedLinear([one for one, _ in made], None, decoded)
-    for tokens in (1, 3, 5, 16, 17, 40, 64, 65, 300, 3000):
+    for tokens in (1, 3, 5, 64, 300, 3000):
         x = activations(tokens, 512, dtype)
         got = linear(x.cuda())
         assert got.dtype == dtype
         assert_close(got, x.double() @ weights.double().T, {torch.float32: 5e-6}.get(dtype, 6e-3))
 
 
-@pytest.mark.parametrize("tokens", [2, 40, 200])
+@pytest.mark.parametrize("tokens", [2, 40])
 def test_in_a_graph(tokens, random_weights):
     """Replays see new activations."""
     made = [make_panels(random_weights, quant, 256, 512, "cuda") for quant in ("Q4_K", "Q6_K")]

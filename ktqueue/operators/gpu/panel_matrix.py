@@ -44,34 +44,23 @@ class Panels:
         decoded = panel_layout.dequantize(panels[torch.from_numpy(used)], self.quant, self.columns)
         out.copy_(decoded[torch.from_numpy(place) * panel_layout.PANEL_ROWS + numbers % panel_layout.PANEL_ROWS])
 
-    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out [tokens, rows] = x [tokens, columns] times the transposed matrix, weights rounded to the type of x."""
-        if out.is_cuda:
-            from ktqueue.operators.gpu import triton_panels
-
-            triton_panels.launch(self.packed, x.contiguous(), out, (self.quant,))
-            return
-        weights = x.new_empty(self.rows, self.columns)
-        self.decode(weights)
-        out.copy_(x.float() @ weights.float().T)
-
 
 def multiply_few(parts: Sequence[Panels], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """out [tokens, rows of all parts] = x [tokens, columns] times all of them transposed, plus bias [rows of all].
 
     For few tokens of 16 bits. Weights are not rounded; sums are float32.
     """
+    row = 0
     if out.is_cuda:
         from ktqueue.operators.gpu import triton_matrix
 
-        row = 0
         for i in range(0, len(parts), 2):
             rows = sum(part.rows for part in parts[i : i + 2])
             added = None if bias is None else bias[row : row + rows]
             triton_matrix.few_rows(parts[i : i + 2], x, added, out[:, row : row + rows])
             row += rows
         return
-    weights, row = torch.empty(out.shape[1], x.shape[1]), 0
+    weights = torch.empty(out.shape[1], x.shape[1])
     for part in parts:
         part.decode(weights[row : row + part.rows])
         row += part.rows

@@ -1,8 +1,7 @@
 """A linear layer whose weights stay quantised in GPU memory.
 
-Few rows are multiplied by the weights as they come from memory; more rows on tensor cores, which get each weight
-decoded; for many rows weights are decoded to a buffer that all such layers share, and torch multiplies. Which of the
-three depends on the number of rows alone. Nothing waits for the device. Knows no format.
+Few rows are multiplied by the weights as they come from memory; for more, weights are decoded to a buffer that all such
+layers share, and torch multiplies. Nothing waits for the device. Knows no format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,9 @@ from ktqueue.operators.gpu.fused import few_rows_linear
 from ktqueue.operators.gpu.panel_matrix import Panels, multiply_few
 
 FEW_ROWS = 4
-"""Up to here weights are multiplied as they come from memory, if rows are of 16 bits."""
-SOME_ROWS = 64
-"""Up to here they are decoded on their way to tensor cores, for each block of rows anew."""
+"""Up to here weights are multiplied as they come from memory, if rows are of 16 bits; beyond they are decoded first."""
 DECODED_AT_ONCE = 1 << 24
-"""Weights that are decoded at a time beyond: 32 MB of 16 bits, less than the second-level cache of a large GPU."""
+"""Weights that are decoded at a time: 32 MB of 16 bits, less than the second-level cache of a large GPU."""
 
 
 def stays_quantised(quant: str) -> bool:
@@ -53,18 +50,15 @@ class QuantisedLinear:
 
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [tokens, columns] -> [tokens, rows]; `dtype` as fused.few_rows_linear has it."""
-        tokens = len(x)
-        if tokens > SOME_ROWS:
-            return self._decode_and_multiply(x, dtype)
-        out = x.new_empty(tokens, self._rows, dtype=dtype)
-        if 1 <= tokens <= FEW_ROWS and x.dtype != torch.float32:
+        if 1 <= len(x) <= FEW_ROWS and x.dtype != torch.float32:
+            out = x.new_empty(len(x), self._rows, dtype=dtype)
             multiply_few(self._parts, x, self._bias, out)
             return out
-        row = 0
-        for part in self._parts:
-            part.multiply(x, out[:, row : row + part.rows])
-            row += part.rows
-        return out if self._bias is None else out.add_(self._bias)
+        products = []
+        for first, weights in self._decoded_pieces():
+            bias = None if self._bias is None else self._bias[first : first + len(weights)]
+            products.append(few_rows_linear(x, weights, bias, dtype=dtype))
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of `ids` [tokens] int64 of a matrix of one part: [tokens, columns] in the compute type."""
@@ -72,13 +66,6 @@ class QuantisedLinear:
         out = self._decoded.weights.new_empty(len(ids), self._columns)
         part.decode(out, ids=ids)
         return out
-
-    def _decode_and_multiply(self, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        products = []
-        for first, weights in self._decoded_pieces():
-            bias = None if self._bias is None else self._bias[first : first + len(weights)]
-            products.append(few_rows_linear(x, weights, bias, dtype=dtype))
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def _decoded_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, weights [rows, columns] in the compute type), each in the same place as the one before."""

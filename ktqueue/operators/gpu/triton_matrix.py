@@ -17,8 +17,16 @@ from ktqueue.operators.gpu import triton_formats as formats
 from ktqueue.operators.gpu.panel_layout import PANEL_ROWS, SLAB, SLABS, panel_bytes, panel_count, superblock_bytes
 from ktqueue.operators.gpu.panel_matrix import Panels
 
-_SLABS_AT_ONCE = 64
-"""That a program has on the way at a time, of each of its rows: 2,048 columns."""
+_FEWEST_SLABS, _MOST_SLABS = 32, 128
+"""That a program has on the way at a time, of each of its rows: 1,024 columns to 4,096."""
+_SLABS_OF_ALL = 1 << 14
+"""That all programs together have on the way at a time: eight a warp, so about 15 warps a multiprocessor."""
+
+
+def _slabs_at_once(panels: int, slabs: int) -> int:
+    """Of each of `panels` programs: many at once where there are few programs."""
+    most = max(min(_SLABS_OF_ALL // panels, _MOST_SLABS), _FEWEST_SLABS)
+    return min(1 << (slabs - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 
 @triton.jit
@@ -187,9 +195,9 @@ def few_rows(parts: Sequence[Panels], x: torch.Tensor, bias: torch.Tensor | None
     if x.stride(1) != 1 or x.stride(0) % 4:
         x = x.contiguous()
     first, other = parts[0], parts[-1]
-    slabs = columns // SLAB
-    at_once = min(triton.next_power_of_2(slabs), _SLABS_AT_ONCE)
-    _few_rows_kernel[(sum(panel_count(part.rows) for part in parts),)](
+    slabs, panels = columns // SLAB, sum(panel_count(part.rows) for part in parts)
+    at_once = _slabs_at_once(panels, slabs)
+    _few_rows_kernel[(panels,)](
         first.packed,
         other.packed,
         x,

@@ -3,7 +3,6 @@
 One program multiplies up to BLOCK_M *pairs* (of a token and an expert it chose) of one expert by BLOCK_N rows of that
 expert's weights, which it decodes on the way from memory to the tensor cores. So a weight is read once for up to
 BLOCK_M pairs. How a program finds its pairs:
-  EVERY     all pairs are of one matrix (a linear): block by block
   LEADER    few pairs: program p is of the expert of pair p, if no pair before p chose it
   EXPERT    program e is of expert e, and finds its pairs among all
   SORTED    many pairs: a list of pairs sorted by expert is made first (triton_pairs.py)
@@ -17,10 +16,9 @@ from ktqueue.operators.gpu import triton_formats as formats
 from ktqueue.operators.gpu import triton_pairs
 from ktqueue.operators.gpu.panel_layout import FLOATS, SLAB, SLABS, panel_bytes, superblock_bytes
 
-EVERY = tl.constexpr(0)
-LEADER = tl.constexpr(1)
-EXPERT = tl.constexpr(2)
-SORTED = tl.constexpr(3)
+LEADER = tl.constexpr(0)
+EXPERT = tl.constexpr(1)
+SORTED = tl.constexpr(2)
 
 
 @triton.jit
@@ -114,7 +112,6 @@ def _panels_kernel(
     experts,
     slots,  # pairs that share a row of x
     x_stride,
-    out_stride,
     start,  # byte where the matrix begins in a record
     zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
     ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
@@ -150,17 +147,13 @@ def _panels_kernel(
             mine = (turn < zero_pairs) & (candidate < pairs)
             wanted = tl.load(ids + candidate, mask=mine, other=0)
             skipped = mine & (tl.load(offsets + tl.maximum(wanted, 0), mask=mine & (wanted >= 0), other=-1) < 0)
-            at = out + candidate[:, None].to(tl.int64) * out_stride + n[None, :]
+            at = out + candidate[:, None].to(tl.int64) * ROWS + n[None, :]
             zeros = tl.zeros((ZERO, BLOCK_N), tl.float32)
             tl.store(at, zeros.to(out.dtype.element_ty), mask=skipped[:, None] & (n < ROWS)[None, :])
             done += ZERO
 
     # The record's offset, and which of the expert's pairs this program takes: lo .. hi.
-    if FIND == EVERY:
-        offset = tl.zeros((), tl.int64)
-        lo = program * BLOCK_M
-        hi = tl.minimum(lo + BLOCK_M, pairs)
-    elif FIND == SORTED:
+    if FIND == SORTED:
         all_experts = tl.arange(0, SCAN)
         found = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
         blocks = (found + BLOCK_M - 1) // BLOCK_M
@@ -186,9 +179,7 @@ def _panels_kernel(
     begin = lo
     while begin < hi:  # the interpreter has no range of what is only known at run time
         live = begin + m < hi
-        if FIND == EVERY:
-            pair = begin + m
-        elif FIND == SORTED:
+        if FIND == SORTED:
             pair = tl.load(sorted_pairs + first + begin + m, mask=live, other=0)
         else:
             pick = match[None, :] & (position[None, :] == (begin + m)[:, None])
@@ -230,7 +221,7 @@ def _panels_kernel(
             acc = activate(gate, up, ACTIVATION)
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
-        at_pair = out + pair[:, None].to(tl.int64) * out_stride + n[None, :]
+        at_pair = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
         tl.store(at_pair, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
         begin += BLOCK_M
 
@@ -252,14 +243,14 @@ def launch(
     out: torch.Tensor,
     quants: tuple[str, ...],
     *,
-    ids: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
     start: int = 0,
     activation: str = "",
     weights: torch.Tensor | None = None,
     zero_skipped: bool = False,
 ) -> None:
-    """out [pairs, rows] = x times the transposed weights of each pair's expert; without `ids`, of the one matrix.
+    """out [pairs, rows] = x times the transposed weights of each pair's expert.
 
     quants: of the one matrix, or of gate and up, then `activation` joins them. x [pairs / slots, columns]: a row for
     so many pairs. weights [pairs]: factors of the rows. The rest as in panels.py.
@@ -268,15 +259,11 @@ def launch(
     if pairs == 0:
         return
     columns = x.shape[1]
-    experts = 1 if offsets is None else offsets.numel()
+    experts = offsets.numel()
     exact = x.dtype == torch.float32
     largest_block = 32 if exact else 64 if "F32" in quants else 128  # what fits into shared memory
     lists = (out, out, out)  # not read
-    if ids is None or offsets is None:
-        find, scan = EVERY, 1
-        block_m = _power(pairs, 16, largest_block)
-        programs = triton.cdiv(pairs, block_m)
-    elif pairs <= 512:
+    if pairs <= 512:
         find, block_m, scan = (LEADER if pairs <= experts else EXPERT), 16, (64 if pairs <= 64 else 512)
         programs = min(pairs, experts)
     else:
@@ -296,8 +283,8 @@ def launch(
     zero = 0 if not zero_skipped else 1 if find == LEADER else block_m
     _panels_kernel[(triton.cdiv(rows, block_n), programs)](
         pool,
-        out if offsets is None else offsets,
-        out if ids is None else ids,
+        offsets,
+        ids,
         x,
         out if weights is None else weights,
         out,
@@ -306,7 +293,6 @@ def launch(
         experts,
         pairs // len(x),
         x.stride(0),
-        out.stride(0),
         start,
         triton.cdiv(pairs, programs),
         ACTIVATION=activation,

@@ -60,7 +60,8 @@ def test_few_rows(quant, kernels, random_weights):
 
 def test_more_columns_than_a_tile_has(kernels, random_weights, monkeypatch):
     """And more tokens, of float16."""
-    monkeypatch.setattr(kernels, "_SLABS_AT_ONCE", 8)
+    monkeypatch.setattr(kernels, "_FEWEST_SLABS", 8)
+    monkeypatch.setattr(kernels, "_MOST_SLABS", 8)
     panels, weights = make_panels(random_weights, "Q4_0", 16, 288)
     x, out = activations(3, 288, torch.float16), torch.full((3, 16), torch.nan)
     kernels.few_rows([panels], x, None, out)
@@ -90,26 +91,6 @@ def test_rows_that_are_not_finite_poison_themselves(kernels, random_weights):
     kernels.few_rows([panels], x, None, out)
     assert out[1].isnan().all()
     assert_close(out[:1], x[:1].float() @ weights.T)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 17, 130])
-@pytest.mark.parametrize("quant", ["Q6_K", "Q4_0"])
-def test_on_tensor_cores(quant, tokens, random_weights):
-    """The experts' kernel, of one matrix; the product is a part of another."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: tests/gpu")
-    from ktqueue.operators.gpu import triton_panels
-
-    panels, weights = make_panels(random_weights, quant, 70, columns_of(quant))
-    x = activations(tokens, panels.columns)
-    for multiply in (
-        panels.multiply,
-        lambda x, out: triton_panels.launch(panels.packed, x, out, (quant,)),
-    ):
-        wide = torch.full((tokens, 80), 7.0)
-        multiply(x, wide[:, 3:73])
-        assert_close(wide[:, 3:73], x @ weights.T)
-        assert wide[:, :3].eq(7).all() and wide[:, 73:].eq(7).all()
 
 
 def test_weights_that_are_not_finite_are_refused(random_weights):
