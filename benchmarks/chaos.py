@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--results", type=Path, help="a folder to write chaos.json to; the README's own has a table made"
+        "--results", type=Path, help="a folder to write chaos.json to; the tables of the default one are made anew"
     )
     given = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)

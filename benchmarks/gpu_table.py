@@ -12,6 +12,7 @@ def make(result: dict[str, Any]) -> list[str]:
         f"{gpu['name']}, CUDA {gpu['cuda']}; {facts['cpu']}, {facts['threads']} threads, {facts['isa']}; torch "
         f"{packages['torch']}, triton {packages['triton']}, FlashInfer {packages['flashinfer-python']}; commit "
         f"{machine['commit']}, {machine['taken']}. Prompts of 128 tokens, greedy. `{result['command']}`",
+        *([result["note"]] if "note" in result else []),
         "",
         "All experts on the CPU. Fetched: the share of a step's experts that come over the bus; CPU: what the expert "
         "layers there read a second, prompts included; probe: what all threads read just after.",

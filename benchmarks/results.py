@@ -1,4 +1,4 @@
-"""Keeps results: a JSON file each, with the machine and the command, and the README's tables made anew."""
+"""Keeps results: a JSON file each, with the machine and the command, and the pages of figures made anew."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Takes the figures, writes them to results/ and into the README: `python -m benchmarks.run [cpu|system]`."""
+"""Takes the figures, writes them to results/ and into the pages of figures: `python -m benchmarks.run [cpu|system]`."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="decode with sampling too")
     parser.add_argument("--without-ours", action="store_true", help="llama.cpp alone")
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder of the results; the README has its tables"
+        "--results", type=Path, default=RESULTS, help="folder of the results; figures/ has their tables"
     )
     given = parser.parse_args()
     for what in given.what:

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/README.md, from the files in results/: what stands between its two marks is generated."""
+"""The pages of benchmarks/figures, from the files in results/."""
 
 import json
 from collections.abc import Callable
@@ -19,43 +19,48 @@ from benchmarks import (
 )
 
 FOLDER = Path(__file__).parent
-BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+Maker = Callable[[dict[str, Any]], list[str]]
 
 
 def write() -> None:
-    """Put the current figures into the README."""
-    page = FOLDER / "README.md"
-    text = page.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    page.write_text(f"{head}{BEGIN}\n{render()}\n{END}{tail}")
+    """Make the pages anew."""
+    for name, (title, makers) in _pages().items():
+        parts = [f"# {title}\nMade by `python -m benchmarks.tables`; how they are taken: [benchmarks](../README.md)."]
+        for pattern, make in makers.items():
+            paths = sorted((FOLDER / "results").glob(f"{pattern}.json"))
+            parts += ["\n".join(make(json.loads(path.read_text()))) for path in paths]
+        (FOLDER / "figures" / f"{name}.md").write_text("\n\n".join(parts) + "\n")
 
 
-def render() -> str:
-    """All tables as Markdown."""
-    makers: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-        "cpu-*": cpu_table.make,
-        "experts-*": experts_table.make,
-        "gpu*": gpu_table.make,
-        "served-*": gpu_table.served,
-        "endurance-*": endurance_table.make,
-        "accuracy": accuracy_tables.accuracy,
-        "perplexity": accuracy_tables.perplexity,
-        "deferral": accuracy_tables.deferral,
-        "system": _system,
-        "queue": broker_tables.queue,
-        "streams": broker_tables.streams,
-        "depth": broker_tables.depth,
-        "chaos": chaos_table.make,
-        "fairness": fairness_table.make,
-        "crew": crew_table.make,
-        "seeded": _seeded,
+def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
+    """A page's title, and who makes the tables of which results."""
+    return {
+        "cpu": ("The CPU's engine", {"cpu-*": cpu_table.make, "experts-*": experts_table.make, "system": _system}),
+        "gpu": (
+            "A GPU's engine",
+            {"gpu*": gpu_table.make, "served-*": gpu_table.served, "endurance-*": endurance_table.make},
+        ),
+        "quality": (
+            "How near to the model",
+            {
+                "accuracy": accuracy_tables.accuracy,
+                "perplexity": accuracy_tables.perplexity,
+                "deferral": accuracy_tables.deferral,
+                "seeded": _seeded,
+            },
+        ),
+        "queue": (
+            "The queue",
+            {
+                "queue": broker_tables.queue,
+                "streams": broker_tables.streams,
+                "depth": broker_tables.depth,
+                "chaos": chaos_table.make,
+                "fairness": fairness_table.make,
+                "crew": crew_table.make,
+            },
+        ),
     }
-    parts = []
-    for pattern, make in makers.items():
-        paths = sorted((FOLDER / "results").glob(f"{pattern}.json"))
-        parts += ["\n".join(make(json.loads(path.read_text()))) for path in paths]
-    return "\n\n".join(parts)
 
 
 def _system(result: dict[str, Any]) -> list[str]:
