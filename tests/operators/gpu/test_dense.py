@@ -93,6 +93,20 @@ def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_we
     torch.testing.assert_close(sums, expected, rtol=0.01, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "few"), [(4, torch.bfloat16, True), (5, torch.bfloat16, False), (1, torch.float32, False)]
+)
+def test_which_rows_are_few(tokens, dtype, few, device, random_weights, monkeypatch):
+    """Their kernel knows 16 bits only."""
+    taken = []
+    monkeypatch.setattr(quantised_linear, "multiply_few", lambda *given: taken.append(given))
+    panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
+    decoded = DecodedWeights(dtype, device)
+    decoded.announce(16, 32)
+    QuantisedLinear([panels], None, decoded)(activations(tokens, 32, dtype).to(device))
+    assert bool(taken) == few
+
+
 def test_weights_of_few_rows_are_not_rounded(device, random_weights):
     panels, weights = make_panels(random_weights, "Q6_K", 64, 512, device)
     x = activations(3, 512, torch.bfloat16)
@@ -153,6 +167,7 @@ def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights, device):
     x = activations(3, weights.matrix(mixed).columns).to(device)
     dense = DenseWeights(weights, torch.float32, device, "quantised")
     assert isinstance(dense.linear(*names[:2]), QuantisedLinear)
+    assert not isinstance(dense.linear(*names), QuantisedLinear)
     products = [dense.linear(name)(x) for name in names]
     torch.testing.assert_close(dense.linear(*names)(x), torch.cat(products, dim=1))
 
