@@ -121,6 +121,12 @@ class BlockTiles {
                 Tiles::template load<T>(sums + (2 * h + p) * kTileFloats, 64);
             }
         });
+        if (last)  // y is about to be written, by no one for a while: a line is fetched long before its store is due
+            for (size_t h = 0; h < Halves; ++h)
+                for (size_t r = 0; r < rows_; ++r) {
+                    const float* y = y_ + (first_row(half + h) + r) * task_.y_stride + at.panel * kPanelRows;
+                    for (size_t p = 0; p < Panels; ++p) __builtin_prefetch(y + p * kPanelRows, 1, 3);
+                }
         const uint8_t* upper = x_ + first_row(half) * x_stride_ + at.block * kSlabs * kSlabBytes;
         const uint8_t* lower = upper + (first_row(half + Halves - 1) - first_row(half)) * x_stride_;
         const uint8_t* other = weights + kSlabs * kTileBytes;
@@ -187,7 +193,7 @@ void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
         std::type_identity<PanelQ6_K>{}, std::type_identity<PanelIQ4_NL>{}, std::type_identity<PanelIQ4_XS>{},
         std::type_identity<PanelMXFP4>{});
     table.shuffle = shuffle;
-    table.mid_tiles[0] = mid_tile_rows<gate_silu>;
+    table.mid_tiles[0] = mid_tile_rows<quick_silu>;
     table.mid_tiles[1] = mid_tile_rows<gate_gelu>;
     table.mid_tiles[2] = mid_tile_rows<gate_gelu_tanh>;
     table.mid_tiles[3] = mid_tile_rows<gate_swiglu_clamped>;

@@ -262,8 +262,11 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
     const size_t slices = 16 * pool->threads();
+    // What tiles leave of a task's time is mostly its beginning.
+    const bool tiles = std::ranges::any_of(space.tiled, [](const auto& one) { return one[0] || one[1]; });
+    const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
     const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
-        const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, kTaskBytes);
+        const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, task_bytes);
         return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
     };
     const size_t spans = space.spans.size();

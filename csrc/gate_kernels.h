@@ -19,7 +19,7 @@ inline void for_lanes(const GateTask& task, Body body) {
             store(task.out + 16 * b + i, body(load_wide(task.gate + 32 * b + i), load_wide(task.up + 32 * b + i)));
 }
 
-void gate_silu(const GateTask& task) {
+inline void gate_silu(const GateTask& task) {
     for_lanes(task, [](Wide g, Wide u) {
         const Wide denominator = add(splat_wide(1.0f), exponential(subtract(splat_wide(0.0f), g)));
         return multiply(divide(g, denominator), u);

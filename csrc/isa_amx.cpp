@@ -19,7 +19,7 @@ namespace {
 // the float kernel (twice where weights come from memory); 16 tokens 6 times, 32 and more 7 to 8 times.
 constexpr size_t kTokens = 8;
 // Of block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
-constexpr size_t kBlockFormatTokens[kQuantCount] = {0, 0, 0, 48, 64, 32, 32, 32, 32, 48, 48, 48, 32};
+constexpr size_t kBlockFormatTokens[kQuantCount] = {0, 0, 0, 48, 96, 24, 24, 24, 24, 32, 32, 32, 24};
 
 }  // namespace
 

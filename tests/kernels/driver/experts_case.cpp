@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
 constexpr double kRounding = 1e-4;       // of float32 sums, as a part of their size
-constexpr double kTileRounding = 0.01;   // of weights and activations in tiles
+constexpr double kTileRounding = 0.03;   // of weights and activations to bf16: many standard deviations
 
 // One matrix of all experts.
 struct Stack {
@@ -102,8 +102,8 @@ struct Layer {
         const Matrix::Product product = stack.matrices[expert].times(row, x);
         const double bias = stack.bias_of(expert, row);
         if (!(product.size < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow, or no tiles be used
-        const double rounding = tiles ? kTileRounding : kRounding;
-        return {product.value + bias, rounding * (product.size + std::fabs(bias)) + 1e-30};
+        const double error = kRounding * (product.size + std::fabs(bias)) + 1e-30;
+        return {product.value + bias, error + (tiles ? kTileRounding * product.root : 0)};
     }
 
     // expert(x), each number with the error that it may have. `tiles`: whether gate, up and down run on them.
@@ -136,8 +136,14 @@ struct Layer {
         std::vector<Value> result(hidden);
         for (size_t h = 0; h < hidden; ++h) {
             result[h] = product(down, expert, h, mid_x, tiles[2]);
-            for (size_t i = 0; i < intermediate; ++i)
-                result[h].error += std::fabs(down.matrices[expert].weight(h, i)) * errors[i];
+            double sum = 0, squares = 0;
+            for (size_t i = 0; i < intermediate; ++i) {
+                const double error = std::fabs(down.matrices[expert].weight(h, i)) * errors[i];
+                sum += error;
+                squares += error * error;
+            }
+            // Errors of tiles have no common direction; of the others this is the worst case.
+            result[h].error += tiles[0] || tiles[1] ? std::sqrt(squares) : sum;
         }
         return result;
     }
@@ -258,7 +264,7 @@ void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const
                     {random.chance(2) ? 0.0 : 1.0, 600.0});
     auto* request = reinterpret_cast<std::atomic<uint32_t>*>(&words[0]);
     auto* done = reinterpret_cast<std::atomic<uint32_t>*>(&words[2]);
-    const auto word = static_cast<uint32_t>(call.tokens << Handoff::kLayerBits | (handoff.add_layer(layer) + 1));
+    const auto word = static_cast<uint32_t>(call.tokens << Handoff::kTokensAt | (handoff.add_layer(layer) + 1));
     for (size_t replay = 0; replay < 3; ++replay) {
         std::memcpy(input[0].bytes, call.ids.data(), 8 * pairs);
         std::memcpy(input[0].bytes + 8 * pairs, call.weights.data(), 4 * pairs);

@@ -124,20 +124,23 @@ void Matrix::fill(Random& random) {
 }
 
 Matrix::Product Matrix::times(size_t row, const std::vector<double>& x) const {
-    Product product{0, 0};
+    Product product{0, 0, 0};
     const float* weights = weights_.data() + row * columns_;
     for (size_t begin = 0; begin < columns_; begin += kSuperblock) {
         const size_t end = std::min(columns_, begin + kSuperblock);
-        double largest = 0, sum = 0;
+        double largest = 0, sum = 0, squares = 0;
         for (size_t c = begin; c < end; ++c) {
             product.value += weights[c] * x[c];
             // The largest of a superblock stands for all: a scale times a code may be larger than its difference to
             // a minimum.
             largest = std::max(largest, std::fabs(static_cast<double>(weights[c])));
             sum += std::fabs(x[c]);
+            squares += x[c] * x[c];
         }
-        product.size += (largest + 0x1p-14 * largest_) * sum;
+        product.size += (largest + 0x1p-7 * largest_) * sum;
+        product.root += largest * largest * squares;
     }
+    product.root = std::sqrt(product.root);
     return product;
 }
 

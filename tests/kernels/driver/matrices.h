@@ -30,6 +30,8 @@ class Matrix {
     // small share of the matrix's largest weight, for weights of 0 in tiles (see bf16_weights.h).
     struct Product {
         double value, size;
+        double
+            root;  // of the sum of the terms' squares, a superblock's largest weight standing for each of its weights
     };
     Product times(size_t row, const std::vector<double>& x) const;
 
