@@ -16,8 +16,8 @@ def make(result: dict[str, Any]) -> list[str]:
     later = "".join(_again(one) for one in result.get("taken_again", ()))
     lines = [
         f"### Expert layers, {machine['cpu']}, {machine['threads']} threads",
-        "Routed experts of one layer in Qwen3-30B-A3B's shape (2048, 768, 8 of 128 at random; where \"each\" is said so "
-        "many rows for each of 8), weights from DRAM. "
+        'Routed experts of one layer in Qwen3-30B-A3B\'s shape (2048, 768, 8 of 128 at random; with "each" so many '
+        "rows for each of 8), weights from DRAM. "
         f"Before the points the machine gave {memory / 1e9:.0f} GB/s and {peaks}; {loads}. Shares are of what was "
         "probed beside each point; where those probes disagree, the row has a `?`. "
         f"{result['taken'][:10]}. `ktqueue bench experts --json FILE`, formats and tokens as in the rows."
@@ -28,8 +28,9 @@ def make(result: dict[str, Any]) -> list[str]:
     ]
     for one in result["points"]:
         mark = " ?" if one["disturbed"] else ""
+        tokens = f"{one['tokens']}{'' if one['routed'] else ' each'}"
         lines.append(
-            f"| {one['quant']} | {one['isa']} | {one['tokens']}{'' if one['routed'] else ' each'} | {1e6 * one['seconds']:,.0f} us "
+            f"| {one['quant']} | {one['isa']} | {tokens} | {1e6 * one['seconds']:,.0f} us "
             f"| {one['bytes_per_second'] / 1e9:.1f} GB/s | {100 * one['bandwidth_share']:.0f} %{mark} "
             f"| {one['operations_per_second'] / 1e9:,.0f} | {100 * one['peak_share']:.0f} % |"
         )
