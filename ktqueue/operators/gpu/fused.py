@@ -17,6 +17,8 @@ FP8_MAX = 448.0
 """The largest number of float8_e4m3fn: what is written to a cache of that type saturates there."""
 FEW_ROWS = 4
 """Up to here a matrix is read faster by our kernel; beyond, tensor cores (torch's kernels) are needed to keep up."""
+SIGMOID_SUM_FLOOR = 1e-20
+"""Added to a sum of sigmoids before it divides them (transformers' DeepseekV3MoE): all may be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +172,12 @@ def route(
 ) -> Routing:
     """The experts of each token and their weights, highest first: softmax over all experts, of which the top stay.
 
-    choice [tokens, experts] float32: what is highest there instead is taken. sigmoid: weights are those of the logits,
-    not the softmax. scale: all weights are multiplied by it in the end.
+    choice [tokens, experts] float32: what is highest there instead is taken; those taken still come by their weights,
+    highest first. sigmoid: weights are those of the logits, not the softmax. scale: all weights are multiplied by it in
+    the end.
     logits [tokens, experts], any float dtype, rows may be strided; the softmax is float32. Among equal logits the
-    lowest id comes first. renormalise: weights add up to 1 (Mixtral, norm_topk_prob); else they are the softmax's.
+    lowest id comes first. renormalise: weights add up to 1 (Mixtral, norm_topk_prob), or are all 0 where sigmoids are;
+    else they are the softmax's.
     on_gpu [experts] int64: >= 0 where the GPU has the expert. live_tokens [1] int32: tokens from there on only pad: ids
     -1 and weights 0. counts [experts] int32: += uses by the other tokens. copies: a second place for cpu_ids and
     weights, of their dtypes and shape; it may be pinned host memory.
@@ -208,10 +212,13 @@ def route(
         )
     order = torch.sort((logits if choice is None else choice).float(), dim=-1, descending=True, stable=True)
     ids = order.indices[:, :experts_per_token].contiguous()
+    if choice is not None:
+        ids = ids.sort(-1).values
+        ids = ids.gather(1, torch.sort(logits.float().gather(1, ids), dim=-1, descending=True, stable=True).indices)
     scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
     weights = scores.gather(1, ids)
     if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + (SIGMOID_SUM_FLOOR if sigmoid else 0.0))
     weights = weights * scale
     unsound = logits.amax(-1, keepdim=True).isfinite().logical_not()  # a NaN comes through
     ids = torch.where(unsound, torch.arange(experts_per_token, device=ids.device), ids)

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ktqueue.operators.gpu.fused import SIGMOID_SUM_FLOOR
+
 _TAKEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is not NaN
 
 
@@ -37,6 +39,7 @@ def _route(
     CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SUM_FLOOR: tl.constexpr,
 ):
     """One program a token."""
     token = tl.program_id(0)
@@ -63,12 +66,16 @@ def _route(
         rank = tl.where(rank == best, _TAKEN, rank)
 
     taken = _sortable(keys).to(tl.float32, bitcast=True)  # their logits
+    place = slot
     if choice is not None:
         taken = tl.load(logits + token.to(tl.int64) * stride + ids, mask=slot < CHOSEN, other=0.0).to(tl.float32)
+        equal_first = (taken[None, :] == taken[:, None]) & (ids[None, :] < ids[:, None])
+        before = ((taken[None, :] > taken[:, None]) | equal_first) & (slot < CHOSEN)[None, :]
+        place = tl.where(unsound, slot, tl.sum(before.to(tl.int32), axis=1))
     if SIGMOID:
         weights = tl.where(slot < CHOSEN, tl.sigmoid(taken), 0.0)
         if RENORMALISE:
-            weights = weights / tl.sum(weights, axis=0)
+            weights = weights / (tl.sum(weights, axis=0) + SUM_FLOOR)
     else:
         weights = tl.where(slot < CHOSEN, tl.exp(taken - largest), 0.0)
         weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
@@ -83,7 +90,7 @@ def _route(
         ids = tl.where(live, ids, -1)
         weights = tl.where(live, weights, 0.0)
         counted = inside & live
-    at = token.to(tl.int64) * CHOSEN + slot
+    at = token.to(tl.int64) * CHOSEN + place
     tl.store(ids_out + at, ids, mask=inside)
     tl.store(weights_out + at, weights, mask=inside)
     cpu_ids = ids
@@ -138,6 +145,7 @@ def route(
             CHOSEN_BLOCK=triton.next_power_of_2(experts_per_token),
             RENORMALISE=renormalise,
             SIGMOID=sigmoid,
+            SUM_FLOOR=SIGMOID_SUM_FLOOR,
             num_warps=1 if block <= 256 else 4,
         )
     return ids, cpu_ids, weights

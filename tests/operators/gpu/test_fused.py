@@ -207,6 +207,20 @@ def test_routers_with_scores_of_their_own(kind: type[nn.Module], config: Any) ->
     order, ours = ids.argsort(-1), routing.ids.argsort(-1)
     assert torch.equal(routing.ids.gather(1, ours), ids.gather(1, order))
     torch.testing.assert_close(routing.weights.gather(1, ours), weights.data.gather(1, order))
+    assert (routing.weights.diff(dim=-1) <= 0).all()  # whatever they were chosen by: deferral takes the last as least
+
+
+def test_the_chosen_come_by_weight_not_by_what_chose_them() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 0.0]])
+    choice = torch.tensor([[5.0, 1.0, 4.0, 2.0, 0.0]])
+    routing = route(logits, 4, renormalise=False, choice=choice, sigmoid=True)
+    assert routing.ids.tolist() == [[1, 3, 2, 0]]
+    torch.testing.assert_close(routing.weights, torch.tensor([[3.0, 3.0, 2.0, 1.0]]).sigmoid())
+
+
+def test_sigmoids_that_are_all_zero_weigh_nothing() -> None:
+    routing = route(torch.full((1, 4), -200.0), 2, renormalise=True, sigmoid=True)
+    assert routing.weights.tolist() == [[0.0, 0.0]]
 
 
 def test_a_shared_expert_without_a_gate_is_added_whole() -> None:

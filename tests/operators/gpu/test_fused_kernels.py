@@ -138,6 +138,20 @@ def test_route(experts: int, chosen: int, dtype: torch.dtype) -> None:
                 same(ours["copies"][1], weights)
 
 
+def test_sigmoids_that_are_all_zero_weigh_nothing() -> None:
+    _, _, weights = triton_router.route(
+        torch.full((1, 4), -200.0),
+        2,
+        renormalise=True,
+        on_gpu=None,
+        live_tokens=None,
+        counts=None,
+        copies=None,
+        sigmoid=True,
+    )
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
 def test_gated(activation: Any, dtype: torch.dtype) -> None:
