@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
+from ktqueue.loading.plan import replaced_at
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.widened import kept_as
@@ -107,7 +108,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
     for name, module in skeleton.named_modules():
-        place = _replaced(name, operators)
+        place = replaced_at(name, operators)
         operator = KEEP if place is None else operators[place]
         own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
         own = [tensor for tensor in own if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
@@ -149,13 +150,6 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     skipped = module._non_persistent_buffers_set
     return [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if key not in skipped]
-
-
-def _replaced(name: str, operators: Mapping[str, str]) -> str | None:
-    """The module itself or the one above it whose place an operator takes."""
-    while name and name not in operators:
-        name = name.rpartition(".")[0]
-    return name if name in operators else None
 
 
 def _held(

@@ -2,16 +2,18 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
-from ktqueue.loading.plan import Plan, make_plan
+from ktqueue.loading.plan import Plan, make_plan, replaced_at
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton
 from ktqueue.loading.stored import DOWN, GATE_UP
@@ -24,6 +26,7 @@ from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
 from ktqueue.operators.kv_cache import KVLayout
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_ATTEND_LATENTS = ("LatentAttention", "GpuDecoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +110,22 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
-    """The facts of all attention modules, which are those with a layer and a scaling."""
+    """The facts of all attention modules."""
     scalings, windows = set(), set()
     kinds = getattr(config, "layer_types", None)
-    for module in skeleton.modules():
-        layer, scaling = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
-        if layer is None or scaling is None:
-            continue
+    for _, module in _attention_modules(skeleton):
+        layer, scaling = module.layer_idx, module.scaling
         window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
         windows.add(0 if kinds and kinds[layer] == "full_attention" else window or 0)
         scalings.add(float(scaling))
     return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}))
+
+
+def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those with a layer and a scaling, by name."""
+    for name, module in skeleton.named_modules():
+        if getattr(module, "layer_idx", None) is not None and getattr(module, "scaling", None) is not None:
+            yield name, module
 
 
 def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> Prepared:
@@ -129,7 +137,21 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     check(skeleton, checkpoint)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device, _name(dtype))
+    if kv_layout(config, 1, dtype).latent:
+        _check_latent_attention(skeleton, plan, rules or str(DEFAULT_RULES))
     return Prepared(checkpoint, config, skeleton, plan)
+
+
+def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None:
+    """A cache of latents is read by operators of ours alone."""
+    operators = {one.name: one.op for one in plan.replacements}
+    for name, module in _attention_modules(skeleton):
+        place = replaced_at(name, operators)
+        if place is None or operators[place] not in _ATTEND_LATENTS:
+            raise RuleError(
+                f"{rules}: {name} ({type(module).__name__}) must be replaced by {' or '.join(_ATTEND_LATENTS)}, "
+                f"{'no rule does so' if place is None else f'which {operators[place]} is not'}"
+            )
 
 
 def _name(dtype: torch.dtype) -> str:

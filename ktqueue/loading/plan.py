@@ -67,6 +67,15 @@ def make_plan(modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device:
     return plan
 
 
+def replaced_at(name: str, replaced: Container[str]) -> str | None:
+    """The one of `replaced` that is the module or parameter `name` or above it; None: it stays."""
+    while name not in replaced:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
 def below(name: str, modules: Container[str]) -> bool:
     """Whether one of `modules` is above the module or parameter `name`."""
     while name:

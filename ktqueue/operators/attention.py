@@ -42,8 +42,6 @@ def paged_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"paged attention does not compute {name}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if step.kv.layout.latent is not None:
-        raise ValueError(f"{type(module).__name__} needs the operator LatentAttention in its place: a rule must say so")
     if sliding_window is None:  # Qwen2-MoE's layers have one without passing it on: it is in the mask that we refuse
         sliding_window = getattr(module, "sliding_window", None)
     attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=sliding_window or 0)

@@ -19,6 +19,7 @@ from ktqueue.loading.families import (
 )
 from ktqueue.loading.gguf_checkpoint import read_parts
 from ktqueue.loading.gguf_file import Writer
+from ktqueue.loading.inspect import inspect
 from ktqueue.loading.latent_tensors import join_latent_tensors
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
@@ -190,12 +191,27 @@ def test_what_gguf_cannot_say_is_refused() -> None:
         metadata_of("deepseek_v2", norm_topk_prob=True)
 
 
-def test_a_rule_must_name_the_attention(make_model: Callable[..., Path], tmp_path: Path, run_logits: Any) -> None:
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("{name: '^model$'}\n  replace: {op: default}", r"\(DeepseekV2Attention\) must be .* no rule does so"),
+        ("{class: '^Linear$'}\n  replace: {op: CpuLinear}", r"layers\.0\.self_attn .* no rule does so"),
+        ("{class: 'Attention$'}\n  replace: {op: CpuLinear}", "LatentAttention or GpuDecoder, which CpuLinear is not"),
+    ],
+)
+def test_a_rule_must_name_the_attention(
+    rule: str, message: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Before anything is loaded: at the first step it would look like a fault of the device."""
     rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
-    model = load_model(str(make_model("deepseek_v2")), rules=str(rules))
-    with pytest.raises(ValueError, match="DeepseekV2Attention needs the operator LatentAttention"):
-        run_logits(model.module, model.kv_layout(16), IDS)
+    rules.write_text(f"- match: {rule}\n")
+    for look in (inspect, load_model):
+        with pytest.raises(RuleError, match=message):
+            look(str(make_model("deepseek_v2")), rules=str(rules))
+
+
+def test_a_gpu_decoder_attends_latents(make_model: Callable[..., Path]) -> None:
+    assert {row.operator for row in inspect(str(make_model("deepseek_v2")), device="cuda").rows} == {"GpuDecoder"}
 
 
 def test_the_operator_refuses_other_attention(make_model: Callable[..., Path], tmp_path: Path) -> None:
