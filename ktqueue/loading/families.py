@@ -9,7 +9,7 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.latent_keys import SIGMOID, latent_config, latent_metadata
-from ktqueue.loading.metadata_numbers import number
+from ktqueue.loading.metadata_numbers import count, number
 from ktqueue.loading.rope_metadata import rope_from_metadata, rope_to_metadata
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -191,7 +191,8 @@ MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 
 
 def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
-    """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known."""
+    """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known, or
+    experts are scored in a way that is not."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
@@ -200,7 +201,10 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
-    sigmoid = metadata.get(f"{architecture}.expert_gating_func") == SIGMOID
+    gating = count(metadata, key := f"{architecture}.expert_gating_func", source)
+    sigmoid = gating == SIGMOID
+    if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in found)):
+        raise CheckpointError(f"{source}: {key} {gating} is not supported")
     fitting = (family for family in found if (family.has_experts, family.sigmoid) == (routed, sigmoid))
     return next(fitting, found[0])
 
@@ -249,7 +253,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             metadata[f"{family.architecture}.{one.key}"] = one.kind(value)
     rope = rope_to_metadata(family.architecture, config, source, latent=family.latent, factors=family.rope_factors)
     if family.latent:
-        return {**metadata, **latent_metadata(family.architecture, config, sigmoid=family.sigmoid), **rope}
+        return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
     if (head_dim := config.get("head_dim")) is not None:
         metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]

@@ -15,6 +15,9 @@ SIGMOID = 2  # of `expert_gating_func`; 1, and none, is softmax
 # DeepSeek-V2 (160), V3 and R1 (256) from before there were keys for them.
 _UNSAID_GROUPS = {160: (8, 3), 256: (8, 4)}
 
+# Of a config: transformers' defaults of these are those of DeepSeek-V3, where a GGUF file that lacks them has none.
+_STATED_WITH_SIGMOID = ("n_group", "topk_group", "routed_scaling_factor")
+
 
 def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Of a config what only these families have; `config`: what was read before. Raises CheckpointError."""
@@ -35,6 +38,8 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     used = count(metadata, f"{prefix}.expert_group_used_count", source)
     if not groups:
         groups, used = _UNSAID_GROUPS.get(experts, (1, 1))
+    elif not used:
+        raise CheckpointError(f"{source}: metadata key {prefix}.expert_group_used_count is missing")
     chosen = config["num_experts_per_tok"]
     if experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
         raise CheckpointError(
@@ -63,8 +68,14 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     return found | {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
 
 
-def latent_metadata(prefix: str, config: Mapping[str, Any], *, sigmoid: bool) -> dict[str, Any]:
-    """The inverse of `latent_config`, with the older meaning of widths: keys and values are made by one matrix."""
+def latent_metadata(prefix: str, config: Mapping[str, Any], source: str, *, sigmoid: bool) -> dict[str, Any]:
+    """The inverse of `latent_config`, with the older meaning of widths: keys and values are made by one matrix.
+
+    Raises CheckpointError.
+    """
+    for name in _STATED_WITH_SIGMOID if sigmoid else ():
+        if config.get(name) is None:
+            raise CheckpointError(f"{source}: config key {name} is missing")
     rotary = int(config["qk_rope_head_dim"])
     found: dict[str, Any] = {
         f"{prefix}.attention.head_count_kv": int(config["num_attention_heads"]),

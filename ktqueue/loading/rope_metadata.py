@@ -8,6 +8,7 @@ from ktqueue.loading.metadata_numbers import number
 
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 _BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
+_FACTORS = ("scaling.attn_factor", "scaling.yarn_attn_factor", "scaling.yarn_ext_factor")
 _LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim, and mscale is the same
 
 
@@ -28,6 +29,9 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
     theta = number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = metadata.get(prefix + "scaling.type", "none")
+    for key in (prefix + name for name in _FACTORS if latent):
+        if metadata.get(key, 1.0) != 1.0:
+            raise CheckpointError(f"{source}: {key} {metadata[key]!r} is not supported")
     if kind in ("linear", "yarn"):
         rope["rope_type"] = kind
         rope["factor"] = number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)
@@ -68,7 +72,7 @@ def _latent_yarn(prefix: str, metadata: Mapping[str, Any], source: str) -> dict[
         name: number(metadata.get(prefix + key, default), float, prefix + key, source)
         for name, (key, default) in _BETAS.items()
     }
-    if (key := prefix + _LOG_MULTIPLIER) in metadata:
+    if metadata.get(key := prefix + _LOG_MULTIPLIER):
         # Stored as a float32: six digits are what a config has.
         scale = round(float(number(metadata[key], float, key, source)) / 0.1, 6)
         found |= {"mscale": scale, "mscale_all_dim": scale}

@@ -123,7 +123,7 @@ def metadata_of(model_type: str, **changes: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "n_shared_experts": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 24, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
-        **changes,
+        "n_group": 1, "topk_group": 1, **changes,
     }  # fmt: skip
     family = family_of_model_type(model_type, "folder")
     return {"general.architecture": "deepseek2", **metadata_from_config(family, config, "folder")}
@@ -151,6 +151,33 @@ def test_numbers_come_back() -> None:
     assert (plain["q_lora_rank"], plain["topk_method"], plain["n_group"]) == (None, "greedy", 1)
 
 
+def test_a_log_multiplier_of_0_is_none() -> None:
+    yarn = {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}
+    metadata = metadata_of("deepseek_v2", rope_scaling=yarn)
+    rope = config_of({**metadata, "deepseek2.rope.scaling.yarn_log_multiplier": 0.0})["rope_parameters"]
+    assert rope == config_of(metadata)["rope_parameters"]
+    assert "mscale" not in rope
+
+
+def test_groups_without_how_many_are_used() -> None:
+    metadata = metadata_of("deepseek_v2", **GROUPS)
+    del metadata["deepseek2.expert_group_used_count"]
+    with pytest.raises(CheckpointError, match=r"metadata key deepseek2\.expert_group_used_count is missing"):
+        config_of(metadata)
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
+def test_what_a_config_must_state_where_scores_are_sigmoids(key: str) -> None:
+    """Left out, transformers would take DeepSeek-V3's, and the file would say none."""
+    with pytest.raises(CheckpointError, match=f"folder: config key {key} is missing"):
+        metadata_of("deepseek_v3", **{key: None})
+
+
+def test_sigmoids_in_a_family_of_softmax_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_gating_func 2 is not supported"):
+        family_of_metadata({"general.architecture": "qwen3moe", "qwen3moe.expert_gating_func": 2}, "file")
+
+
 @pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
 def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int]) -> None:
     metadata = metadata_of("deepseek_v3", n_routed_experts=experts)
@@ -174,6 +201,10 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
             },
             "8 groups of one expert each",
         ),
+        ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
+        ({"deepseek2.rope.scaling.attn_factor": 0.5}, "deepseek2.rope.scaling.attn_factor 0.5 is not supported"),
+        ({"deepseek2.rope.scaling.yarn_attn_factor": 2.0}, "scaling.yarn_attn_factor 2.0 is not supported"),
+        ({"deepseek2.rope.scaling.yarn_ext_factor": 0.0}, "scaling.yarn_ext_factor 0.0 is not supported"),
         ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm with softmax scores is not supported"),
         ({"deepseek2.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
         ({"deepseek2.attention.kv_lora_rank": 0}, "kv_lora_rank must be a positive number"),
