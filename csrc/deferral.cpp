@@ -28,8 +28,8 @@ void Deferral::split(size_t experts, const int64_t* ids, size_t tokens, size_t s
 
 void Deferral::first(const ExpertLayer& layer, const float* x, const int64_t* ids, const float* weights, size_t tokens,
                      size_t slots, size_t deferred, bool adds, float* out) {
-    const size_t kept = std::exchange(kept_tokens_, 0);
-    layer_ = nullptr;
+    const size_t kept = kept_tokens_;
+    drop();
     if (adds && kept != tokens)
         throw std::invalid_argument("a task of " + std::to_string(tokens) + " tokens adds what was deferred of " +
                                     std::to_string(kept));
@@ -59,6 +59,11 @@ void Deferral::rest() {
         kept_.assign(kept_.size(), std::numeric_limits<float>::quiet_NaN());
         throw;
     }
+}
+
+void Deferral::drop() {
+    kept_tokens_ = 0;
+    layer_ = nullptr;
 }
 
 }  // namespace ktqueue

@@ -26,6 +26,9 @@ class Deferral {
     // adds NaN.
     void rest();
 
+    // Forget what the last task has deferred: the next one has nothing to add.
+    void drop();
+
   private:
     void split(size_t experts, const int64_t* ids, size_t tokens, size_t slots, size_t first);
 
@@ -34,7 +37,7 @@ class Deferral {
     size_t rest_tokens_ = 0, slots_ = 0;
     std::vector<int64_t> now_, rest_;  // [tokens, slots]
     std::vector<float> weights_;       // [tokens, slots]
-    std::vector<float> kept_;          // [kept_tokens_, hidden], or larger: what was deferred
+    std::vector<float> kept_;          // [tokens, hidden]: what was deferred
     size_t kept_tokens_ = 0;
     std::vector<uint8_t> waited_for_;  // [experts]
 };

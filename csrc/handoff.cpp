@@ -140,6 +140,7 @@ void Handoff::State::perform(size_t number, uint32_t word) {
         message = error.what();
     } catch (...) {
     }
+    deferral.drop();
     std::fill_n(slot.out, std::min(tokens, shape.max_tokens) * shape.hidden, std::numeric_limits<float>::quiet_NaN());
     keep_error("experts of layer " + std::to_string(layer) + " on " + std::to_string(tokens) + " tokens: " + message,
                true);
@@ -152,6 +153,8 @@ void Handoff::State::perform_rest() {
         deferral.rest();
     } catch (const std::exception& error) {
         keep_error(std::string("deferred experts: ") + error.what(), true);
+    } catch (...) {
+        keep_error("deferred experts: unknown error", true);
     }
     std::lock_guard lock(mutex);
     statistics.busy_seconds += Seconds(Clock::now() - begin).count();
@@ -177,6 +180,7 @@ bool Handoff::State::serve_requests() {
         busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
         perform_rest();
         busy_since.store(0, std::memory_order_relaxed);
+        if (broken.load() || stop.load()) return true;  // as above
     }
     return any;
 }

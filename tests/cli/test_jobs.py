@@ -142,7 +142,8 @@ def test_an_unknown_job_is_an_error(ktqueue, stack):
 
 
 def test_a_closed_pipe_cancels_the_job_without_a_traceback(ktqueue, start, stack, tmp_path):
-    words = ("submit", "hello", "--max-tokens", 4000, "--stream", "--job-id", "cli-piped", *stack.flags)
+    long = ("-n", 16, "--max-tokens", 4000, "--stream", "--json")  # still at work when the pipe is closed
+    words = ("submit", "hello", *long, "--job-id", "cli-piped", *stack.flags)
     process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
     assert process.stdout.read(3)

@@ -112,6 +112,22 @@ def test_an_error_goes_on_to_what_is_added(make_gpu, layers, slot_of_it):
     assert gpu.service.take_error() is None
 
 
+def test_what_a_failed_task_should_have_added_is_not_added_later(make_gpu, layers):
+    gpu = make_gpu(1)
+    number = gpu.service.add_layer(layers[0])
+    given = inputs(2)
+    for slot, word, message in (
+        (0, request_word(number, 2, defers=True), None),
+        (1, request_word(number + 1, 2, defers=True, adds=True), "a layer that is not there"),
+        (0, request_word(number, 2, adds=True), "2 tokens adds what was deferred of 0"),
+    ):
+        gpu.write(*given, slot)
+        gpu.answer(slot, word)
+        assert (message or "") in (gpu.service.take_error() or "")
+        assert gpu.memory[slot].out[:2].isnan().all() == (message is not None)
+        gpu.finish()
+
+
 def test_what_was_not_deferred_is_not_added(make_gpu, layers, run_layer):
     """Nor is what a step has left that was given up."""
     gpu = make_gpu(1)

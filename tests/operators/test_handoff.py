@@ -50,9 +50,9 @@ def submit(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0, **wo
     return buffers.result
 
 
-def run(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0) -> torch.Tensor:
+def run(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0, **word: bool) -> torch.Tensor:
     """The result of a task from its beginning to its end."""
-    result = submit(handoff, layer, x, ids, weights, slot=slot)
+    result = submit(handoff, layer, x, ids, weights, slot=slot, **word)
     handoff.settle(layer, len(x), slot=slot)
     return result.clone()
 
@@ -217,6 +217,23 @@ def test_buffers_wait_for_a_task_that_was_abandoned(flags, layers):
     assert stream.nodes == 2 and handoff.statistics.tasks == 1
     with pytest.raises(RuntimeError, match="slot 0 has no task of layer 0 with 2 tokens"):
         handoff.settle(number, 2)
+
+
+def test_a_step_does_not_overtake_what_one_before_has_left(flags, layers):
+    """The service looks at slot 0 first: a task that was left in slot 1 would come between two of the new step."""
+    handoff, _ = flags
+    number = handoff.add_layer(layers[0])
+    x, ids, weights = inputs(2, 1)
+    run(handoff, number, x, ids, weights, defers=True)
+    submit(handoff, number, *inputs(2, 2), slot=1, defers=True, adds=True)  # and there an exception
+    handoff.begin()
+    assert handoff.statistics.tasks == 2
+    run(handoff, number, x, ids, weights, defers=True)
+    found = submit(handoff, number, x, ids, weights, slot=1, adds=True)
+    handoff.settle(number, 2, slot=1)
+    late = forward(layers[0], x, ids.masked_fill(torch.arange(K) < K - 1, -1), weights)
+    torch.testing.assert_close(found, forward(layers[0], x, ids, weights) + late)
+    handoff.check()
 
 
 def test_captures_that_fail_leave_nothing_to_wait_for(flags, layers, monkeypatch):

@@ -154,6 +154,8 @@ class ExpertMemory:
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
         """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decodes`:
         each is the only one of its row, and scored; `captured`: the step has to be like all others of its size."""
+        if self._handoff is not None:
+            self._handoff.begin()
         where: ExpertPlaces = self._fetched or self._resident
         defers = decodes and self._defers
         if self._streaming is not None and self._streaming.takes(tokens) and not captured and not defers:

@@ -117,6 +117,15 @@ class Handoff:
         or for more than 1,023 layers."""
         return self._service.add_layer(layer)
 
+    def begin(self) -> None:
+        """To be called when a step begins, whose tasks must not overtake those that a step before has left.
+
+        Enqueues: wait for every task that was requested and not settled, as an exception between the two leaves it.
+        Raises RuntimeError if there is one and a graph is being captured.
+        """
+        for slot in range(len(self._pending)):
+            self._abandon(slot, self._capturing())
+
     def buffers(self, tokens: int, *, slot: int = 0) -> HandoffBuffers:
         """The memory of the slot's next task: its input is to be written by what is enqueued on the current stream
         before `request`, by one kernel or by several; its result is to be read by what is enqueued behind `settle`.
