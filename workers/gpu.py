@@ -104,7 +104,6 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         expert_streaming=cast(Streaming, config.expert_streaming),
         deferred_experts=config.deferred_experts,
     )
-    _check_deferred(config, model.experts_per_token)
     try:
         device_model(model.module).prepare_device(settings)
     except ValueError as error:
@@ -172,7 +171,6 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
 
     Raises ConfigError as plan_memory does.
     """
-    _check_deferred(config, report.experts_per_token)
     rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
     step = estimate_step(
@@ -213,19 +211,6 @@ def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: Devic
         plan.pages * page_size,
         format_bytes(memory.taken()),
     )
-
-
-def _check_deferred(config: EngineConfig, experts_per_token: int) -> None:
-    """At least one expert of a token is waited for."""
-    most = max(0, experts_per_token - 1)
-    if not 0 <= config.deferred_experts <= most:
-        raise ConfigError(
-            f"engine.deferred_experts must be from 0 to {most} for a model with {experts_per_token} experts per token, "
-            f"got {config.deferred_experts}",
-            param="engine.deferred_experts",
-            limit=most,
-            value=config.deferred_experts,
-        )
 
 
 def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:

@@ -61,7 +61,14 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     config = replace(config, threads=set_threads(config))
     dtype = compute_dtype(config)
     try:
-        model = load_model(config.model, rules=config.rules, device=config.device, dtype=dtype, progress=progress)
+        model = load_model(
+            config.model,
+            rules=config.rules,
+            device=config.device,
+            dtype=dtype,
+            deferred_experts=config.deferred_experts,
+            progress=progress,
+        )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
@@ -200,6 +207,8 @@ def check_choices(config: EngineConfig) -> None:
         raise _wrong("gpu_memory_utilization", config.gpu_memory_utilization, "above 0 and at most 1", 1)
     if config.deferred_experts < 0:
         raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
+    if config.deferred_experts and not on_gpu(config):
+        raise _wrong("deferred_experts", config.deferred_experts, f"0 on device {config.device}", 0)
 
 
 def on_gpu(config: EngineConfig) -> bool:

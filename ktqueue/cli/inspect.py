@@ -46,6 +46,7 @@ def inspect(
         device=config.device,
         dtype=dtype,
         cache_dtype=cache_dtype(config, dtype),
+        deferred_experts=config.deferred_experts,
     )
     plan = plan_before_loading(report, config, _size(gpu_memory)) if on_gpu(config) else None
     if as_json:

@@ -73,12 +73,13 @@ def inspect(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
+    deferred_experts: int = 0,
 ) -> Report:
     """The report of a model file under a rule file; `cache_dtype` if not `dtype`.
 
-    Raises CheckpointError, RuleError as loading would.
+    Raises CheckpointError, RuleError, ConfigError as loading would.
     """
-    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
     rows = list(_rows(prepared))
     totals: dict[str, int] = {}
     for row in rows:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
 from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
@@ -128,10 +128,15 @@ def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> Prepared:
-    """Open, build the skeleton, compare it with the file and plan. Raises CheckpointError, RuleError."""
+def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, deferred_experts: int = 0) -> Prepared:
+    """Open, build the skeleton, compare it with the file and plan.
+
+    deferred_experts: the setting of that name. Raises CheckpointError, RuleError; ConfigError where a token of the
+    model has no more experts than are to be deferred.
+    """
     checkpoint = open_checkpoint(path)
     config = build_config(checkpoint.config(), checkpoint.path)
+    _check_deferred(deferred_experts, experts_per_token(config))
     _check_depth(config, checkpoint)
     skeleton = build_skeleton(config, dtype, checkpoint.path)
     check(skeleton, checkpoint)
@@ -140,6 +145,19 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     if kv_layout(config, 1, dtype).latent:
         _check_latent_attention(skeleton, plan, rules or str(DEFAULT_RULES))
     return Prepared(checkpoint, config, skeleton, plan)
+
+
+def _check_deferred(deferred: int, chosen: int) -> None:
+    """At least one expert of a token is waited for."""
+    most = max(0, chosen - 1)
+    if deferred > most:
+        raise ConfigError(
+            f"engine.deferred_experts must be from 0 to {most} for a model with {chosen} experts per token, "
+            f"got {deferred}",
+            param="engine.deferred_experts",
+            limit=most,
+            value=deferred,
+        )
 
 
 def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None:
@@ -174,13 +192,14 @@ def load_model(
     rules: str | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    deferred_experts: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a .gguf file, a Hugging Face folder or `demo`; `rules` None: rules/default.yaml.
 
-    Raises CheckpointError naming file and tensor, RuleError naming file:line.
+    Raises CheckpointError naming file and tensor, RuleError naming file:line, ConfigError as `prepare` does.
     """
-    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
     attention = attention_facts(prepared.skeleton, prepared.config)
     module, operators = inject(prepared.skeleton, prepared.plan)
     materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)

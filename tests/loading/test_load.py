@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
+from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
@@ -259,3 +260,16 @@ def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
     assert {type(one).__name__ for one in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
     expected = reference_logits(folder, IDS)
     torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_more_deferred_experts_than_a_token_has_are_named_before_weights_are_read() -> None:
+    read: list[int] = []
+    for look in (
+        lambda: inspect("demo", device="cuda", deferred_experts=4),
+        lambda: load_model("demo", deferred_experts=4, progress=lambda done, *_: read.append(done)),
+    ):
+        with pytest.raises(ConfigError, match="from 0 to 3 for a model with 4 experts per token, got 4") as caught:
+            look()
+        assert (caught.value.param, caught.value.limit, caught.value.value) == ("engine.deferred_experts", 3, 4)
+    assert not read
+    inspect("demo", device="cuda", deferred_experts=3)

@@ -139,18 +139,6 @@ def test_a_plan_before_loading() -> None:
     assert caught.value.param == "engine.gpu_memory_utilization"
 
 
-def test_more_deferred_experts_than_a_token_has_are_named(demo: LoadedModel) -> None:
-    config = replace(CONFIG, deferred_experts=4)
-    report = inspect("demo", device="cuda", dtype=torch.bfloat16)
-    for check in (
-        lambda: prepare_gpu(demo, demo.kv_layout(16), config, MadeUpMemory()),
-        lambda: plan_before_loading(report, config, 80 << 30),
-    ):
-        with pytest.raises(ConfigError, match="from 0 to 3 for a model with 4 experts per token, got 4") as caught:
-            check()
-        assert (caught.value.param, caught.value.limit, caught.value.value) == ("engine.deferred_experts", 3, 4)
-
-
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
 def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: Streaming, tmp_path: Path) -> None:
