@@ -221,13 +221,14 @@ def test_buffers_wait_for_a_task_that_was_abandoned(flags, layers):
 
 def test_a_step_does_not_overtake_what_one_before_has_left(flags, layers):
     """The service looks at slot 0 first: a task that was left in slot 1 would come between two of the new step."""
-    handoff, _ = flags
+    handoff, stream = flags
     number = handoff.add_layer(layers[0])
     x, ids, weights = inputs(2, 1)
     run(handoff, number, x, ids, weights, defers=True)
     submit(handoff, number, *inputs(2, 2), slot=1, defers=True, adds=True)  # and there an exception
+    assert stream.nodes == 3
     handoff.begin()
-    assert handoff.statistics.tasks == 2
+    assert stream.nodes == 4 and handoff.statistics.tasks == 2
     run(handoff, number, x, ids, weights, defers=True)
     found = submit(handoff, number, x, ids, weights, slot=1, adds=True)
     handoff.settle(number, 2, slot=1)
