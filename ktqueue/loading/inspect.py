@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,11 @@ import torch
 from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.plan import replaced_at
+from ktqueue.loading.quants import tensor_bytes
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.widened import kept_as
-from ktqueue.operators.gpu.dense import DEFAULT_DENSE
+from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT
 from ktqueue.operators.gpu.quantised_linear import stays_quantised
 from ktqueue.operators.native import packed_bytes
 
@@ -105,7 +106,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
     skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
     operators = {one.name: one.op for one in plan.replacements}
     quantised = {one.name for one in plan.replacements if one.options.get("dense", DEFAULT_DENSE) == "quantised"}
-    tied = tied_names(skeleton)
+    tied, stored_names = tied_names(skeleton), set(checkpoint.names())
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
     for name, module in skeleton.named_modules():
@@ -121,7 +122,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
             device = "cpu" if packed else device
             is_linear = isinstance(module, torch.nn.Linear | torch.nn.Embedding) and not name.endswith(ABSORBED)
             if place in quantised and is_linear:
-                packed = stays_quantised(checkpoint.quant(own[0]))
+                packed = all(stays_quantised(checkpoint.quant(one)) for one in _product(own[0], stored_names))
         elif operator == LATENT:
             floats = all(one.dtype == torch.float32 for one in module.parameters(recurse=False))
             packed = device == "cpu" and floats and not name.endswith(ABSORBED)
@@ -148,6 +149,14 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
         )
 
 
+def _product(weight: str, stored: Container[str]) -> list[str]:
+    """The weights that are one product with that of the linear module whose weight it is, itself among them."""
+    module, _, kind = weight.rpartition(".")
+    parent, _, own = module.rpartition(".")
+    alike = {own}.union(*(group for group in ONE_PRODUCT if own in group))
+    return [name for one in alike if (name := f"{parent}.{one}.{kind}" if parent else weight) in stored]
+
+
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     skipped = module._non_persistent_buffers_set
     return [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if key not in skipped]
@@ -156,13 +165,13 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _held(
     module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpoint, *, packed: bool, panels: bool
 ) -> int:
-    """Bytes in memory of a tensor: decoded; or packed as operators hold it, embeddings as stored unless as `panels`."""
+    """Bytes in memory of a tensor: decoded; or packed as operators hold it, embeddings in rows unless as `panels`."""
     shape = checkpoint.shape(source)
     own: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
     if not packed or (panels and len(shape) < 2):
         return math.prod(shape) * own.dtype.itemsize
     if isinstance(module, torch.nn.Embedding) and not panels:
-        return checkpoint.nbytes(source)
+        return tensor_bytes(kept_as(checkpoint.quant(source)), shape)
     if len(shape) < 2:
         return math.prod(shape) * torch.float32.itemsize
     return math.prod(shape[:-2]) * packed_bytes(kept_as(checkpoint.quant(source)), *shape[-2:])

@@ -3,11 +3,35 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ktqueue.loading.gguf_checkpoint import read_parts
+from ktqueue.loading.gguf_file import Writer, type_name
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
+from ktqueue.loading.quants import tensor_bytes
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu.decoder import GpuDecoder
+
+
+def demo_with(quants: dict[str, str], path: Path) -> str:
+    """The demo model, some of its tensors in another type with nothing but zeros in them."""
+    (header,) = read_parts(Path(inspect("demo").source))
+    left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer's own
+    contents = []
+    with Writer(path, header.metadata["general.architecture"], "F32") as writer:
+        writer.add_metadata({key: value for key, value in header.metadata.items() if key not in left_out})
+        for info in header.tensors:
+            quant = quants.get(info.name, type_name(info.type_id))
+            size = tensor_bytes(quant, info.shape)
+            stored = header.data[info.offset : info.offset + size]
+            contents.append(np.zeros(size, np.uint8) if info.name in quants else stored)
+            writer.add_tensor(info.name, quant, info.shape)
+        writer.start()
+        for data in contents:
+            writer.write(data)
+    return str(path)
 
 
 def test_report_of_the_demo_model() -> None:
@@ -43,3 +67,23 @@ def test_every_tensor_is_in_a_row(model_type: str, make_model: Callable[..., Pat
     assert set(report.device_bytes) == {"cpu", "cuda", "cuda:1"}
     operators = {(row.operator, row.device) for row in report.rows if row.name.endswith("experts")}
     assert operators == {("CpuExperts", "cpu"), ("default", "cuda:1")}
+
+
+def test_a_product_with_a_part_of_floats_is_told_as_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of q, k and v; and what is warned of is the part."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
+    path = demo_with({"blk.3.attn_v.weight": "F32"}, tmp_path / "mixed.gguf")
+    decoder = load_model(path, rules=str(rules)).module
+    assert isinstance(decoder, GpuDecoder)
+    buffer = 4 * 8192 * 256  # of decoded weights
+    assert sum(decoder.device_bytes().values()) == sum(inspect(path, rules=str(rules)).device_bytes.values()) + buffer
+    decoder.close()
+    assert "dense matrices with F32 are decoded" in caplog.text
+
+
+def test_embeddings_in_a_type_that_is_widened_are_told_so(tmp_path: Path) -> None:
+    path = demo_with({"token_embd.weight": "Q5_0"}, tmp_path / "q5_0.gguf")
+    (embedding,) = [row for row in inspect(path).rows if row.name == "model.embed_tokens"]
+    assert embedding.file_bytes == 8192 * 256 * 22 // 32
+    assert embedding.device_bytes == 8192 * 256 * 34 // 32

@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 DenseType = Literal["dequantised", "quantised"]
 """How dense matrices are held: in the compute type, or in that of the file where it is a quantised one."""
 DEFAULT_DENSE: DenseType = "dequantised"
+ONE_PRODUCT = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"gate_proj", "up_proj"},
+    {"q_proj", "kv_a_proj_with_mqa"},
+    {"q_a_proj", "kv_a_proj_with_mqa"},
+)
+"""Linear modules of one module that share their input, and so are one."""
 AT_ONCE = 1 << 22  # weights that a thread has as float32 at one time: 16 MB
 
 
@@ -91,7 +98,7 @@ class DenseWeights:
         if self._kind == "quantised":
             if all(stays_quantised(part.quant) for part in parts):
                 return QuantisedLinear(self._packed(parts), bias, self._decoded)
-            self._say_decoded({part.quant for part in parts})
+            self._say_decoded({part.quant for part in parts if not stays_quantised(part.quant)})
         return Dense(self._stacked(parts), bias)
 
     def _packed(self, parts: Sequence[PackedMatrix]) -> list[Panels]:
