@@ -8,7 +8,11 @@ from ktqueue.loading.metadata_numbers import number
 
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 _BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
-_FACTORS = ("scaling.attn_factor", "scaling.yarn_attn_factor", "scaling.yarn_ext_factor")
+_FACTORS = {  # the values with which they do nothing; -1: as the reader likes, which is 1 (llama.cpp)
+    "scaling.attn_factor": (1.0,),
+    "scaling.yarn_attn_factor": (1.0,),
+    "scaling.yarn_ext_factor": (1.0, -1.0),
+}
 _LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim, and mscale is the same
 
 
@@ -29,9 +33,9 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
     theta = number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = metadata.get(prefix + "scaling.type", "none")
-    for key in (prefix + name for name in _FACTORS if latent):
-        if metadata.get(key, 1.0) != 1.0:
-            raise CheckpointError(f"{source}: {key} {metadata[key]!r} is not supported")
+    for name, harmless in _FACTORS.items():
+        if latent and metadata.get(prefix + name, 1.0) not in harmless:
+            raise CheckpointError(f"{source}: {prefix}{name} {metadata[prefix + name]!r} is not supported")
     if kind in ("linear", "yarn"):
         rope["rope_type"] = kind
         rope["factor"] = number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)

@@ -215,6 +215,11 @@ def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         config_of({**metadata_of("deepseek_v2"), **changes})
 
 
+def test_a_factor_that_is_left_to_the_reader_is_none() -> None:
+    plain = metadata_of("deepseek_v2", rope_scaling=YARN)
+    assert config_of({**plain, "deepseek2.rope.scaling.yarn_ext_factor": -1.0}) == config_of(plain)
+
+
 def test_what_gguf_cannot_say_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"mscale 1.0 and mscale_all_dim 0.707 differ"):
         metadata_of("deepseek_v2", rope_scaling={**YARN, "mscale": 1.0})
