@@ -70,3 +70,22 @@ def served(result: dict[str, Any]) -> list[str]:
         f"{one['bandwidth_gb_s']:.0f} GB/s |"
         for one in result["figures"]
     ]
+
+
+def dense(result: dict[str, Any]) -> list[str]:
+    """The lines of the table of dense weights that stay quantised."""
+    rows, prompts = (list(result["figures"][0][part]) for part in ("decode_ms", "prefill_ms"))
+    heads = [*(f"a step of {count} rows" for count in rows), *(f"a prompt of {count}" for count in prompts)]
+    lines = [
+        f"### {result['model']}, dense weights as in the file",
+        f"{result['machine']}; commit {result['commit']}, {result['taken']}. All experts on the GPU, once each. "
+        f"{result['command']}",
+        "",
+        f"| dense weights | memory | {' | '.join(heads)} |",
+        "|" + " ---: |" * (2 + len(heads)),
+    ]
+    for one in result["figures"]:
+        times = [*one["decode_ms"].values(), *one["prefill_ms"].values()]
+        told = " | ".join(f"{time:.2f} ms" for time in times)
+        lines.append(f"| {one['dense']} | {one['dense_gb']:.2f} GB | {told} |")
+    return lines

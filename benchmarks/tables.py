@@ -38,7 +38,12 @@ def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
         "cpu": ("The CPU's engine", {"cpu-*": cpu_table.make, "experts-*": experts_table.make, "system": _system}),
         "gpu": (
             "A GPU's engine",
-            {"gpu*": gpu_table.make, "served-*": gpu_table.served, "endurance-*": endurance_table.make},
+            {
+                "gpu*": gpu_table.make,
+                "dense-*": gpu_table.dense,
+                "served-*": gpu_table.served,
+                "endurance-*": endurance_table.make,
+            },
         ),
         "quality": (
             "How near to the model",
