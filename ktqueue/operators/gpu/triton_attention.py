@@ -1,4 +1,5 @@
-"""What the Triton kernels of paged attention share: a block of keys taken into a running softmax (door: triton).
+"""What the Triton kernels of paged attention share: a block of keys taken into a running softmax, and tables that a
+launch may leave out (door: triton).
 
 All query heads that share a key/value head are rows of one matrix, so keys and values are read once for them and tensor
 cores are used at one token too. Scores and sums are float32 with a running maximum, in base 2 (the scale of the scores
@@ -24,6 +25,14 @@ class Tables:
     pages: torch.Tensor
     contexts: torch.Tensor
     query_starts: torch.Tensor | None = None
+
+
+@triton.jit
+def looked_up(table, place):
+    """table[place], int32; `place` itself where `table` is None."""
+    if table is not None:
+        place = tl.load(table + place)
+    return place
 
 
 @triton.jit

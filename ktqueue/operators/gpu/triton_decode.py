@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ktqueue.operators.gpu.triton_attention import Tables, block_keys, fold, padded, precision
+from ktqueue.operators.gpu.triton_attention import Tables, block_keys, fold, looked_up, padded, precision
 
 MAX_SPLITS = 128
 """Parts that a decode row's keys are cut into at most."""
@@ -51,12 +51,8 @@ def _decode_split(
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    row = item
-    if rows is not None:
-        row = tl.load(rows + item)
-    token = row
-    if query_starts is not None:
-        token = tl.load(query_starts + row)
+    row = looked_up(rows, item)
+    token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
     seen_from, share = _share(context, splits, WINDOW, BLOCK)
     first = seen_from + split * share
@@ -123,12 +119,8 @@ def _decode_join(
     """One head of one decode row: the sum of its splits, each weighted by its share of the exponentials."""
     item = tl.program_id(0)
     head = tl.program_id(1)
-    row = item
-    if rows is not None:
-        row = tl.load(rows + item)
-    token = row
-    if query_starts is not None:
-        token = tl.load(query_starts + row)
+    row = looked_up(rows, item)
+    token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
     seen_from, share = _share(context, splits, WINDOW, BLOCK)
     used = tl.cdiv(context - seen_from, share)

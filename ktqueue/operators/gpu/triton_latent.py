@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ktqueue.operators.gpu.triton_attention import padded, precision
+from ktqueue.operators.gpu.triton_attention import looked_up, padded, precision
 from ktqueue.operators.gpu.triton_decode import MAX_SPLITS, _decode_join, _share
 
 HEADS_AT_ONCE = 16
@@ -45,9 +45,7 @@ def _latent_split(
     """One share of one token's keys for M of its heads; empty shares end at once. WHOLE: there is one share only."""
     token = tl.program_id(0)
     split = tl.program_id(2)
-    row = token
-    if row_of is not None:
-        row = tl.load(row_of + token)
+    row = looked_up(row_of, token)
     context = tl.load(contexts + token)
     _, share = _share(context, splits, 0, BLOCK)
     first = split * share

@@ -1,5 +1,5 @@
-"""Steps of any shape over a random cache and what the reference attends for them; inputs of the fused operators; an
-interpreter of kernels that rounds as a GPU does."""
+"""GpuDecoder with a model's own weights, on each device; steps of any shape over a random cache and what the reference
+attends for them; inputs of the fused operators; an interpreter of kernels that rounds as a GPU does."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -9,9 +9,56 @@ import numpy as np
 import pytest
 import torch
 
-from ktqueue.operators import reference
+from ktqueue.operators import native, reference
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.dense import DEFAULT_DENSE
+from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_cpus() -> None:
+    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
+    native.set_threads()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each test on each device."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def make_decoder(given_weights: Callable[..., Any], device: str) -> Iterator[Callable[..., GpuDecoder]]:
+    """make_decoder(model, quant, activations=..., dense=..., **GpuSettings fields) -> the prepared operator.
+
+    Steps are of at most 128 tokens; nothing streams unless that is asked for.
+    """
+    made: list[GpuDecoder] = []
+
+    def make(
+        model: Any,
+        quant: str = "F32",
+        *,
+        activations: str = "float32",
+        dense: str = DEFAULT_DENSE,
+        **settings: Any,
+    ) -> GpuDecoder:
+        decoder = GpuDecoder.from_module(model, activations=activations, dense=dense)
+        made.append(decoder)
+        decoder.device = device
+        weights = given_weights(model, quant)
+        decoder.load(weights)
+        assert weights.left <= {"lm_head.weight"}  # tied
+        decoder.prepare_device(GpuSettings(**{"max_tokens": 128, "expert_streaming": "off", **settings}))
+        return decoder
+
+    yield make
+    for one in made:
+        one.close()
 
 
 def random_cache(

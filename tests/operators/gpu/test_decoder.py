@@ -16,7 +16,6 @@ from decoder_families import (
     make_planner_for,
 )
 
-from ktqueue.operators import native
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu import hybrid_experts
@@ -27,42 +26,8 @@ from ktqueue.operators.gpu.placement import READ_EVERY
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ALL = 1 << 40  # bytes
 ALONE = [{name: (0, len(ids))} for name, ids in SEQUENCES.items()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_cpus():
-    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
-    native.set_threads()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    return request.param
-
-
-@pytest.fixture
-def make_decoder(given_weights, device):
-    """make_decoder(model, quant="F32", activations=..., **GpuSettings fields) -> the prepared operator."""
-    made = []
-
-    def make(model: Any, quant: str = "F32", activations: str = "float32", **settings: Any) -> GpuDecoder:
-        decoder = GpuDecoder.from_module(model, activations=activations)
-        decoder.device = device
-        weights = given_weights(model, quant)
-        decoder.load(weights)
-        assert weights.left <= {"lm_head.weight"}  # tied
-        decoder.prepare_device(GpuSettings(**{"max_tokens": 128, **settings}))
-        made.append(decoder)
-        return decoder
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def fed(decoder: GpuDecoder, steps: Any = None) -> dict[str, torch.Tensor]:
@@ -81,7 +46,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
 def test_equals_transformers(family, make_decoder):
     model = make_model(family)
-    assert_close(fed(make_decoder(model)), answers(model), 1e-5)
+    assert_close(fed(make_decoder(model, expert_streaming="auto")), answers(model), 1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama", "deepseek_v2"])
@@ -117,7 +82,7 @@ def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, ma
     model = make_model(family)
     monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: streamed)
     streaming = {"expert_streaming": "off" if streamed is None else "on", "streaming_tokens": 8}
-    plain = make_decoder(model, quant, expert_streaming="off")
+    plain = make_decoder(model, quant)
     expected = fed(plain)
     decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **streaming)
     for _ in range(2):
@@ -133,7 +98,7 @@ def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, ma
 @pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
 def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, fetched, make_decoder):
     model = make_model(family)
-    plain = make_decoder(model, quant, expert_streaming="off")
+    plain = make_decoder(model, quant)
     expected = fed(plain)
     given = {"expert_streaming": "on", "fetched_share": fetched}
     decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **given)
@@ -154,7 +119,7 @@ def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypa
         return experts(*args, activations=activations, **others)
 
     monkeypatch.setattr(hybrid_experts, "experts", spied)
-    fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", asked, expert_memory_bytes=ALL))
+    fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", activations=asked, expert_memory_bytes=ALL))
     assert seen == {taken}
 
 
@@ -186,7 +151,7 @@ def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, mo
     monkeypatch.setattr(hybrid_experts, "add_rms_norm", note_norm)
     monkeypatch.setattr(hybrid_experts, "route", note_router)
     model = make_model("qwen2_moe")
-    decoder = make_decoder(model, expert_memory_bytes=50_000, expert_streaming="off")
+    decoder = make_decoder(model, expert_memory_bytes=50_000)
     assert_close(fed(decoder), answers(model), 1e-5)
     assert decoder.expert_layers_run == len(places["x"]) > 0
     assert places["copy"] == places["x"]
@@ -197,7 +162,7 @@ def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, mo
 def test_hot_experts_move_to_the_gpu(make_decoder):
     model = make_model("qwen3_moe", num_hidden_layers=2)
     plain = make_decoder(model)
-    decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3, expert_streaming="off")
+    decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
     cache, expected = (Cache(one, device=decoder.device, planner=make_planner_for) for one in (decoder, plain))
     with torch.inference_mode():
         for i in range(8 * READ_EVERY):
@@ -229,7 +194,7 @@ def test_only_what_is_scored_is_computed(make_decoder, device):
 
 
 def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device):
-    decoder = make_decoder(make_model("qwen3_moe"), expert_memory_bytes=50_000, expert_streaming="off")
+    decoder = make_decoder(make_model("qwen3_moe"), expert_memory_bytes=50_000)
     alone, padded = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(2))
     with torch.inference_mode():
         expected = alone.step({"a": [3, 4, 5]})
@@ -242,7 +207,7 @@ def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device
 
 def test_bytes_are_told_by_device(make_decoder, device):
     model = make_model("qwen3_moe")
-    held = make_decoder(model, expert_streaming="off").device_bytes()
+    held = make_decoder(model).device_bytes()
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     dense = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
     assert experts + dense <= sum(held.values()) < experts + dense + 4096

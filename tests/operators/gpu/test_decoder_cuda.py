@@ -6,11 +6,9 @@ import pytest
 import torch
 from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
-from ktqueue.operators import native
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.placement import READ_EVERY
-from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.step import StepContext
 
 pytestmark = pytest.mark.gpu
@@ -21,24 +19,7 @@ ROWS = 3
 def device():
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    native.set_threads()
-
-
-@pytest.fixture
-def make_decoder(given_weights):
-    made = []
-
-    def make(model: Any, quant: str, **settings: Any) -> GpuDecoder:
-        decoder = GpuDecoder.from_module(model, activations="float32")
-        decoder.device = "cuda"
-        decoder.load(given_weights(model, quant))
-        decoder.prepare_device(GpuSettings(**{"max_tokens": 128, "expert_streaming": "off", **settings}))
-        made.append(decoder)
-        return decoder
-
-    yield make
-    for one in made:
-        one.close()
+    return "cuda"
 
 
 class Captured:

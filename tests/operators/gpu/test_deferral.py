@@ -12,47 +12,14 @@ import pytest
 import torch
 from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
-from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.settings import GpuSettings
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPTS = {"s0": 1, "s1": 4, "s2": 22}  # tokens that are read in one step; those behind them one by one
 FAMILIES = {
     "qwen3_moe": {"num_experts_per_tok": 4, "num_hidden_layers": 4},
     "qwen2_moe with dense layers": {"num_experts_per_tok": 4, "num_hidden_layers": 4, "mlp_only_layers": [0, 2]},
     "olmoe": {},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_cpus():
-    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
-    native.set_threads()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    return request.param
-
-
-@pytest.fixture
-def make_decoder(given_weights, device):
-    made = []
-
-    def make(model: Any, **settings: Any) -> GpuDecoder:
-        decoder = GpuDecoder.from_module(model, activations="float32")
-        decoder.device = device
-        decoder.load(given_weights(model, "F32"))
-        decoder.prepare_device(GpuSettings(**{"max_tokens": 128, "expert_streaming": "off", **settings}))
-        made.append(decoder)
-        return decoder
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def defer(model: Any, deferred: int, first: int, on_gpu: list[torch.Tensor]) -> None:

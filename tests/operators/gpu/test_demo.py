@@ -8,7 +8,6 @@ import torch
 from decoder_families import Cache, make_planner_for
 
 from ktqueue.loading.load import load_model
-from ktqueue.operators import native
 from ktqueue.operators.gpu.settings import GpuSettings
 
 EXACT = Path(__file__).parents[3] / "rules" / "exact.yaml"  # activations stay float32
@@ -33,17 +32,13 @@ def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    native.set_threads()
+def expected(shared_cpus) -> list[list[int]]:
     return greedy(load_model("demo", rules=str(EXACT)).module, "cpu")
 
 
 @pytest.mark.parametrize("streaming", ["off", "on"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_greedy_tokens(device, share, streaming, expected, tmp_path):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     model = load_model("demo", rules=str(rules), device=device).module

@@ -1,7 +1,6 @@
 """Dense weights that stay quantised: GpuDecoder beside itself with the same weights decoded; what is held and said."""
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -20,39 +19,6 @@ from ktqueue.operators.packed import PackedMatrix
 from .matrices import activations, make_panels
 from .test_demo import greedy
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_cpus():
-    """torch and the kernels on CPUs of their own, as in a worker."""
-    native.set_threads()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    return request.param
-
-
-@pytest.fixture
-def make_decoder(given_weights, device):
-    """make_decoder(model, quant, dense) -> the prepared operator."""
-    made = []
-
-    def make(model: Any, quant: str, dense: str) -> GpuDecoder:
-        decoder = GpuDecoder.from_module(model, activations="float32", dense=dense)
-        decoder.device = device
-        decoder.load(given_weights(model, quant))
-        decoder.prepare_device(GpuSettings(max_tokens=128, expert_streaming="off"))
-        made.append(decoder)
-        return decoder
-
-    yield make
-    for one in made:
-        one.close()
-
 
 def logits(decoder: GpuDecoder) -> torch.Tensor:
     with torch.inference_mode():
@@ -64,7 +30,7 @@ def logits(decoder: GpuDecoder) -> torch.Tensor:
 def test_logits_are_those_of_the_decoded_weights(family, dtype, make_decoder):
     """With shared experts, dense layers, biases, tied embeddings; steps of few and of many rows."""
     model = make_model(family).to(dtype)
-    expected, found = (logits(make_decoder(model, "Q8_0", dense)) for dense in ("dequantised", "quantised"))
+    expected, found = (logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised"))
     assert expected.std() > 0.1
     bound = 1e-5 if dtype == torch.float32 else 0.03
     assert (found - expected).norm() <= bound * expected.norm()
@@ -136,14 +102,14 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense, device, tmp_path):
 
 def test_less_memory(make_decoder):
     model = make_model("qwen3_moe")
-    held = [make_decoder(model, "Q8_0", dense).device_bytes() for dense in ("dequantised", "quantised")]
+    held = [make_decoder(model, "Q8_0", dense=dense).device_bytes() for dense in ("dequantised", "quantised")]
     assert sum(held[1].values()) < sum(held[0].values()) - 150_000
 
 
 def test_what_cannot_stay_is_decoded_and_said_once(make_decoder, caplog):
     model = make_model("qwen3_moe")
     with caplog.at_level(logging.WARNING):
-        found, expected = (make_decoder(model, "F16", dense) for dense in ("quantised", "dequantised"))
+        found, expected = (make_decoder(model, "F16", dense=dense) for dense in ("quantised", "dequantised"))
     assert [one.message for one in caplog.records] == [
         "dense matrices with F16 are decoded, they cannot stay as they are"
     ]
@@ -182,7 +148,7 @@ def test_panels_of_embeddings_are_told_before(tmp_path):
 
 
 def test_matrices_of_one_format_are_one_part(make_decoder):
-    found = make_decoder(make_model("qwen3_moe"), "Q8_0", "quantised")
+    found = make_decoder(make_model("qwen3_moe"), "Q8_0", dense="quantised")
     (part,) = found._layers[0].attention._qkv._parts
     assert part.rows == 256
 
