@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from latent_sizes import LATENT_SIZES
 from torch import nn
 from transformers.initialization import no_init_weights
 
@@ -152,22 +153,6 @@ def test_saved_experts_are_one_by_one(tmp_path: Any) -> None:
     assert not any("gate_up_proj" in name for name in names)
 
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-
-
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) -> None:
     seen: list[dict[str, Any]] = []
@@ -177,7 +162,7 @@ def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) ->
             seen.append(named)
             return hidden_states, None
 
-    model = _build(transformers.CONFIG_MAPPING[model_type](**{**COMMON, **LATENT}))
+    model = _build(transformers.CONFIG_MAPPING[model_type](**{**COMMON, **LATENT_SIZES, "n_group": 1, "topk_group": 1}))
     for layer in range(2):
         attention = model.get_submodule(f"model.layers.{layer}.self_attn")
         assert attention.layer_idx == layer and attention.scaling == 24**-0.5

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from endless_vocabulary import NoEnd
+from latent_sizes import LATENT_SIZES
 from transformers import (
     AttentionInterface,
     DeepseekV2Config,
@@ -38,18 +40,6 @@ FEW = 24
 NEW_TOKENS = 24
 LONGEST = 700
 PAGE_SIZE = 16
-
-
-class NoEnd:
-    """A vocabulary without an end token; texts don't matter here."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"."
 
 
 def make_prompts(vocab: int) -> list[list[int]]:
@@ -101,6 +91,18 @@ def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) ->
     return found
 
 
+def check_parity(model, vocabulary, layout, prompts, answers, *, budget: int, caching: bool, pages: int) -> None:
+    """The engine's greedy tokens are `answers`, with steps of `budget` tokens; few pages preempt, reuse is seen."""
+    config = EngineConfig(
+        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
+    )
+    engine = Engine(model, vocabulary, layout, config, pages, 1024)
+    found = serve(engine, prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+    assert (engine.stats().preemptions > 0) == (pages == 46)
+    assert (engine.stats().prefix_hits > 0) == caching
+    assert found == answers
+
+
 @pytest.fixture(scope="module")
 def random_model():
     """A random Qwen3-MoE in float32, prompts and transformers' answers."""
@@ -146,40 +148,20 @@ def tiny(request, random_model, tmp_path_factory):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [16, 64, 512])
 def test_tiny_random_model(tiny, budget, caching, pages):
-    model, vocabulary, layout, prompts, answers = tiny
-    config = EngineConfig(
-        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
-    )
-    engine = Engine(model, vocabulary, layout, config, pages, 1024)
-    found = serve(engine, prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-    assert (engine.stats().preemptions > 0) == (pages == 46)
-    assert (engine.stats().prefix_hits > 0) == caching
-    assert found == answers
+    check_parity(*tiny, budget=budget, caching=caching, pages=pages)
 
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory):
-    """A random DeepSeek-V2 with all that the family has, loaded by the default rules; prompts and answers."""
+    """As `tiny`, of a random DeepSeek-V2 with all that the family has, loaded by the default rules."""
     config = DeepseekV2Config(
+        **LATENT_SIZES | {"q_lora_rank": 48},
         vocab_size=512,
-        hidden_size=64,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=24,
-        intermediate_size=96,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
         n_shared_experts=2,
         n_group=4,
         topk_group=2,
         topk_method="group_limited_greedy",
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
         routed_scaling_factor=2.0,
         max_position_embeddings=1024,
         initializer_range=0.2,
@@ -191,20 +173,13 @@ def latent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latent")
     model.save_pretrained(folder)
     prompts = make_prompts(config.vocab_size)[:FEW]
-    return load_model(str(folder)), prompts, answers_of(model, prompts, None)
+    loaded = load_model(str(folder))
+    return loaded.module, NoEnd(512), loaded.kv_layout(PAGE_SIZE), prompts, answers_of(model, prompts, None)
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000)])
 def test_latent_attention(latent, budget, caching, pages):
-    model, prompts, answers = latent
-    config = EngineConfig(
-        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
-    )
-    engine = Engine(model.module, NoEnd(512), model.kv_layout(PAGE_SIZE), config, pages, 1024)
-    found = serve(engine, prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-    assert (engine.stats().preemptions > 0) == (pages == 46)
-    assert (engine.stats().prefix_hits > 0) == caching
-    assert found == answers
+    check_parity(*latent, budget=budget, caching=caching, pages=pages)
 
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=NEW_TOKENS)
@@ -302,14 +277,8 @@ def demo():
 
 def check_demo(demo, count: int, budget: int, caching: bool, pages: int) -> None:
     model, tokenizer, prompts, first_answers = demo
-    config = EngineConfig(
-        max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
-    )
-    engine = Engine(model.module, tokenizer, model.kv_layout(PAGE_SIZE), config, pages, 1024)
-    found = serve(engine, prompts[:count], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-    assert (engine.stats().preemptions > 0) == (pages == 46)
-    assert (engine.stats().prefix_hits > 0) == caching
-    assert found == first_answers(count)
+    served = model.module, tokenizer, model.kv_layout(PAGE_SIZE), prompts[:count], first_answers(count)
+    check_parity(*served, budget=budget, caching=caching, pages=pages)
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 2000)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from endless_vocabulary import NoEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.core.config import EngineConfig
@@ -39,18 +40,6 @@ SIZES = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-
-
-class NoEnd:
-    """A vocabulary without an end token."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"."
 
 
 class Plenty:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from endless_vocabulary import NoEnd
+from latent_sizes import LATENT_SIZES
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ktqueue.core.request import SamplingParams
@@ -16,7 +18,7 @@ from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
-from .test_engine import DEVICES, NEW_TOKENS, RULES, NoEnd, on_device, requests, serve, settings_for
+from .test_engine import DEVICES, NEW_TOKENS, RULES, on_device, requests, serve, settings_for
 
 GPU = [
     pytest.mark.gpu,
@@ -98,24 +100,12 @@ class TestGraph:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random DeepSeek-V3: low-rank queries, sigmoid scores in groups, a shared expert, a dense first layer."""
     config = DeepseekV3Config(
+        **LATENT_SIZES | {"q_lora_rank": 48, "qk_rope_head_dim": 16},
         vocab_size=512,
-        hidden_size=64,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=24,
-        intermediate_size=96,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
         n_shared_experts=1,
         n_group=4,
         topk_group=2,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
         max_position_embeddings=512,
         initializer_range=0.2,
         eos_token_id=None,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import transformers
+from latent_sizes import LATENT_SIZES
 from transformers import PreTrainedModel
 
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
@@ -57,19 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-}
+LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),

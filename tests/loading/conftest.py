@@ -1,16 +1,18 @@
 """Tiny random models of each family, saved as transformers saves them, with a tokenizer of their own."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import transformers
+from latent_sizes import LATENT_SIZES
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ktqueue.loading.convert import convert
+from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
@@ -31,21 +33,7 @@ COMMON = {
     "initializer_range": 0.2,
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-}
+LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
     "qwen2_moe": {**ROUTED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
@@ -130,6 +118,16 @@ def make_gguf(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
+def make_source(make_model: Callable[..., Path], make_gguf: Callable[..., Path]) -> Callable[..., Path]:
+    """make_source(kind, model_type, **config) -> the folder of make_model, or the same model as float32 GGUF."""
+
+    def make(kind: Literal["folder", "gguf"], model_type: str, **changes: Any) -> Path:
+        return make_model(model_type, **changes) if kind == "folder" else make_gguf(model_type=model_type, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_gguf(make_gguf: Callable[..., Path]) -> Path:
     """The model of `tiny` as a float32 GGUF file."""
     return make_gguf()
@@ -175,3 +173,18 @@ def run_logits() -> Callable[..., torch.Tensor]:
         return logits
 
     return run
+
+
+@pytest.fixture(scope="session")
+def assert_equals_transformers(
+    reference_logits: Callable[..., torch.Tensor], run_logits: Callable[..., torch.Tensor]
+) -> Callable[..., None]:
+    """(model, folder, ids): the loaded model's logits are those of transformers with the model of `folder`."""
+
+    def check(model: LoadedModel, folder: Path, ids: Sequence[int] = range(3, 43)) -> None:
+        expected = reference_logits(folder, [*ids])
+        assert expected.std() > 0.5  # else equality would say little
+        found = run_logits(model.module, model.kv_layout(16), [*ids])
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+    return check

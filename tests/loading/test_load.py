@@ -46,16 +46,11 @@ def test_logits_equal_transformers(
     model_type: str,
     source: str,
     make_model: Callable[..., Path],
-    make_gguf: Callable[..., Path],
-    reference_logits: Callable[..., torch.Tensor],
-    run_logits: Callable[..., torch.Tensor],
+    make_source: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
 ) -> None:
-    folder = make_model(model_type)
-    path = folder if source == "folder" else make_gguf(model_type=model_type)
-    model = load_model(str(path))
-    expected = reference_logits(folder, IDS)
-    assert expected.std() > 0.5  # else equality would say little
-    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+    model = load_model(str(make_source(source, model_type)))
+    assert_equals_transformers(model, make_model(model_type))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -66,29 +61,24 @@ def test_logits_of_dense_models_equal_transformers(
     source: str,
     tied: bool,
     make_model: Callable[..., Path],
-    make_gguf: Callable[..., Path],
-    reference_logits: Callable[..., torch.Tensor],
-    run_logits: Callable[..., torch.Tensor],
+    make_source: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    folder = make_model(model_type, tie_word_embeddings=tied)
-    path = folder if source == "folder" else make_gguf(model_type=model_type, tie_word_embeddings=tied)
+    path = make_source(source, model_type, tie_word_embeddings=tied)
     rules = tmp_path / "none.yaml"  # a model without experts: the default rule would be idle
     rules.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
     model = load_model(str(path), rules=str(rules))
     assert model.card_facts.architecture == type(model.module).__name__
     assert model.card_facts.quantization == "F32"
-    expected = reference_logits(folder, IDS)
-    assert expected.std() > 0.5
-    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+    assert_equals_transformers(model, make_model(model_type, tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_layouts(
     layout: str,
     make_model: Callable[..., Path],
-    reference_logits: Callable[..., torch.Tensor],
-    run_logits: Callable[..., torch.Tensor],
+    assert_equals_transformers: Callable[..., None],
     tmp_path: Path,
 ) -> None:
     layouts: dict[str, dict[str, Any]] = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}
@@ -109,8 +99,7 @@ def test_layouts(
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         folder = tmp_path
     model = load_model(str(folder))
-    expected = reference_logits(folder, IDS)
-    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+    assert_equals_transformers(model, folder)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -250,16 +239,14 @@ def test_unusable_configs(change: dict[str, object], words: str, tiny: Path, tmp
 
 def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
     make_model: Callable[..., Path],
-    reference_logits: Callable[..., torch.Tensor],
-    run_logits: Callable[..., torch.Tensor],
+    assert_equals_transformers: Callable[..., None],
 ) -> None:
     folder = make_model("llama", head_dim=12)
     with pytest.raises(RuleError, match=r"heads have 12 dimensions, .* \(rules/modules.yaml does without it\)"):
         load_model(str(folder))
     model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("modules.yaml")))
     assert {type(one).__name__ for one in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
-    expected = reference_logits(folder, IDS)
-    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
+    assert_equals_transformers(model, folder)
 
 
 def test_more_deferred_experts_than_a_token_has_are_named_before_weights_are_read() -> None:
