@@ -40,14 +40,7 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
         groups, used = _UNSAID_GROUPS.get(experts, (1, 1))
     elif not used:
         raise CheckpointError(f"{source}: metadata key {prefix}.expert_group_used_count is missing")
-    chosen = config["num_experts_per_tok"]
-    if experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
-        raise CheckpointError(
-            f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
-        )
     sigmoid = metadata.get(f"{prefix}.expert_gating_func") == SIGMOID
-    if sigmoid and experts == groups:  # a group's score is the sum of its best two
-        raise CheckpointError(f"{source}: {groups} groups of one expert each are not supported")
     normalised = bool(metadata.get(f"{prefix}.expert_weights_norm", False))
     found = {
         "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),

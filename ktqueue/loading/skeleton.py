@@ -41,9 +41,31 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     chosen = getattr(config, "num_experts_per_tok", None)
     if experts and chosen and not (isinstance(experts, int) and isinstance(chosen, int) and chosen <= experts):
         raise CheckpointError(f"{source}: {chosen!r} experts a token are wanted, the model has {experts!r}")
+    if model_type in LATENT:
+        _check_groups(config, source)
     config.output_router_logits = False  # else every forward would gather them for a training loss
     config.use_cache = False
     return config
+
+
+def _check_groups(config: Any, source: str) -> None:
+    """Of a LATENT model. What its router cannot choose from would be found at the first step."""
+    sigmoid = config.model_type == "deepseek_v3"  # its routers know one method
+    method = "group_limited_greedy" if sigmoid else config.topk_method
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"{source}: topk_method must be greedy or group_limited_greedy for {config.model_type}, got {method!r}"
+        )
+    if method == "greedy":
+        return
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    groups, used = config.n_group or 0, config.topk_group or 0
+    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
+        raise CheckpointError(
+            f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
+        )
+    if sigmoid and experts == groups:  # a group's score is the sum of its best two
+        raise CheckpointError(f"{source}: {groups} groups of one expert each are not supported")
 
 
 def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module:

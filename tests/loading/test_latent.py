@@ -1,5 +1,6 @@
 """Models with multi-head latent attention: DeepSeek-V2 and V3, from a folder and from GGUF, against transformers."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from ktqueue.loading.inspect import inspect
 from ktqueue.loading.latent_tensors import join_latent_tensors
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.loading.skeleton import build_config
 from ktqueue.loading.stored import StoredTensor
 from ktqueue.operators.kv_cache import KVLayout
 
@@ -186,15 +188,6 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
         ({"deepseek2.rope.dimension_count": 24}, "must be even and less than a key's length, 24"),
         ({"deepseek2.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
         ({"deepseek2.rope.dimension_count": 7}, "must be even"),
-        ({"deepseek2.expert_group_count": 3}, "2 of 8 experts a token do not fit 1 of 3 groups"),
-        ({"deepseek2.expert_group_count": 8}, "2 of 8 experts a token do not fit 1 of 8 groups"),
-        (
-            {
-                f"deepseek2.expert_{key}": n
-                for key, n in (("group_count", 8), ("group_used_count", 2), ("gating_func", 2))
-            },
-            "8 groups of one expert each",
-        ),
         ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
         ({"deepseek2.rope.scaling.attn_factor": 0.5}, "deepseek2.rope.scaling.attn_factor 0.5 is not supported"),
         ({"deepseek2.rope.scaling.yarn_attn_factor": 2.0}, "scaling.yarn_attn_factor 2.0 is not supported"),
@@ -207,6 +200,38 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
 def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_of({**metadata_of("deepseek_v2"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("deepseek_v2", {**GROUPS, "n_group": 3}, "2 of 8 experts a token do not fit 2 of 3 groups"),
+        ("deepseek_v2", {**GROUPS, "n_group": 8, "topk_group": 1}, "2 of 8 experts a token do not fit 1 of 8 groups"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "2 of 8 experts a token do not fit 5 of 4 groups"),
+        ("deepseek_v3", {"n_group": 0}, "do not fit 2 of 0 groups"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "8 groups of one expert each"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method must be greedy or group.* 'noaux_tc'",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_chosen_from(
+    model_type: str, changes: dict[str, Any], message: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Found before weights are read, not by a step."""
+    folder = make_model(model_type)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_groups_of_a_file_that_cannot_be_chosen_from() -> None:
+    config = config_of({**metadata_of("deepseek_v2", **GROUPS), "deepseek2.expert_group_count": 3})
+    with pytest.raises(CheckpointError, match="file: 2 of 8 experts a token do not fit 2 of 3 groups"):
+        build_config(config, "file")
 
 
 def test_a_factor_that_is_left_to_the_reader_is_none() -> None:
