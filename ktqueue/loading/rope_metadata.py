@@ -8,12 +8,12 @@ from ktqueue.loading.metadata_numbers import number
 
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 _BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
-_FACTORS = {  # the values with which they do nothing; -1: as the reader likes, which is 1 (llama.cpp)
-    "scaling.attn_factor": (1.0,),
-    "scaling.yarn_attn_factor": (1.0,),
-    "scaling.yarn_ext_factor": (1.0, -1.0),
-}
-_LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim, and mscale is the same
+_FACTORS = ("scaling.attn_factor", "scaling.yarn_attn_factor")  # 1 does nothing
+_EXTRAPOLATION = "scaling.yarn_ext_factor"
+# The values of that key with which it does nothing, by type; -1: as the reader likes, which is one of the others
+# (llama.cpp).
+_HARMLESS = {"none": (-1.0, 0.0, 1.0), "linear": (-1.0, 0.0), "yarn": (-1.0, 1.0)}
+_LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # of latent attention: 0.1 * mscale_all_dim, and mscale is the same
 
 
 def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,19 +33,27 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
     theta = number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = metadata.get(prefix + "scaling.type", "none")
-    for name, harmless in _FACTORS.items():
-        if latent and metadata.get(prefix + name, 1.0) not in harmless:
+    if kind not in (*_HARMLESS,):  # it may be of any type
+        raise CheckpointError(
+            f"{source}: {prefix}scaling.type {kind!r} is not supported; known: {', '.join(_HARMLESS)}"
+        )
+    for name, harmless in (*((name, (1.0,)) for name in _FACTORS), (_EXTRAPOLATION, _HARMLESS[kind])):
+        if prefix + name in metadata and metadata[prefix + name] not in harmless:
             raise CheckpointError(f"{source}: {prefix}{name} {metadata[prefix + name]!r} is not supported")
-    if kind in ("linear", "yarn"):
+    if kind != "none":
         rope["rope_type"] = kind
         rope["factor"] = number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)
         if kind == "yarn":
             key = prefix + "scaling.original_context_length"
             rope["original_max_position_embeddings"] = number(metadata.get(key), int, key, source)
-            if latent:
-                rope |= _latent_yarn(prefix, metadata, source)
-    elif kind != "none":
-        raise CheckpointError(f"{source}: {prefix}scaling.type {kind!r} is not supported; known: none, linear, yarn")
+            rope |= {
+                name: number(metadata.get(prefix + beta, default), float, prefix + beta, source)
+                for name, (beta, default) in _BETAS.items()
+            }
+            if latent and metadata.get(key := prefix + _LOG_MULTIPLIER):
+                # Stored as a float32: six digits are what a config has.
+                scale = round(float(number(metadata[key], float, key, source)) / 0.1, 6)
+                rope |= {"mscale": scale, "mscale_all_dim": scale}
     return rope
 
 
@@ -64,32 +72,23 @@ def rope_to_metadata(
         if kind == "yarn":
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             metadata[prefix + "scaling.original_context_length"] = int(original)
-            if latent:
-                metadata |= _latent_yarn_keys(prefix, rope, source)
+            metadata |= _yarn_keys(prefix, rope, source, latent=latent)
     elif kind != "default" and not (kind == "llama3" and factors):
         raise CheckpointError(f"{source}: rope_type {kind!r} cannot be written to GGUF; known: default, linear, yarn")
     return metadata
 
 
-def _latent_yarn(prefix: str, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    found = {
-        name: number(metadata.get(prefix + key, default), float, prefix + key, source)
-        for name, (key, default) in _BETAS.items()
-    }
-    if metadata.get(key := prefix + _LOG_MULTIPLIER):
-        # Stored as a float32: six digits are what a config has.
-        scale = round(float(number(metadata[key], float, key, source)) / 0.1, 6)
-        found |= {"mscale": scale, "mscale_all_dim": scale}
-    return found
-
-
-def _latent_yarn_keys(prefix: str, rope: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:
     found = {prefix + key: float(rope.get(name) or default) for name, (key, default) in _BETAS.items()}
-    scale = rope.get("mscale_all_dim") or 0.0
-    if (rope.get("mscale") or 0.0) != scale:
-        raise CheckpointError(
-            f"{source}: rope mscale {rope.get('mscale')!r} and mscale_all_dim {scale!r} differ; GGUF has one number"
-        )
     if rope.get("attention_factor") is not None:
         raise CheckpointError(f"{source}: rope attention_factor cannot be written to GGUF")
-    return found | ({prefix + _LOG_MULTIPLIER: 0.1 * float(scale)} if scale else {})
+    if not rope.get("truncate", True):
+        raise CheckpointError(f"{source}: rope truncate {rope['truncate']!r} cannot be written to GGUF")
+    mscale, of_all = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    if latent and mscale != of_all:
+        raise CheckpointError(
+            f"{source}: rope mscale {rope.get('mscale')!r} and mscale_all_dim {of_all!r} differ; GGUF has one number"
+        )
+    if not latent and mscale and of_all:
+        raise CheckpointError(f"{source}: rope mscale {mscale!r}, mscale_all_dim {of_all!r} cannot be written to GGUF")
+    return found | ({prefix + _LOG_MULTIPLIER: 0.1 * float(of_all)} if latent and of_all else {})

@@ -190,8 +190,6 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
         ({"deepseek2.rope.dimension_count": 7}, "must be even"),
         ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
         ({"deepseek2.rope.scaling.attn_factor": 0.5}, "deepseek2.rope.scaling.attn_factor 0.5 is not supported"),
-        ({"deepseek2.rope.scaling.yarn_attn_factor": 2.0}, "scaling.yarn_attn_factor 2.0 is not supported"),
-        ({"deepseek2.rope.scaling.yarn_ext_factor": 0.0}, "scaling.yarn_ext_factor 0.0 is not supported"),
         ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm with softmax scores is not supported"),
         ({"deepseek2.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
         ({"deepseek2.attention.kv_lora_rank": 0}, "kv_lora_rank must be a positive number"),
@@ -234,14 +232,7 @@ def test_groups_of_a_file_that_cannot_be_chosen_from() -> None:
         build_config(config, "file")
 
 
-def test_a_factor_that_is_left_to_the_reader_is_none() -> None:
-    plain = metadata_of("deepseek_v2", rope_scaling=YARN)
-    assert config_of({**plain, "deepseek2.rope.scaling.yarn_ext_factor": -1.0}) == config_of(plain)
-
-
 def test_what_gguf_cannot_say_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"mscale 1.0 and mscale_all_dim 0.707 differ"):
-        metadata_of("deepseek_v2", rope_scaling={**YARN, "mscale": 1.0})
     with pytest.raises(CheckpointError, match="norm_topk_prob is True"):
         metadata_of("deepseek_v2", norm_topk_prob=True)
 
