@@ -15,6 +15,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading import rope_factors
 from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
+from ktqueue.loading.load import checked_skeleton
 from ktqueue.loading.quants import BLOCKS, Bytes, Floats
 from ktqueue.loading.rope_metadata import rope_of_config
 from ktqueue.loading.safetensors_file import open_folder
@@ -63,6 +64,7 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
+    checked_skeleton(checkpoint, torch.float32)  # a file that could not be loaded is not written
     metadata: dict[str, Any] = {"general.name": name or source.name}
     if license:
         metadata["general.license"] = license

@@ -135,16 +135,25 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
     model has no more experts than are to be deferred.
     """
     checkpoint = open_checkpoint(path)
-    config = build_config(checkpoint.config(), checkpoint.path)
+    config, skeleton = checked_skeleton(checkpoint, dtype)
     _check_deferred(deferred_experts, experts_per_token(config))
-    _check_depth(config, checkpoint)
-    skeleton = build_skeleton(config, dtype, checkpoint.path)
-    check(skeleton, checkpoint)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device, _name(dtype))
     if kv_layout(config, 1, dtype).latent:
         _check_latent_attention(skeleton, plan, rules or str(DEFAULT_RULES))
     return Prepared(checkpoint, config, skeleton, plan)
+
+
+def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
+    """The config and the skeleton of a checkpoint's model, whose tensors are just those that it has.
+
+    Raises CheckpointError.
+    """
+    config = build_config(checkpoint.config(), checkpoint.path)
+    _check_depth(config, checkpoint)
+    skeleton = build_skeleton(config, dtype, checkpoint.path)
+    check(skeleton, checkpoint)
+    return config, skeleton
 
 
 def _check_deferred(deferred: int, chosen: int) -> None:

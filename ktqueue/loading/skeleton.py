@@ -58,9 +58,9 @@ def _check_groups(config: Any, source: str) -> None:
         )
     if method == "greedy":
         return
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok or 0
     groups, used = config.n_group or 0, config.topk_group or 0
-    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
+    if groups < 1 or experts % groups or not 1 <= used <= groups or not 1 <= chosen <= experts // groups * used:
         raise CheckpointError(
             f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
         )

@@ -15,6 +15,15 @@ from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer import load_tokenizer
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.gguf"
@@ -86,22 +95,54 @@ def test_a_dense_model_is_of_the_type_of_its_matrices(make_model: Callable[..., 
     assert {info.type_id for info in header.tensors if len(info.shape) == 2} == {int(gguf.GGMLQuantizationType.MXFP4)}
 
 
+def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
+    """The folder with another config."""
+    for one in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (target / one).write_bytes((source / one).read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, there are tensors of 2 layers"),
+        ({"hidden_size": "big"}, "config is not valid"),
+        ({"moe_intermediate_size": 64}, "of the wrong shape: model.layers.0.mlp.experts.gate_up_proj"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config is not valid: .*'factor'"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_written(
+    change: dict[str, object], words: str, tiny: Path, tmp_path: Path
+) -> None:
+    copy_with(change, tiny, tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None:
+    copy_with({"vocab_size": 100, "eos_token_id": None}, tiny, tmp_path)
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="token id 299 is outside the model's vocabulary of 100"):
+        convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "no GGUF architecture is known for model_type 'mamba'; known: qwen3_moe"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False; GGUF's qwen3moe implies True"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-        ({"vocab_size": 100}, "token id 299 is outside the model's vocabulary of 100"),
+        ({"rope_parameters": LLAMA3}, "rope_type 'llama3' cannot be written"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
-    for one in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / one).write_bytes((tiny / one).read_bytes())
-    config = json.loads((tiny / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    copy_with(change, tiny, tmp_path)
     target = tmp_path / "model.gguf"
     with pytest.raises(CheckpointError, match=words):
         convert(tmp_path, target, experts="f16")
