@@ -22,6 +22,7 @@ _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_pr
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _RENAMED = ((".block_sparse_moe.", ".mlp."),)  # Mixtral's hub names to transformers' modules
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
+_LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 
 
 def open_folder(folder: Path) -> StoredCheckpoint:
@@ -29,6 +30,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}
     maps: list[Bytes] = []
+    extra = _layers_that_predict_more(config)
     for file in _files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
@@ -37,12 +39,20 @@ def open_folder(folder: Path) -> StoredCheckpoint:
                 name = name.replace(old, new)
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} is given twice")
-            if not _DERIVED.search(name):
+            layer = _LAYER.match(name)
+            if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
                 tensors[name] = tensor
     dense, experts = _group(folder, tensors)
     if config.get("tie_word_embeddings"):
         dense.pop("lm_head.weight", None)
     return StoredCheckpoint(str(folder), config, dense, experts, maps)
+
+
+def _layers_that_predict_more(config: dict[str, Any]) -> range:
+    """Behind the model's own come those that guess a token more at a time (DeepSeek-V3); transformers has no modules
+    for them."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
 
 def read_json(path: Path) -> dict[str, Any]:

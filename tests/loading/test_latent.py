@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from ktqueue.core.errors import CheckpointError, RuleError
@@ -65,6 +66,26 @@ def test_logits_equal_transformers(
     layout = KVLayout(layers=2, kv_heads=1, head_dim=40, page_size=16, dtype=torch.float32, latent=32)
     assert model.kv_layout(16) == layout
     assert_equals_transformers(model, make_model(model_type, **changes))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_layers_that_predict_more_are_left_out(
+    told: bool, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """DeepSeek-V3 and R1 come with one behind their own, of which only the config says that it is another matter."""
+    folder = make_model("deepseek_v3")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+    weights |= {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in own.items()}
+    weights |= {"model.layers.2.enorm.weight": torch.ones(64), "model.layers.2.eh_proj.weight": torch.ones(64, 128)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": int(told)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if told:
+        assert_equals_transformers(load_model(str(tmp_path)), folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"surplus: model\.layers\.2\."):
+            load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("case", ["V2-Lite", "V3"])
