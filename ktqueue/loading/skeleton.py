@@ -38,8 +38,8 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     except Exception as error:  # each config class validates in its own way
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if experts and chosen and not (isinstance(experts, int) and isinstance(chosen, int) and chosen <= experts):
+    chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
+    if experts and not (isinstance(experts, int) and isinstance(chosen, int) and 1 <= chosen <= experts):
         raise CheckpointError(f"{source}: {chosen!r} experts a token are wanted, the model has {experts!r}")
     if model_type in LATENT:
         _check_groups(config, source)
@@ -58,9 +58,9 @@ def _check_groups(config: Any, source: str) -> None:
         )
     if method == "greedy":
         return
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok or 0
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
     groups, used = config.n_group or 0, config.topk_group or 0
-    if groups < 1 or experts % groups or not 1 <= used <= groups or not 1 <= chosen <= experts // groups * used:
+    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
         raise CheckpointError(
             f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
         )

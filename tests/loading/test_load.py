@@ -226,6 +226,8 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
         ({"hidden_size": "big"}, "config is not valid"),
         ({"num_attention_heads": 0}, "config"),
         ({"num_experts_per_tok": 9}, "9 experts a token are wanted, the model has 8"),
+        ({"num_experts_per_tok": 0}, "0 experts a token are wanted, the model has 8"),
+        ({"num_experts_per_tok": -1}, "-1 experts a token are wanted, the model has 8"),
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, there are tensors of 2 layers"),
     ],
 )

@@ -3,7 +3,7 @@
 The first is triton_linear.py's for panels: a program has 16 rows of weights, asks for all of them at once, and adds up
 in float32 what the weights are exactly. Two matrices, which may differ in format, can be the parts of one product: q
 and k beside v, say. The second makes what torch multiplies by, or looks up embeddings. Each is one launch,
- no host sync, capturable in a CUDA graph.
+no host sync, capturable in a CUDA graph.
 """
 
 from collections.abc import Sequence
