@@ -1,8 +1,9 @@
 """The engine of a GPU worker, measured: `python -m benchmarks.gpu [--model M] [--results DIR]`, a JSON file of it all.
 
 Experts on the CPU: rows that decode together, and prompts alone; beside each figure what the CPU's experts read a
-second, and what a probe of the memory reads in the same minute. Then the same with some experts of each token deferred,
-then some of the experts in GPU memory, then all. The model is loaded once.
+second, and what a probe of the memory reads in the same minute. Then decode without and with prefetched experts, in
+turns, with some experts of each token deferred, with some of the experts in GPU memory, and with all. The model is
+loaded once.
 """
 
 import argparse
@@ -55,6 +56,9 @@ def decode(built: Built, rows: int, rounds: int) -> dict[str, Any]:
     if before and after and after.tasks > before.tasks:
         figure["cpu_experts_gb_s"] = (after.bytes - before.bytes) / (after.busy_seconds - before.busy_seconds) / 1e9
         figure["dram_gb_s"] = machine.bandwidth()
+        predicted = after.predicted - before.predicted
+        if predicted > 0:
+            figure["expert_prediction_rate"] = (after.predicted_used - before.predicted_used) / predicted
     told = ("expert_hit_rate", "expert_fetched_share")
     return figure | {name: value for name, value in decoder.statistics().items() if name in told}
 
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--memory", default="4,8", help="GiB of GPU memory for experts: points of the curve")
     parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve, and with deferred experts")
     parser.add_argument("--deferred", default="2", help="experts of each token that are deferred")
+    parser.add_argument("--prefetch-turns", type=int, default=2, help="without and with expert prefetch, so many times")
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -112,13 +117,15 @@ def main() -> None:
     keep()
     whole = int(decoder_of(built).statistics()["expert_bytes"])
     points: list[tuple[str, dict[str, float], EngineConfig]] = [
-        ("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred
+        ("prefetch", {"expert_prefetch": on}, replace(config, expert_prefetch=on))
+        for on in given.prefetch_turns * (False, True)
     ]
+    points += [("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred]
     points += [
         ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
         for memory in [*(count * GIB for count in gigabytes), whole]
     ]
-    result |= {"deferred": [], "curve": []}
+    result |= {"prefetch": [], "deferred": [], "curve": []}
     for part, what, settings in points:
         built.engine.close()
         model, tokenizer = built.model, built.tokenizer

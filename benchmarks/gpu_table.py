@@ -32,6 +32,16 @@ def make(result: dict[str, Any]) -> list[str]:
         f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
         for one in result["prefill"]
     ]
+    if result.get("prefetch"):
+        lines += ["", "Experts fetched into the CPU's caches while the GPU attends, in turns with none. Right: of the "]
+        lines[-1] += "experts that were predicted, those that were used."
+        lines += ["", "| expert prefetch | rows | tok/s | step | fastest | right | probe |", "| --- |" + " ---: |" * 6]
+        lines += [
+            f"| {'on' if one['expert_prefetch'] else 'off'} | {one['rows']} | {one['tokens_per_second']:.1f} | "
+            f"{one['step_ms']:.2f} ms | {one['fastest_step_ms']:.2f} ms | {_rate(one.get('expert_prediction_rate'))} | "
+            f"{one['dram_gb_s']:.0f} |"
+            for one in result["prefetch"]
+        ]
     if result.get("deferred"):
         lines += ["", "| deferred experts of a token | rows | tok/s | step | fetched |", "|" + " ---: |" * 5]
         lines += [
@@ -42,12 +52,16 @@ def make(result: dict[str, Any]) -> list[str]:
     if result["curve"]:
         lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate |", "|" + " ---: |" * 5]
     for one in result["curve"]:
-        hits = f"{one['expert_hit_rate']:.0%}" if "expert_hit_rate" in one else "-"
+        hits = _rate(one.get("expert_hit_rate"))
         lines.append(
             f"| {one['expert_memory_gib']:.1f} GiB | {one['rows']} | {one['tokens_per_second']:.1f} | "
             f"{one['step_ms']:.2f} ms | {hits} |"
         )
     return lines
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def served(result: dict[str, Any]) -> list[str]:

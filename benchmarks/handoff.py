@@ -46,6 +46,7 @@ class Step:
             torch.zeros(pairs, dtype=torch.int64, device=device),
             torch.zeros(pairs, device=device),
             torch.zeros(rows, SHAPE.hidden, device=device),
+            torch.zeros(pairs, dtype=torch.int64, device=device),
         )
 
     def __call__(self) -> torch.Tensor:

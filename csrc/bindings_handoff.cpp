@@ -96,11 +96,16 @@ void bind_handoff(nb::module_& module) {
         .def(
             "x_offset", [](const BoundHandoff& bound, size_t tokens) { return bound.shape().x_offset(tokens); },
             nb::arg("tokens"))
+        .def(
+            "predicted_offset",
+            [](const BoundHandoff& bound, size_t tokens) { return bound.shape().predicted_offset(tokens); },
+            nb::arg("tokens"))
         .def("take_error", [](BoundHandoff& bound) { return bound.handoff().take_error(); })
         .def("statistics",
              [](BoundHandoff& bound) {
                  const HandoffStatistics now = bound.handoff().statistics();
-                 return std::make_tuple(now.tasks, now.failed, now.busy_seconds, now.experts_used, now.bytes);
+                 return std::make_tuple(now.tasks, now.failed, now.busy_seconds, now.experts_used, now.bytes,
+                                        now.predicted, now.predicted_used);
              })
         .def("close", &BoundHandoff::close, nb::arg("seconds"));
 }

@@ -149,24 +149,6 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
     }
 }
 
-std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
-    if (expert >= experts())
-        throw std::invalid_argument("expert must be from 0 to " + std::to_string(experts() - 1) + ", got " +
-                                    std::to_string(expert));
-    std::vector<std::span<const uint8_t>> found;
-    const auto append = [&](const uint8_t* begin, size_t bytes) {
-        if (!found.empty() && found.back().data() + found.back().size() == begin)
-            found.back() = {found.back().data(), found.back().size() + bytes};
-        else
-            found.emplace_back(begin, bytes);
-    };
-    for (size_t p = 0; p < panel_count(intermediate()); ++p)
-        append(gate_up_.data() + mid_slices_.place(expert, p) * (gate_panel_ + up_panel_), gate_panel_ + up_panel_);
-    for (size_t p = 0; p < panel_count(hidden()); ++p)
-        append(down_arena_.data() + hidden_slices_.place(expert, p) * down_panel_, down_panel_);
-    return found;
-}
-
 void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const {
     space.starts.assign(experts() + 1, 0);
     for (size_t pair = 0; pair < pairs; ++pair)
@@ -246,6 +228,19 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     }
 }
 
+ExpertLayer::TaskPanels ExpertLayer::task_panels(size_t spans, bool tiles) const {
+    const size_t slices = 16 * shared_pool()->threads();
+    // What tiles leave of a task's time is mostly its beginning.
+    const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
+    const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
+        const size_t target = std::clamp<size_t>(spans * panels * bytes / slices, 8192, task_bytes);
+        return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
+    };
+    const size_t down_panels = panel_count(hidden());
+    return {panels_per_task(panel_count(intermediate()), gate_panel_ + up_panel_, kMaxTaskPanels),
+            panels_per_task(down_panels, down_panel_, down_panels + 1)};
+}
+
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                                float* out, const SplitSum& split, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
@@ -261,24 +256,15 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    const size_t slices = 16 * pool->threads();
-    // What tiles leave of a task's time is mostly its beginning.
     const bool tiles = std::ranges::any_of(space.tiled, [](const auto& one) { return one[0] || one[1]; });
-    const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
-    const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
-        const size_t target = std::clamp<size_t>(space.spans.size() * panels * bytes / slices, 8192, task_bytes);
-        return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
-    };
     const size_t spans = space.spans.size();
-    const size_t step = panels_per_task(panel_count(intermediate()), gate_panel_ + up_panel_, kMaxTaskPanels);
-    pool->for_each(mid_slices_.tasks(spans, step), [&](size_t task) {
-        const auto [span, first, last] = mid_slices_.block(task, spans, step);
+    const TaskPanels step = task_panels(spans, tiles);
+    pool->for_each(mid_slices_.tasks(spans, step.mid), [&](size_t task) {
+        const auto [span, first, last] = mid_slices_.block(task, spans, step.mid);
         gate_up(space.spans[span], first, last, space);
     });
-    const size_t down_panels = panel_count(hidden());
-    const size_t down_step = panels_per_task(down_panels, down_panel_, down_panels + 1);
-    pool->for_each(hidden_slices_.tasks(spans, down_step), [&](size_t task) {
-        const auto [span, first, last] = hidden_slices_.block(task, spans, down_step);
+    pool->for_each(hidden_slices_.tasks(spans, step.hidden), [&](size_t task) {
+        const auto [span, first, last] = hidden_slices_.block(task, spans, step.hidden);
         down(space.spans[span], first, last, space);
     });
     auto merge_token = [&](size_t t) {

@@ -3,6 +3,7 @@
 // Knows nothing of Python or of how tokens were routed.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -48,6 +49,10 @@ class ExpertLayer {
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
                  const SplitSum* split = nullptr) const;
 
+    // Fetches into the caches what forward() would read first for few tokens that use `experts`, rising: each thread what
+    // it would read itself, at most `most_bytes`, until `stop()`, which all threads ask all the time.
+    void prefetch(std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop) const;
+
     // The packed memory of one expert, in order: (panel p of gate, panel p of up) for every p, then every panel of
     // down, each as panel_layout.h says. Two ranges, or more where panels are divided among NUMA nodes; they last as
     // long as the layer. Throws std::invalid_argument.
@@ -63,10 +68,14 @@ class ExpertLayer {
     struct Workspace;
     struct Span;
     struct Forms;
+    struct TaskPanels {  // of one task: of gate (and as many of up), of down
+        size_t mid, hidden;
+    };
 
     void pack();
     void forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
                       const SplitSum& split, Workspace& space) const;
+    TaskPanels task_panels(size_t spans, bool tiles) const;
     void sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const;
     void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;

@@ -17,6 +17,7 @@
 
 #include "deferral.h"
 #include "pause.h"
+#include "prediction.h"
 
 namespace ktqueue {
 
@@ -69,7 +70,8 @@ struct Handoff::State {
     std::string error;  // the first since it was taken
     std::vector<uint8_t> used;
 
-    Deferral deferral;  // of whoever runs tasks
+    Deferral deferral;      // of whoever runs tasks
+    Prediction prediction;  // the same
 
     State(const HandoffShape& shape, const std::vector<HandoffSlot>& given, const HandoffTimes& times)
         : shape(shape), times(times), slots(given.size()) {
@@ -83,6 +85,7 @@ struct Handoff::State {
 
     void perform(size_t slot, uint32_t word);
     void perform_rest();
+    void fetch_predicted(const Slot& slot, uint32_t word);
     void run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word);
     void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
     void keep_error(const std::string& message, bool failed);
@@ -111,6 +114,9 @@ void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t 
     statistics.busy_seconds += Seconds(time).count();
     statistics.experts_used += experts;
     statistics.bytes += experts * (layer.bytes() / layer.experts());
+    const Prediction::Score score = prediction.score(layer, used);
+    statistics.predicted += score.predicted;
+    statistics.predicted_used += score.used;
 }
 
 void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word) {
@@ -160,6 +166,16 @@ void Handoff::State::perform_rest() {
     statistics.busy_seconds += Seconds(Clock::now() - begin).count();
 }
 
+void Handoff::State::fetch_predicted(const Slot& slot, uint32_t word) {
+    const size_t next = word & kLayerMask, tokens = std::min<size_t>(word >> kTokensAt, shape.max_tokens);
+    const ExpertLayer* layer = next < kMaxLayers ? layers[next].load(std::memory_order_acquire) : nullptr;
+    if (!layer) return;
+    const auto* ids = reinterpret_cast<const int64_t*>(slot.input + shape.predicted_offset(tokens));
+    const auto asked = [&](const Slot& one) { return one.request->load(std::memory_order_relaxed) != 0; };
+    prediction.fetch(*layer, ids, tokens * shape.experts_per_token,
+                     [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
+}
+
 // One look at all slots: whether there was a request.
 bool Handoff::State::serve_requests() {
     bool any = false;
@@ -176,11 +192,13 @@ bool Handoff::State::serve_requests() {
         if (broken.load() || stop.load()) return true;  // another thread answers, and may have answered this one
         slot.taken.store(0, std::memory_order_relaxed);
         slot.done->store(word, std::memory_order_release);  // C4
-        if (!(word & kDefers)) continue;
-        busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-        perform_rest();
-        busy_since.store(0, std::memory_order_relaxed);
-        if (broken.load() || stop.load()) return true;  // as above
+        if (word & kDefers) {
+            busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+            perform_rest();
+            busy_since.store(0, std::memory_order_relaxed);
+            if (broken.load() || stop.load()) return true;  // as above
+        }
+        if (word & kPredicts) fetch_predicted(slot, word);
     }
     return any;
 }
@@ -245,7 +263,7 @@ void Handoff::State::ended() {
 Handoff::Handoff(const HandoffShape& shape, std::vector<HandoffSlot> slots, bool serve, const HandoffTimes& times) {
     if (shape.hidden == 0 || shape.experts_per_token == 0 || shape.max_tokens == 0 ||
         shape.max_tokens >> (32 - kTokensAt) != 0 || slots.empty())
-        throw std::invalid_argument("sizes and slots must be positive, and tokens below 2^20");
+        throw std::invalid_argument("sizes and slots must be positive, and tokens below 2^19");
     if (shape.deferred_experts >= shape.experts_per_token)
         throw std::invalid_argument("deferred experts must be from 0 to " +
                                     std::to_string(shape.experts_per_token - 1) + ", got " +

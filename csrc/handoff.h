@@ -3,9 +3,10 @@
 //
 // A *task* is one layer run on up to max_tokens tokens. A *slot* is the memory of one task at a time: the input, the
 // output, and two words that lie on cache lines of their own. A task is named by a number that is never 0:
-//   word = tokens << 12 | adds << 11 | defers << 10 | (layer + 1)
+//   word = tokens << 13 | predicts << 12 | adds << 11 | defers << 10 | (layer + 1)
 // The input of a task of t tokens with k experts each lies at the beginning of the slot's input memory:
-//   [t, k] int64 expert ids (-1: none), [t, k] float32 weights, padding to 64 bytes, [t, hidden] float32 activations
+//   [t, k] int64 expert ids (-1: none), [t, k] float32 weights, padding to 64 bytes, [t, hidden] float32 activations,
+//   padding to 64 bytes, [t, k] int64 ids that the next layer will probably get
 //
 // Protocol of a slot, and why nobody reads what is not yet written. G is the GPU's stream, whose operations run one
 // after the other; C is the thread that serves.
@@ -37,6 +38,10 @@
 // - Ids and weights are copied before C4. So a step that is given up between two tasks does no harm: its last C5 may read
 //   activations that are being overwritten, but nothing else, and nobody adds what it makes of them.
 //
+// A task that *predicts* has G write, between G3 and G4, which experts the layer after this one will probably use. Behind
+// C4 (and C5) the service fetches their weights into the caches until the next request comes (prediction.h). C may read
+// them while G still writes: then it fetches the wrong ones, or none, and results are the same.
+//
 // When a layer throws, the rows of the task become NaN, the message is kept for the next take_error(), and C4 happens
 // as ever: the GPU never waits for a task that failed. When a task does not end in time, a second thread declares the
 // service broken: it answers this request and all later ones without running anything, so that the GPU goes on and the
@@ -58,7 +63,8 @@ struct HandoffShape {
     size_t deferred_experts = 0;  // of a token, in a task that defers
 
     size_t x_offset(size_t tokens) const { return round_up(12 * tokens * experts_per_token, 64); }
-    size_t input_bytes(size_t tokens) const { return x_offset(tokens) + 4 * tokens * hidden; }
+    size_t predicted_offset(size_t tokens) const { return x_offset(tokens) + round_up(4 * tokens * hidden, 64); }
+    size_t input_bytes(size_t tokens) const { return predicted_offset(tokens) + 8 * tokens * experts_per_token; }
 };
 
 // Memory of the caller, each 64-byte aligned; the words lie 128 bytes apart or more.
@@ -81,13 +87,14 @@ struct HandoffStatistics {
     double busy_seconds = 0;
     uint64_t experts_used = 0;  // different ones of a task, added up
     uint64_t bytes = 0;         // of their weights
+    uint64_t predicted = 0, predicted_used = 0;  // experts that were predicted, and of those what the layer then used
 };
 
 class Handoff {
   public:
-    static constexpr unsigned kLayerBits = 10, kTokensAt = kLayerBits + 2;
+    static constexpr unsigned kLayerBits = 10, kTokensAt = kLayerBits + 3;
     static constexpr size_t kMaxLayers = (1u << kLayerBits) - 1;
-    static constexpr uint32_t kDefers = 1u << kLayerBits, kAdds = 2u << kLayerBits;
+    static constexpr uint32_t kDefers = 1u << kLayerBits, kAdds = 2u << kLayerBits, kPredicts = 4u << kLayerBits;
 
     // `serve`: whether a thread answers the request words; else only run() and host functions work. Sets all words to 0.
     // Throws std::invalid_argument.

@@ -70,6 +70,11 @@ class ThreadPool {
     // each thread reads near memory.
     Range node_range(size_t node, size_t count) const;
 
+    // The same for one thread.
+    Range thread_range(size_t thread, size_t count) const {
+        return {first_of(thread, count), first_of(thread + 1, count)};
+    }
+
     // Runs task(context, 0..count-1). One job at a time: a second caller waits; a task must not call this. The first
     // exception that a task throws is thrown here after the job has ended; tasks not yet started by then are skipped.
     // Throws std::invalid_argument unless count < 2^32.

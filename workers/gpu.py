@@ -102,6 +102,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         expert_memory_bytes=config.gpu_expert_memory_bytes,
         handoff=cast(HandoffMethod, config.handoff),
         expert_streaming=cast(Streaming, config.expert_streaming),
+        expert_prefetch=config.expert_prefetch,
         deferred_experts=config.deferred_experts,
     )
     try:

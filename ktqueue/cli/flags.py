@@ -199,6 +199,15 @@ class EngineFlags:
             panel="GPU",
         ),
     ] = None
+    expert_prefetch: Annotated[
+        bool | None,
+        _option(
+            "--expert-prefetch/--no-expert-prefetch",
+            say="Let the CPU fetch experts of the next layer while the GPU works.",
+            default="on",
+            panel="GPU",
+        ),
+    ] = None
     deferred_experts: Annotated[
         int | None,
         _option(

@@ -29,6 +29,8 @@ _COUNTERS = (
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device had no memory for them."),
     ("expert_moves", "expert_moves", "Experts that came into GPU memory for others."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),
+    ("expert_predictions", "expert_predictions", "Experts that a layer would probably use."),
+    ("expert_prediction_hits", "expert_prediction_hits", "Those of them that it used."),
 )
 _PARTS = ("schedule", "forward", "sample", "commit")
 

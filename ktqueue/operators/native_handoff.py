@@ -19,18 +19,19 @@ LINE = 128
 DEFERS = 1 << 10
 """Bit of the word of a task that leaves the last experts of each token for later."""
 _ADDS = 1 << 11
-_TOKENS_AT = 12
+_PREDICTS = 1 << 12
+_TOKENS_AT = 13
 
 
-def request_word(layer: int, tokens: int, *, defers: bool = False, adds: bool = False) -> int:
+def request_word(layer: int, tokens: int, *, defers: bool = False, adds: bool = False, predicts: bool = False) -> int:
     """The number, never 0, that names a task. defers: it leaves the last experts of each token for later; adds: to its
-    output goes what the task before has left."""
-    return tokens << _TOKENS_AT | adds * _ADDS | defers * DEFERS | layer + 1
+    output goes what the task before has left; predicts: behind the request comes what the next layer will use."""
+    return tokens << _TOKENS_AT | predicts * _PREDICTS | adds * _ADDS | defers * DEFERS | layer + 1
 
 
 def names_task(word: int, layer: int, tokens: int) -> bool:
     """Whether a request word is one of this layer and this number of tokens."""
-    return word & ~(DEFERS | _ADDS) == request_word(layer, tokens)
+    return word & ~(DEFERS | _ADDS | _PREDICTS) == request_word(layer, tokens)
 
 
 class SlotMemory(NamedTuple):
@@ -45,13 +46,16 @@ class SlotMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HandoffStatistics:
-    """Since the start. experts_used: different experts of a task, added up; bytes: of their packed weights."""
+    """Since the start. experts_used: different experts of a task, added up; bytes: of their packed weights;
+    predicted: experts that were predicted, predicted_used: of those what the layer then used."""
 
     tasks: int
     failed: int
     busy_seconds: float
     experts_used: int
     bytes: int
+    predicted: int
+    predicted_used: int
 
 
 class HandoffService:
@@ -99,6 +103,11 @@ class HandoffService:
         """Where, in the input of a task of `tokens`, the activations begin; the expert ids begin at 0, the weights
         right behind them."""
         return self._service.x_offset(tokens)
+
+    def predicted_offset(self, tokens: int) -> int:
+        """Where, in the input of a task of `tokens` that predicts, the ids [tokens, experts_per_token] int64 begin that
+        the next layer will probably get."""
+        return self._service.predicted_offset(tokens)
 
     def run(self, slot: int, word: int) -> None:
         """Run a task in this thread, what it defers included, words aside."""

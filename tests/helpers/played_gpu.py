@@ -18,7 +18,7 @@ class Gpu:
         skip = -words.data_ptr() % LINE // 4
         self.memory = [
             SlotMemory(
-                torch.zeros(8192, dtype=torch.uint8),
+                torch.zeros(16384, dtype=torch.uint8),
                 torch.zeros(MOST, HIDDEN),
                 words[skip + 64 * slot :][:1],
                 words[skip + 64 * slot + 32 :][:1],
@@ -35,6 +35,13 @@ class Gpu:
         memory[8 * tokens * K : 12 * tokens * K] = np.frombuffer(weights.numpy().tobytes(), np.uint8)
         memory[place : place + 4 * tokens * HIDDEN] = np.frombuffer(x.numpy().tobytes(), np.uint8)
 
+    def predict(self, ids, slot: int = 0) -> None:
+        """What the next layer will probably get; before the request, so that the service finds it."""
+        place = self.service.predicted_offset(len(ids))
+        self.memory[slot].input.numpy()[place : place + 8 * ids.numel()] = np.frombuffer(
+            ids.numpy().tobytes(), np.uint8
+        )
+
     def request(self, word: int, slot: int = 0) -> None:
         self.memory[slot].done[0] = 0
         self.memory[slot].request[0] = word
@@ -45,8 +52,8 @@ class Gpu:
             assert time.monotonic() < end, "nobody answered"
             time.sleep(0)
 
-    def run(self, layer: int, x, ids, weights, slot: int = 0) -> torch.Tensor:
-        word = request_word(layer, len(x))
+    def run(self, layer: int, x, ids, weights, slot: int = 0, **bits: bool) -> torch.Tensor:
+        word = request_word(layer, len(x), **bits)
         self.write(x, ids, weights, slot)
         self.request(word, slot)
         self.wait(word, slot)

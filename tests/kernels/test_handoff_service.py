@@ -71,6 +71,37 @@ def test_counts_what_it_ran(gpu, layers):
     assert statistics.busy_seconds > 0
 
 
+def test_what_is_predicted_changes_nothing_and_is_counted(gpu, layers, run_layer):
+    numbers = [gpu.service.add_layer(layer) for layer in layers]
+    for replay in range(30):
+        for number, layer in zip(numbers, layers, strict=True):
+            given = inputs(2, 10 * replay + number)
+            predicted = torch.tensor([[0, 3, 3], [-1, EXPERTS, 2**62]])
+            word = request_word(number, 2, predicts=True)  # the last layer has none behind it
+            gpu.write(*given)
+            gpu.predict(predicted)
+            gpu.request(word)
+            gpu.wait(word)
+            assert torch.equal(gpu.memory[0].out[:2], run_layer(layer, *given))
+    used = [set(inputs(2, 10 * replay + number)[1].flatten().tolist()) for replay in range(30) for number in (1, 2)]
+    statistics = gpu.service.statistics
+    assert (statistics.predicted, statistics.predicted_used) == (2 * 60, sum(len(one & {0, 3}) for one in used))
+    assert 0 < statistics.predicted_used < statistics.predicted
+
+
+def test_a_prediction_is_for_the_next_task_alone(gpu, layers):
+    """A step that ends early, and one that runs a layer twice: no use is counted for another task's prediction."""
+    first, second = (gpu.service.add_layer(layer) for layer in layers[:2])
+    given = inputs(2)
+    for then in ([first, second], [second, second]):
+        before = gpu.service.statistics.predicted
+        gpu.predict(given[1])
+        gpu.run(first, *given, predicts=True)
+        for number in then:
+            gpu.run(number, *given)
+        assert gpu.service.statistics.predicted - before == (0 if then[0] == first else len(given[1].unique()))
+
+
 def test_an_error_becomes_nan_and_is_told_once(gpu, layers, run_layer):
     number = gpu.service.add_layer(layers[0])
     x, ids, weights = inputs(3)
@@ -91,7 +122,7 @@ def test_an_error_becomes_nan_and_is_told_once(gpu, layers, run_layer):
     [
         (request_word(0, MOST + 1), f"at most {MOST} tokens, got {MOST + 1}"),
         (request_word(1, 2), "names a layer that is not there"),
-        (2 << 12, "names a layer that is not there"),
+        (2 << 13, "names a layer that is not there"),
         (0x7FFFFFFF, "names a layer that is not there"),
     ],
 )

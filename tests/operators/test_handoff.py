@@ -258,22 +258,25 @@ def test_captures_that_fail_leave_nothing_to_wait_for(flags, layers, monkeypatch
 def test_buffers_are_the_memory_that_the_service_reads_and_writes():
     handoff = Handoff(4, 2, 3, "cpu")
     buffers = handoff.buffers(3)
-    assert [list(one.shape) for one in buffers] == [[3, 4], [3, 2], [3, 2], [3, 4]]
+    assert [list(one.shape) for one in buffers] == [[3, 4], [3, 2], [3, 2], [3, 4], [3, 2]]
     for target in buffers:
         target.copy_(torch.arange(target.numel()).view_as(target))
     memory, out = handoff._memory[0][:2]
     assert memory[:48].view(torch.int64).tolist() == [*range(6)]
     assert memory[48:72].view(torch.float32).tolist() == [*range(6)]
     assert memory[128:176].view(torch.float32).tolist() == [*range(12)]
-    assert not memory[72:128].any() and not memory[176:].any()
+    assert memory[192:240].view(torch.int64).tolist() == [*range(6)]
+    assert not memory[72:128].any() and not memory[176:192].any() and not memory[240:].any()
     assert out.flatten().tolist() == [*range(12)]
     handoff.close()
 
 
 def test_a_slot_holds_its_most_tokens():
-    assert request_word(47, 1) == 1 << 12 | 48
+    assert request_word(47, 1) == 1 << 13 | 48
+    assert request_word(0, 1, predicts=True) == 1 << 13 | 1 << 12 | 1
     for hidden, k, most in ((7, 1, 1), (96, 2, 9), (33, 5, 3)):
         (memory,) = _allocate(hidden, k, most, 1, pinned=False)
         service = HandoffService(hidden, k, most, [memory], serve=False)
-        assert service.x_offset(most) + 4 * most * hidden <= memory.input.nbytes
+        assert service.x_offset(most) + 4 * most * hidden <= service.predicted_offset(most)
+        assert service.predicted_offset(most) + 8 * most * k <= memory.input.nbytes
         assert service.x_offset(most) >= 12 * most * k

@@ -5,6 +5,7 @@ waits for the device, so that a step can be captured. Runs on CPU tensors too, b
 """
 
 import copy
+import itertools
 from typing import Any, Self, get_args
 
 import torch
@@ -93,6 +94,9 @@ class GpuDecoder(Operator):
                     )
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
+        for one, following in itertools.pairwise(self._layers):
+            if one.routes and following.routes:
+                one.foresee(following)
         self._norm = dense.vector("model.norm.weight")
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._dense_bytes = dense.bytes
@@ -130,12 +134,16 @@ class GpuDecoder(Operator):
 
     def statistics(self) -> dict[str, float]:
         """What is to be watched: `experts`, `experts_on_gpu`, `expert_fetched_share` and `expert_hit_rate` (if known)
-        tell how things stand, `expert_moves` and `expert_streamed_bytes` only grow.
+        tell how things stand; `expert_moves`, `expert_streamed_bytes`, `expert_predictions` and, of these, what was
+        used, `expert_prediction_hits`, only grow.
         """
         told = self.expert_statistics
         if told is None:
             return {}
-        known = {} if told.hit_rate is None else {"expert_hit_rate": told.hit_rate}
+        known: dict[str, float] = {} if told.hit_rate is None else {"expert_hit_rate": told.hit_rate}
+        run = self.handoff_statistics
+        if run is not None:
+            known |= {"expert_predictions": run.predicted, "expert_prediction_hits": run.predicted_used}
         return known | {
             "experts": told.experts,
             "experts_on_gpu": told.on_gpu,

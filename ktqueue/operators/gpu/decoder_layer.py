@@ -102,11 +102,17 @@ class DecoderLayer:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return
         self._router = weights.matrix(f"{mlp}.gate.weight")
+        self._next: tuple[torch.Tensor, torch.Tensor] | None = None  # see foresee
         if layer.shared_expert:
             shared = DenseMlp(f"{mlp}.shared_expert", layer.activation, weights)
             self._shared = shared, weights.linear(f"{mlp}.shared_expert_gate")
         elif layer.shared_experts:
             self._shared = DenseMlp(f"{mlp}.shared_experts", layer.activation, weights), None
+
+    @property
+    def routes(self) -> bool:
+        """Whether the layer has routed experts."""
+        return self._routed is not None
 
     def mlp(
         self, residual: torch.Tensor, attended: torch.Tensor, experts: StepExperts | None, live: torch.Tensor | None
@@ -123,7 +129,20 @@ class DecoderLayer:
         x = projected.add_to(residual, self._norm, self._epsilon, copy=buffers.x if buffers else None)
         logits = few_rows_linear(x, self._router, dtype=torch.float32)
         shared = self._shared_expert if self._shared else None
-        return experts.run(self._routed, x, logits, live, shared, buffers)
+        return experts.run(self._routed, x, logits, live, shared, buffers, self._foreseen if self._next else None)
+
+    def foresee(self, following: "DecoderLayer") -> None:
+        """`following` is the next layer, with routed experts as this one: what its router will say is to be guessed."""
+        norm = self._norm.float()
+        scale = torch.where(norm == 0, 0, following._norm.float() / norm)
+        self._next = scale.to(self._norm.dtype), following._router
+
+    def _foreseen(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden] as this layer's router gets it -> what the next one's says if nothing more comes to the
+        residual: logits [tokens, experts] float32."""
+        assert self._next is not None
+        scale, router = self._next
+        return few_rows_linear(x * scale, router, dtype=torch.float32)
 
     def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._shared is not None

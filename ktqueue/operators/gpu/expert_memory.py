@@ -87,6 +87,7 @@ class ExpertMemory:
         self._fetched: FetchedExperts | None = None
         self._fetched_share = 0.0
         self._defers = on_cpu and settings.deferred_experts > 0
+        self._predicts = False
         if on_cpu:
             most = max(layer.experts_per_token for layer in layers)
             self._handoff = Handoff(
@@ -99,6 +100,8 @@ class ExpertMemory:
             )
             for layer in layers:
                 self._handoff.add_layer(layer.packed)
+            # CUDA's own thread has to go on with the stream.
+            self._predicts = settings.expert_prefetch and self._handoff.method != "host_functions"
         if streams and self._handoff is not None:
             costs = measure_costs(layers, self._pool, copies, settings.max_tokens)
             streamer = Streamer(layers, self._pool, copies)
@@ -160,7 +163,8 @@ class ExpertMemory:
         defers = decodes and self._defers
         if self._streaming is not None and self._streaming.takes(tokens) and not captured and not defers:
             where = self._streaming.begin(self._resident, tokens, scored)
-        return StepExperts(self._layers, where, self._handoff, defers=defers)
+        predicts = decodes and self._predicts and where is (self._fetched or self._resident)
+        return StepExperts(self._layers, where, self._handoff, defers=defers, predicts=predicts)
 
     @torch.inference_mode()
     def after_step(self) -> None:

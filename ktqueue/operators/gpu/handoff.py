@@ -26,12 +26,14 @@ from ktqueue.operators.native_handoff import (
 class HandoffBuffers(NamedTuple):
     """Memory of one task, pinned if the device is a GPU, whose kernels may use it as their own. The input: x [tokens,
     hidden] float32, cpu_ids [tokens, experts_per_token] int64, -1 where the CPU has nothing to do, weights of that
-    shape, float32. result: [tokens, hidden] float32; to be read by volatile loads, past the caches."""
+    shape, float32. result: [tokens, hidden] float32; to be read by volatile loads, past the caches. predicted: as
+    cpu_ids, what the next layer will probably get."""
 
     x: torch.Tensor
     cpu_ids: torch.Tensor
     weights: torch.Tensor
     result: torch.Tensor
+    predicted: torch.Tensor
 
 
 class Handoff:
@@ -142,19 +144,29 @@ class Handoff:
             raise ValueError(f"tokens must be from 1 to {max_tokens}, got {tokens}")
         self._abandon(slot, self._capturing())
         memory = self._memory[slot]
-        x, cpu_ids, weights = _input(memory.input, tokens, experts_per_token, hidden, self._service.x_offset(tokens))
-        return HandoffBuffers(x, cpu_ids, weights, memory.out[:tokens])
+        at = self._service.x_offset(tokens), self._service.predicted_offset(tokens)
+        x, cpu_ids, weights, predicted = _input(memory.input, tokens, experts_per_token, hidden, *at)
+        return HandoffBuffers(x, cpu_ids, weights, memory.out[:tokens], predicted)
 
-    def request(self, layer: int, tokens: int, *, slot: int = 0, defers: bool = False, adds: bool = False) -> None:
+    def request(
+        self,
+        layer: int,
+        tokens: int,
+        *,
+        slot: int = 0,
+        defers: bool = False,
+        adds: bool = False,
+        predicts: bool = False,
+    ) -> None:
         """Enqueue the request for a task whose input is in `buffers`.
 
         defers: its result lacks the last experts of each token, and the next task, of another slot, has to add them;
-        adds: the task before defers, and its result comes to this one's. Raises RuntimeError if the slot's last task
-        was not waited for.
+        adds: the task before defers, and its result comes to this one's. predicts: what is enqueued from here to
+        `settle` fills in `predicted`. Raises RuntimeError if the slot's last task was not waited for.
         """
         if self._pending[slot] is not None:
             raise RuntimeError(f"the last task of slot {slot} was not waited for")
-        word = request_word(layer, tokens, defers=defers, adds=adds)
+        word = request_word(layer, tokens, defers=defers, adds=adds, predicts=predicts)
         self._signals.request(slot, word)
         self._pending[slot] = (word, self._capturing())
 
@@ -204,20 +216,21 @@ class Handoff:
 
 
 def _input(
-    memory: torch.Tensor, tokens: int, experts_per_token: int, hidden: int, x_offset: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, cpu_ids and weights of a task as views of memory [bytes] uint8, laid out as csrc/handoff.h says."""
+    memory: torch.Tensor, tokens: int, experts_per_token: int, hidden: int, x_offset: int, predicted_offset: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, cpu_ids, weights and predicted ids of a task, views of memory [bytes] uint8, where csrc/handoff.h has them."""
     pairs = tokens * experts_per_token
     return (
         memory[x_offset : x_offset + 4 * tokens * hidden].view(torch.float32).view(tokens, hidden),
         memory[: 8 * pairs].view(torch.int64).view(tokens, experts_per_token),
         memory[8 * pairs : 12 * pairs].view(torch.float32).view(tokens, experts_per_token),
+        memory[predicted_offset : predicted_offset + 8 * pairs].view(torch.int64).view(tokens, experts_per_token),
     )
 
 
 def _allocate(hidden: int, experts_per_token: int, max_tokens: int, slots: int, *, pinned: bool) -> list[SlotMemory]:
     """Memory for slots, as HandoffService wants it. The words of all slots share one block."""
-    size = 12 * max_tokens * experts_per_token + 64 + 4 * max_tokens * hidden
+    size = 20 * max_tokens * experts_per_token + 128 + 4 * max_tokens * hidden
     block = torch.zeros((2 * slots + 1) * LINE, dtype=torch.uint8, pin_memory=pinned)
     begin = -block.data_ptr() % LINE
     words = [block[at : at + 4].view(torch.int32) for at in range(begin, begin + 2 * slots * LINE, LINE)]

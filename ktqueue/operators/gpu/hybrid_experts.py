@@ -74,6 +74,9 @@ SharedExpert = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]
 """x [tokens, hidden] -> what an expert that sees every token makes of it, [tokens, hidden], and its gate's logit
 [tokens, 1]; None: it has no gate."""
 
+Foreseen = Callable[[torch.Tensor], torch.Tensor]
+"""x [tokens, hidden] as a layer's router gets it -> what the next layer's will probably say, [tokens, experts]."""
+
 
 class ExpertPlaces(Protocol):
     """Where the experts are for the steps of one kind. Layers are numbered among those with routed experts."""
@@ -106,15 +109,23 @@ class StepExperts:
 
     defers: a layer does not wait for what its hand-off defers; the next one's result has it. The last layer defers
     nothing, so that no step leaves anything behind. Then all layers have experts on the CPU, or none has.
+    predicts: while the CPU computes a layer, the GPU guesses which experts of the next one it will need.
     """
 
     def __init__(
-        self, layers: list[RoutedLayer], where: ExpertPlaces, handoff: Handoff | None, *, defers: bool = False
+        self,
+        layers: list[RoutedLayer],
+        where: ExpertPlaces,
+        handoff: Handoff | None,
+        *,
+        defers: bool = False,
+        predicts: bool = False,
     ) -> None:
         self._layers = layers
         self._where = where
         self._handoff = handoff
         self._defers = defers
+        self._predicts = predicts
 
     def buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """What the CPU reads of layer `index` and writes; None: it has nothing to do. Whoever computes the layer's x
@@ -135,13 +146,16 @@ class StepExperts:
         live_tokens: torch.Tensor | None,
         shared: SharedExpert | None,
         buffers: HandoffBuffers | None,
+        foreseen: Foreseen | None = None,
     ) -> Deferred:
         """x [tokens, hidden], the router's logits [tokens, experts] -> what layer `index` adds to the residual.
 
         `shared` is computed on the GPU while the CPU works. `live_tokens`: as in StepContext. `buffers`: the layer's,
-        which have x already. What is `added` in the end is the CPU's own result there: no kernel of ours moves rows.
+        which have x already. `foreseen`: where the next layer has routed experts too. What is `added` in the end is the
+        CPU's own result there: no kernel of ours moves rows.
         """
         layer, where = self._layers[index], self._where
+        ahead = foreseen if self._predicts and buffers is not None else None
         places = where.places(index)
         routing = route(
             logits,
@@ -164,6 +178,7 @@ class StepExperts:
                 slot=self._slot(index),
                 defers=self._defers and index + 1 < len(self._layers),
                 adds=self._defers and index > 0,
+                predicts=ahead is not None,
             )
         partials = None
         if places.on_gpu:
@@ -175,7 +190,30 @@ class StepExperts:
             )  # fmt: skip
             where.leave(index)
         beside = shared(x) if shared else (None, None)
+        if ahead is not None and buffers is not None:  # behind all that the CPU's result is added to
+            self._predict(index + 1, ahead(x), live_tokens, buffers.predicted)
         if buffers is not None and self._handoff is not None:
             self._handoff.settle(index, len(x), slot=self._slot(index))
         where.settle(index)
         return Deferred(buffers.result if buffers is not None else None, partials, *beside)
+
+    def _predict(
+        self, index: int, logits: torch.Tensor, live_tokens: torch.Tensor | None, predicted: torch.Tensor
+    ) -> None:
+        """Leave in `predicted` [tokens, experts_per_token] int64 what the CPU computes of layer `index`, if its router
+        says logits [tokens, experts]."""
+        layer, where = self._layers[index], self._where
+        places = where.places(index)
+        weights = torch.empty(predicted.shape, dtype=torch.float32, device=logits.device)
+        routing = route(
+            logits,
+            layer.experts_per_token,
+            renormalise=False,
+            on_gpu=places.gate_up if places.on_gpu and places.chosen else None,
+            live_tokens=live_tokens,
+            copies=(predicted, weights),
+            choice=layer.scoring.choice(logits),
+            sigmoid=layer.scoring.sigmoid,
+        )
+        if not places.chosen:
+            where.choose(index, routing.ids, predicted)

@@ -130,6 +130,9 @@ def test_captured_steps_equal_eager_ones(family, share, method, dtype, make_deco
             torch.testing.assert_close(found, expected, atol=tolerance * expected.abs().max().item(), rtol=0)
     if share == 0.5:
         assert decoder.expert_statistics.hit_rate > 0
+    if share < 1:
+        told = decoder.statistics()
+        assert (told["expert_prediction_hits"] > 0) == (method == "flags")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
