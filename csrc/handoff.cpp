@@ -261,9 +261,12 @@ void Handoff::State::ended() {
 }
 
 Handoff::Handoff(const HandoffShape& shape, std::vector<HandoffSlot> slots, bool serve, const HandoffTimes& times) {
-    if (shape.hidden == 0 || shape.experts_per_token == 0 || shape.max_tokens == 0 ||
-        shape.max_tokens >> (32 - kTokensAt) != 0 || slots.empty())
-        throw std::invalid_argument("sizes and slots must be positive, and tokens below 2^19");
+    constexpr size_t kMostTokens = (size_t{1} << (32 - kTokensAt)) - 1;
+    if (shape.hidden == 0 || shape.experts_per_token == 0 || slots.empty())
+        throw std::invalid_argument("hidden, experts_per_token and slots must be positive");
+    if (shape.max_tokens == 0 || shape.max_tokens > kMostTokens)
+        throw std::invalid_argument("max_tokens must be from 1 to " + std::to_string(kMostTokens) + ", got " +
+                                    std::to_string(shape.max_tokens));
     if (shape.deferred_experts >= shape.experts_per_token)
         throw std::invalid_argument("deferred experts must be from 0 to " +
                                     std::to_string(shape.experts_per_token - 1) + ", got " +

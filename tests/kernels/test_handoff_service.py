@@ -187,9 +187,12 @@ def test_refuses_what_does_not_fit(layers, make_weights):
     other = native.ExpertLayer(make_weights("Q4_0", 2, 32, 32))
     with pytest.raises(ValueError, match="has a hidden size of 64, got 32"):
         gpu.service.add_layer(other)
-    for sizes in ((0, K, MOST), (HIDDEN, 0, MOST), (HIDDEN, K, 0), (HIDDEN, K, 1 << 22)):
-        with pytest.raises(ValueError, match="must be positive, and tokens below"):
+    for sizes in ((0, K, MOST), (HIDDEN, 0, MOST)):
+        with pytest.raises(ValueError, match="hidden, experts_per_token and slots must be positive"):
             HandoffService(*sizes, gpu.memory, serve=False)
+    for tokens in (0, 1 << 19):
+        with pytest.raises(ValueError, match=f"max_tokens must be from 1 to 524287, got {tokens}"):
+            HandoffService(HIDDEN, K, tokens, gpu.memory, serve=False)
     with pytest.raises(ValueError, match="times must be positive"):
         HandoffService(HIDDEN, K, MOST, gpu.memory, serve=False, stuck_seconds=0)
     crooked = gpu.memory[0]._replace(input=gpu.memory[0].input[4:])
