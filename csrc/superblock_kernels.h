@@ -67,9 +67,10 @@ struct NextSuperblock {
 };
 
 // y[m] (or 0, for the first superblock of the panels) += the superblock times x[m], whose slabs begin at `first`.
+// Not inlined: a loop of its own has all registers, and the compiler then loads each line once and not once for each row.
 template <class Format, size_t Tokens>
-void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const* rows, size_t first, float* y,
-                  size_t y_stride, NextSuperblock& next) {
+[[gnu::noinline]] void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const* rows, size_t first,
+                                    float* y, size_t y_stride, NextSuperblock& next) {
     constexpr bool kCorrects = activation_kind(Format::kQuant).offset != 0;
     constexpr size_t kHalves = Unpacked<Format>::kHalves;
     const ActivationSlab* x[Tokens];
