@@ -141,6 +141,15 @@ inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
 
 #endif
 
+inline Ints join_words(Ints low, Ints high) {  // each 16 bits; the others are lost
+    return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xaa),
+            _mm256_blend_epi16(low.b, _mm256_slli_epi32(high.b, 16), 0xaa)};
+}
+
+inline Ints multiply_words(Ints x, Ints y) {  // the sums of the products of both signed words
+    return {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)};
+}
+
 inline Floats to_floats(Ints x) {
     return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
 }
@@ -235,6 +244,15 @@ inline Floats fused(Floats x, Floats y, Floats z) {  // x * y + z
 
 inline Floats fused_negative(Floats x, Floats y, Floats z) {  // z - x * y
     return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)};
+}
+
+inline Floats quotient(Floats x, Floats y) {
+    return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+}
+
+inline Floats magnitude(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
 
 inline Ints magnitude_bits(Floats x) {  // of |x|; they order as numbers, infinities and NaN above all

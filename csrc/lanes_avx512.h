@@ -86,6 +86,22 @@ inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
     return dot(sum, codes, x);
 }
 
+inline Ints load_ints(const int32_t* source) {
+    return _mm512_loadu_si512(source);
+}
+
+inline void store_ints(int32_t* target, Ints a) {
+    _mm512_storeu_si512(target, a);
+}
+
+inline Ints join_words(Ints low, Ints high) {  // each 16 bits; the others are lost
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+}
+
+inline Ints multiply_words(Ints a, Ints b) {  // the sums of the products of both signed words
+    return _mm512_madd_epi16(a, b);
+}
+
 inline Floats to_floats(Ints a) {
     return _mm512_cvtepi32_ps(a);
 }
@@ -166,6 +182,14 @@ inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
 
 inline Floats fused_negative(Floats a, Floats b, Floats c) {  // c - a * b
     return _mm512_fnmadd_ps(a, b, c);
+}
+
+inline Floats quotient(Floats a, Floats b) {
+    return _mm512_div_ps(a, b);
+}
+
+inline Floats magnitude(Floats a) {
+    return _mm512_abs_ps(a);
 }
 
 inline Ints magnitude_bits(Floats a) {  // of |a|; they order as numbers, infinities and NaN above all

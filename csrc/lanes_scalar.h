@@ -98,6 +98,19 @@ inline Ints dot_wide(const Ints& sum, const Bytes& codes, Quad four) {
     return dot(sum, codes, four);
 }
 
+inline Ints join_words(const Ints& low, const Ints& high) {  // each 16 bits; the others are lost
+    return make<Ints>([&](size_t r) {
+        return static_cast<int32_t>((static_cast<uint32_t>(low.at[r]) & 0xffffu) | static_cast<uint32_t>(high.at[r])
+                                                                                       << 16);
+    });
+}
+
+inline Ints multiply_words(const Ints& a, const Ints& b) {  // the sums of the products of both signed words
+    return make<Ints>([&](size_t r) {
+        return static_cast<int16_t>(a.at[r]) * static_cast<int16_t>(b.at[r]) + (a.at[r] >> 16) * (b.at[r] >> 16);
+    });
+}
+
 inline Floats to_floats(const Ints& a) {
     return make<Floats>([&](size_t r) { return static_cast<float>(a.at[r]); });
 }
@@ -179,6 +192,14 @@ inline Floats fused_negative(const Floats& a, const Floats& b, const Floats& c) 
     return make<Floats>([&](size_t r) { return std::fma(-a.at[r], b.at[r], c.at[r]); });
 }
 
+inline Floats quotient(const Floats& a, const Floats& b) {
+    return make<Floats>([&](size_t r) { return a.at[r] / b.at[r]; });
+}
+
+inline Floats magnitude(const Floats& a) {
+    return make<Floats>([&](size_t r) { return std::fabs(a.at[r]); });
+}
+
 inline Ints magnitude_bits(const Floats& a) {  // of |a|; they order as numbers, infinities and NaN above all
     Ints result;
     std::memcpy(result.at, a.at, sizeof(a.at));
@@ -195,8 +216,9 @@ inline int32_t largest_int(const Ints& a, const Ints& b) {
     return largest;
 }
 
-inline Ints round_to_ints(const Floats& a) {  // nearest, ties to even
-    return make<Ints>([&](size_t r) { return static_cast<int32_t>(std::nearbyint(a.at[r])); });
+inline Ints round_to_ints(const Floats& a) {  // nearest, ties to even; a NaN to the least of all
+    return make<Ints>(
+        [&](size_t r) { return std::isnan(a.at[r]) ? INT32_MIN : static_cast<int32_t>(std::nearbyint(a.at[r])); });
 }
 
 inline void store_low_bytes(int8_t* target, const Ints& a) {

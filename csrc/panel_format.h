@@ -58,6 +58,34 @@ struct Scaled {
     }
 };
 
+// Scales and minimums of a superblock of Q4_K as integers of 16 bits, so that both are applied by one multiplication.
+//
+// A slab's weights are d * s * c - dmin * n. With P = (c - 8) . q and Q = -8 * sum(q) its sum is
+//     d * s * P + (dmin * n - d * s * 8) / 8 * Q
+// Neither P nor Q exceeds 8 * 127 * 32 < 2^15. Products that begin with Q * (2^16 + 1) end as Q * 2^16 + P: Q and P
+// side by side (Q is less by one where P is negative, an eighth of what a rounded activation is off by). d * s and
+// the other factor are rounded to integers of a unit that keeps them, s and n being below 64, below 2^15 and the two
+// products' sum below 2^31: it is (d + dmin / 8) / 512, and rounding takes half of it at most.
+struct WordFactors {
+    Floats unit, scale, minimum;
+
+    WordFactors() = default;
+    WordFactors(Floats d, Floats dmin) {
+        const Floats eighth = times(dmin, splat_float(0.125f));
+        // Never 0, to divide by it; too little more to change what is not 0 anyway.
+        const Floats largest = plus(plus(magnitude(d), magnitude(eighth)), splat_float(0x1p-60f));
+        unit = times(largest, splat_float(0x1p-9f));
+        scale = quotient(d, unit);
+        minimum = quotient(eighth, unit);
+    }
+
+    // Of P in the lower words, of Q in the upper ones.
+    Ints of_slab(Floats s, Floats n) const {
+        const Floats scaled = times(s, scale);
+        return join_words(round_to_ints(scaled), round_to_ints(minus(times(n, minimum), scaled)));
+    }
+};
+
 struct PanelQ8_0 : Scaled<PanelQ8_0> {
     static constexpr Quant kQuant = Quant::Q8_0;
     const uint8_t *block, *scales;
@@ -134,6 +162,10 @@ struct PanelQ4_K : Scaled<PanelQ4_K> {
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
     Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
     Floats minimum(size_t slab, size_t) const { return times(dmin, load_unsigned(minimums + 16 * slab)); }
+    WordFactors word_factors() const { return {d, dmin}; }
+    Ints factors(const WordFactors& of, size_t slab) const {
+        return of.of_slab(load_unsigned(scales + 16 * slab), load_unsigned(minimums + 16 * slab));
+    }
 };
 
 struct PanelQ5_K : Scaled<PanelQ5_K> {

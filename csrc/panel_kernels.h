@@ -5,6 +5,8 @@
 // activations serves both. Of each slab the codes are unpacked once, multiplied into every row's integer sums, and the
 // sums, scaled, are added to its float sums:
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
+// or, for a superblock of Q4_K (see `WordFactors`),
+//     sum += unit of w * (sum over slabs of float(factors of w . (codes . q, sum of q)) * scale of x)
 // in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
 // bit whichever kernel computed it and whatever else shared the pass. superblock_kernels.h does the same for
 // many rows, in most formats.
@@ -54,6 +56,25 @@ struct Fetch {
     }
 };
 
+// What formats with `words` keep over a superblock: its factors, and its sums before they meet the unit.
+template <class Format, size_t Panels, size_t Tokens, bool Words = activation_kind(Format::kQuant).words>
+struct Superblocks {
+    Superblocks(const uint8_t* const (&)[Panels], size_t) {}
+};
+
+template <class Format, size_t Panels, size_t Tokens>
+struct Superblocks<Format, Panels, Tokens, true> {
+    WordFactors factors[Panels];
+    Floats sums[Panels][Tokens];
+
+    Superblocks(const uint8_t* const (&blocks)[Panels], size_t slabs) {
+        for (size_t p = 0; p < Panels; ++p) {
+            factors[p] = Format(blocks[p], slabs).word_factors();
+            for (Floats& sum : sums[p]) sum = zero_floats();
+        }
+    }
+};
+
 // sums[p][m] += one superblock of `slabs` slabs of panel p times the same slabs of x[m].
 template <class Format, size_t Panels, size_t Tokens>
 inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
@@ -63,6 +84,7 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
     constexpr bool kWide = kKind.offset == 128;
     constexpr bool kCorrects = kKind.offset != 0 && !(kWide && kSubtractsOffset);
     constexpr size_t kHalves = kKind.halves ? 2 : 1;
+    Superblocks<Format, Panels, Tokens> whole(blocks, slabs);
     for (size_t s = 0; s < slabs; ++s) {
         fetch.step();
         Floats halves[Panels][Tokens];  // of formats with a scale for 16: what their first half came to
@@ -94,6 +116,15 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
             }
 #pragma GCC unroll 2
             for (size_t p = 0; p < Panels; ++p) {
+                if constexpr (kKind.words) {
+                    const Ints factors = Format(blocks[p], slabs).factors(whole.factors[p], s);
+#pragma GCC unroll 8
+                    for (size_t m = 0; m < Tokens; ++m) {
+                        const Floats product = to_floats(multiply_words(products[p][m], factors));
+                        whole.sums[p][m] = fused(product, splat_float(x[m][first + s].scale), whole.sums[p][m]);
+                    }
+                    continue;
+                }
                 const Floats scale = Format(blocks[p], slabs).scale(s, h);
 #pragma GCC unroll 8
                 for (size_t m = 0; m < Tokens; ++m) {
@@ -109,7 +140,7 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
                 }
             }
         }
-        if constexpr (Format::kMinimums)
+        if constexpr (Format::kMinimums && !kKind.words)
 #pragma GCC unroll 2
             for (size_t p = 0; p < Panels; ++p)
 #pragma GCC unroll 2
@@ -120,6 +151,11 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
                         sums[p][m] = fused_negative(minimum, splat_float(x[m][first + s].total[h]), sums[p][m]);
                 }
     }
+    if constexpr (kKind.words)
+#pragma GCC unroll 2
+        for (size_t p = 0; p < Panels; ++p)
+#pragma GCC unroll 8
+            for (size_t m = 0; m < Tokens; ++m) sums[p][m] = fused(whole.sums[p][m], whole.factors[p].unit, sums[p][m]);
 }
 
 template <class Format, size_t Panels, size_t Tokens>

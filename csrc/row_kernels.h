@@ -34,7 +34,9 @@ inline void quantize_slab(const float* x, ActivationKind kind, ActivationSlab& o
     if (!kind.halves) sums[0] = sums[1] = sums[0] + sums[1];
     for (int half = 0; half < 2; ++half) {
         if (kind.offset != 0) {
-            out.correction[half] = -kind.offset * sums[half];
+            const int32_t correction = -kind.offset * sums[half];
+            out.correction[half] = correction;
+            if (kind.words) out.correction[half] += (correction + (sums[half] & 1)) * 0x10000;
         } else {
             out.total[half] = out.scale * static_cast<float>(sums[half]);
         }

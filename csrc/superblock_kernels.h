@@ -27,23 +27,33 @@ template <size_t Count, class Body>
     }(std::make_index_sequence<Count>{});
 }
 
-// A superblock of two panels: lines of codes, and for each slab, its halves and the panels the scales in floats.
+// A superblock of two panels: lines of codes, and for each slab, its halves and the panels the scales in floats. Formats
+// with `words` have the factors of each slab instead, and their units.
 template <class Format>
 struct Unpacked {
-    static constexpr bool kMinimums = Format::kMinimums;
+    static constexpr bool kWords = activation_kind(Format::kQuant).words;
+    static constexpr bool kMinimums = Format::kMinimums && !kWords;
     static constexpr bool kStored = activation_kind(Format::kQuant).halves;   // whether its codes become lines here
     static constexpr bool kLines = kStored || Format::kQuant == Quant::Q8_0;  // whether `codes` are lines
     static constexpr size_t kHalves = activation_kind(Format::kQuant).halves ? 2 : 1;
     static constexpr size_t kSlabBytes = 8 * 64;
 
     const uint8_t* codes[2];  // [slabs][8] lines, or the superblock as it lies
-    alignas(64) float scales[kSlabs][kHalves][2][kPanelRows];
+    alignas(64) int32_t factors[kWords ? kSlabs : 1][2][kPanelRows];
+    alignas(64) float units[2][kPanelRows];
+    alignas(64) float scales[kWords ? 1 : kSlabs][kHalves][2][kPanelRows];
     alignas(64) float minimums[kMinimums ? kSlabs : 1][kHalves][2][kPanelRows];
     alignas(64) uint8_t lines[2][kStored ? kSlabs * kSlabBytes : 1];
 
     void unpack(const uint8_t* block, size_t slabs, size_t panel) {
         const Format format(block, slabs);
         codes[panel] = kStored ? lines[panel] : block;
+        if constexpr (kWords) {
+            const auto of = format.word_factors();
+            store_floats(units[panel], of.unit);
+            for (size_t s = 0; s < slabs; ++s) store_ints(factors[s][panel], format.factors(of, s));
+            return;
+        }
         for (size_t s = 0; s < slabs; ++s) {
             if constexpr (kStored)
                 unroll<4>([&](auto j) {
@@ -69,16 +79,19 @@ struct NextSuperblock {
 // y[m] (or 0, for the first superblock of the panels) += the superblock times x[m], whose slabs begin at `first`.
 // Not inlined: a loop of its own has all registers, and the compiler then loads each line once and not once for each row.
 template <class Format, size_t Tokens>
-[[gnu::noinline]] void add_unpacked(const Unpacked<Format>& block, size_t slabs, const void* const* rows, size_t first,
-                                    float* y, size_t y_stride, NextSuperblock& next) {
+[[gnu::noinline, gnu::noclone, gnu::flatten]] void add_unpacked(const Unpacked<Format>& block, size_t slabs,
+                                                                const void* const* rows, size_t first, float* y,
+                                                                size_t y_stride, NextSuperblock& next) {
     constexpr bool kCorrects = activation_kind(Format::kQuant).offset != 0;
+    constexpr bool kWords = Unpacked<Format>::kWords;
     constexpr size_t kHalves = Unpacked<Format>::kHalves;
     const ActivationSlab* x[Tokens];
-    Floats sums[2][Tokens];
+    Floats sums[2][Tokens];  // with `words` only of this superblock
     unroll<Tokens>([&](auto m) {
         x[m] = static_cast<const ActivationSlab*>(rows[m]) + first;
-        unroll<2>(
-            [&](auto p) { sums[p][m] = first == 0 ? zero_floats() : load_floats(y + m * y_stride + p * kPanelRows); });
+        unroll<2>([&](auto p) {
+            sums[p][m] = kWords || first == 0 ? zero_floats() : load_floats(y + m * y_stride + p * kPanelRows);
+        });
     });
     const uint8_t* codes[2] = {block.codes[0], block.codes[1]};
     for (size_t s = 0; s < slabs; ++s) {
@@ -111,6 +124,14 @@ template <class Format, size_t Tokens>
                 });
             });
             unroll<2>([&](auto p) {
+                if constexpr (kWords) {
+                    const Ints factors = load_ints(block.factors[s][p]);
+                    unroll<Tokens>([&](auto m) {
+                        const Floats product = to_floats(multiply_words(products[p][m], factors));
+                        sums[p][m] = fused(product, splat_float(x[m]->scale), sums[p][m]);
+                    });
+                    return;
+                }
                 const Floats scale = load_floats(block.scales[s][h][p]);
                 unroll<Tokens>([&](auto m) {
                     const Floats product = to_floats(products[p][m]);
@@ -124,7 +145,7 @@ template <class Format, size_t Tokens>
                 });
             });
         });
-        if constexpr (Format::kMinimums)
+        if constexpr (Unpacked<Format>::kMinimums)
             unroll<2>([&](auto p) {
                 unroll<kHalves>([&](auto h) {
                     const Floats minimum = load_floats(block.minimums[s][h][p]);
@@ -135,8 +156,16 @@ template <class Format, size_t Tokens>
         unroll<Tokens>([&](auto m) { ++x[m]; });
         if constexpr (Unpacked<Format>::kLines) unroll<2>([&](auto p) { codes[p] += Unpacked<Format>::kSlabBytes; });
     }
-    unroll<Tokens>(
-        [&](auto m) { unroll<2>([&](auto p) { store_floats(y + m * y_stride + p * kPanelRows, sums[p][m]); }); });
+    unroll<Tokens>([&](auto m) {
+        unroll<2>([&](auto p) {
+            float* out = y + m * y_stride + p * kPanelRows;
+            if constexpr (kWords) {
+                const Floats before = first == 0 ? zero_floats() : load_floats(out);
+                sums[p][m] = fused(sums[p][m], load_floats(block.units[p]), before);
+            }
+            store_floats(out, sums[p][m]);
+        });
+    });
 }
 
 // Two panels, kSuperblockTokens tokens or more.
