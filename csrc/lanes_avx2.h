@@ -62,13 +62,22 @@ inline Bytes bit_pairs(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_and_si256(_mm256_srli_epi16(x, Shift), _mm256_set1_epi8(3)); });
 }
 
+// The bits of each byte, shifted; what comes in is any.
 template <int Shift>
-inline Bytes shift_left(Bytes codes) {  // codes below 2^(8 - Shift)
+inline Bytes shift_left(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_slli_epi16(x, Shift); });
 }
 
-inline Bytes unite(Bytes x, Bytes y) {
-    return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+template <int Shift>
+inline Bytes shift_right(Bytes codes) {
+    return each(codes, [](__m256i x) { return _mm256_srli_epi16(x, Shift); });
+}
+
+// Bits 0 to 3 of the one, 4 and 5 of the other.
+inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
+    const __m256i low = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);
+    return {_mm256_or_si256(_mm256_and_si256(nibbles.a, low), _mm256_and_si256(pairs.a, upper)),
+            _mm256_or_si256(_mm256_and_si256(nibbles.b, low), _mm256_and_si256(pairs.b, upper))};
 }
 
 // Byte n is 0xff where bit n is set.

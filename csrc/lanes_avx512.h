@@ -42,13 +42,21 @@ inline Bytes bit_pairs(Bytes codes) {
     return _mm512_and_si512(_mm512_srli_epi16(codes, Shift), _mm512_set1_epi8(3));
 }
 
+// The bits of each byte, shifted; what comes in is any.
 template <int Shift>
-inline Bytes shift_left(Bytes codes) {  // codes below 2^(8 - Shift)
+inline Bytes shift_left(Bytes codes) {
     return _mm512_slli_epi16(codes, Shift);
 }
 
-inline Bytes unite(Bytes a, Bytes b) {
-    return _mm512_or_si512(a, b);
+template <int Shift>
+inline Bytes shift_right(Bytes codes) {
+    return _mm512_srli_epi16(codes, Shift);
+}
+
+// Bits 0 to 3 of the one, 4 and 5 of the other.
+inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
+    const Bytes upper = _mm512_and_si512(pairs, _mm512_set1_epi8(0x30));
+    return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(15), upper, 0xea);  // a & b | c
 }
 
 // `value` added where the line's bit is set.

@@ -53,13 +53,20 @@ inline Bytes bit_pairs(const Bytes& codes) {
     return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(codes.at[i] >> Shift & 3); });
 }
 
+// The bits of each byte, shifted; what comes in is any.
 template <int Shift>
-inline Bytes shift_left(const Bytes& codes) {  // codes below 2^(8 - Shift)
+inline Bytes shift_left(const Bytes& codes) {
     return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(codes.at[i] << Shift); });
 }
 
-inline Bytes unite(const Bytes& a, const Bytes& b) {
-    return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(a.at[i] | b.at[i]); });
+template <int Shift>
+inline Bytes shift_right(const Bytes& codes) {
+    return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(codes.at[i] >> Shift); });
+}
+
+// Bits 0 to 3 of the one, 4 and 5 of the other.
+inline Bytes join_planes(const Bytes& nibbles, const Bytes& pairs) {
+    return make<Bytes>([&](size_t i) { return static_cast<uint8_t>((nibbles.at[i] & 15) | (pairs.at[i] & 0x30)); });
 }
 
 // `value` added where the line's bit is set.

@@ -201,11 +201,10 @@ struct PanelQ6_K : Scaled<PanelQ6_K> {
           scales(pairs + 128 * slabs),
           d(load_halves(scales + 32 * slabs)) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        Bytes upper_even, upper_odd;
-        pair_codes(pairs, slab, j, upper_even, upper_odd);
-        even = unite(even, shift_left<4>(upper_even));
-        odd = unite(odd, shift_left<4>(upper_odd));
+        const Bytes both = load_bytes(nibbles.block + slab * 256 + j * 64);
+        const Bytes four = load_bytes(pairs + slab * 128 + j / 2 * 64);
+        even = join_planes(both, j % 2 == 0 ? shift_left<4>(four) : four);
+        odd = join_planes(shift_right<4>(both), j % 2 == 0 ? shift_left<2>(four) : shift_right<2>(four));
     }
     Floats scale(size_t slab, size_t half) const { return times(d, load_signed(scales + 32 * slab + 16 * half)); }
 };
