@@ -36,6 +36,7 @@ inline void quantize_slab(const float* x, ActivationKind kind, ActivationSlab& o
         if (kind.offset != 0) {
             const int32_t correction = -kind.offset * sums[half];
             out.correction[half] = correction;
+            // Half of the slabs have one more there, as many as lose one to a negative sum of products.
             if (kind.words) out.correction[half] += (correction + (sums[half] & 1)) * 0x10000;
         } else {
             out.total[half] = out.scale * static_cast<float>(sums[half]);

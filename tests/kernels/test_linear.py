@@ -55,6 +55,21 @@ def test_equals_the_twin(quant, kept, isa, random_weights, exact, two_threads):
             assert (got - expected).norm() <= bound * (seen.abs() @ decoded.T.abs()).norm(), (rows, columns, tokens)
 
 
+@pytest.mark.parametrize(("d", "dmin"), [(1, 0), (0, 1), (1, 1), (1, 8), (-1, 8), (2**-24, 2**-24), (0, 0)])
+@pytest.mark.parametrize("codes", [0x00, 0xFF, 0x0F])
+def test_q4_k_holds_its_extremes(codes, d, dmin, isa, exact):
+    """All scales and minimums 63, all activations equal, codes 0 or 15: the largest words that there are."""
+    blocks = np.full((32 * 2, 144), codes, dtype=np.uint8)
+    blocks[:, 0:4] = np.array([d, dmin], dtype="<f2").view(np.uint8)
+    blocks[:, 4:16] = 0xFF
+    x = torch.tensor([1.0, -1.0, 0.5])[:, None].expand(3, 512).repeat(5, 1).contiguous()  # few rows, and many at once
+    weights = exact("Q4_K", blocks.reshape(-1), 32 * 512).view(32, 512)
+    for tokens in (3, 15):
+        got = multiply(native.Linear("Q4_K", 32, 512, blocks.reshape(-1), isa=isa), x[:tokens], 32)
+        largest = 512 * 63 * (15 * abs(d) + abs(dmin))
+        assert (got - x[:tokens].double() @ weights.T).abs().max() <= 1e-4 * largest
+
+
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_int8_stays_close_to_float(quant, random_weights, exact):
     """Half a percent for normal activations: a scale for 32 of them (facts of actquant: 0.53 %)."""
