@@ -90,6 +90,8 @@ struct Handoff::State {
     void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
     void keep_error(const std::string& message, bool failed);
     void serve();
+    template <class Work>
+    bool watched(Work work);
     bool serve_requests();
     void watch();
     void answer_all();
@@ -176,6 +178,16 @@ void Handoff::State::fetch_predicted(const Slot& slot, uint32_t word) {
                      [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
 }
 
+// Does a part of the serving thread's work where watch() sees how long it takes. False if another thread answers requests
+// from here on, and may have answered this one.
+template <class Work>
+bool Handoff::State::watched(Work work) {
+    busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+    work();
+    busy_since.store(0, std::memory_order_relaxed);
+    return !broken.load() && !stop.load();
+}
+
 // One look at all slots: whether there was a request.
 bool Handoff::State::serve_requests() {
     bool any = false;
@@ -185,20 +197,15 @@ bool Handoff::State::serve_requests() {
         if (word == 0) continue;
         any = true;
         slot.taken.store(word, std::memory_order_relaxed);
-        busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-        slot.request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
-        perform(i, word);
-        busy_since.store(0, std::memory_order_relaxed);
-        if (broken.load() || stop.load()) return true;  // another thread answers, and may have answered this one
+        const bool goes_on = watched([&] {
+            slot.request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
+            perform(i, word);
+        });
+        if (!goes_on) return true;
         slot.taken.store(0, std::memory_order_relaxed);
         slot.done->store(word, std::memory_order_release);  // C4
-        if (word & kDefers) {
-            busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-            perform_rest();
-            busy_since.store(0, std::memory_order_relaxed);
-            if (broken.load() || stop.load()) return true;  // as above
-        }
-        if (word & kPredicts) fetch_predicted(slot, word);
+        if (word & kDefers && !watched([&] { perform_rest(); })) return true;
+        if (word & kPredicts && !watched([&] { fetch_predicted(slot, word); })) return true;
     }
     return any;
 }

@@ -43,9 +43,9 @@
 // them while G still writes: then it fetches the wrong ones, or none, and results are the same.
 //
 // When a layer throws, the rows of the task become NaN, the message is kept for the next take_error(), and C4 happens
-// as ever: the GPU never waits for a task that failed. When a task does not end in time, a second thread declares the
-// service broken: it answers this request and all later ones without running anything, so that the GPU goes on and the
-// process can end; the error then stays.
+// as ever: the GPU never waits for a task that failed. When a task, or what comes behind its end, does not end in time, a
+// second thread declares the service broken: it answers this request and all later ones without running anything, so
+// that the GPU goes on and the process can end; the error then stays.
 #pragma once
 
 #include <cstdint>
@@ -85,8 +85,8 @@ struct HandoffTimes {
 struct HandoffStatistics {
     uint64_t tasks = 0, failed = 0;
     double busy_seconds = 0;
-    uint64_t experts_used = 0;  // different ones of a task, added up
-    uint64_t bytes = 0;         // of their weights
+    uint64_t experts_used = 0;                   // different ones of a task, added up
+    uint64_t bytes = 0;                          // of their weights
     uint64_t predicted = 0, predicted_used = 0;  // experts that were predicted, and of those what the layer then used
 };
 

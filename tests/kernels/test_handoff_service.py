@@ -242,6 +242,46 @@ def test_a_task_that_hangs_is_answered_and_does_not_keep_the_process():
     assert (ended.returncode, ended.stdout) == (0, "leaving False\n"), ended.stderr
 
 
+WITHOUT_A_POOL = """
+import os, threading, time
+import numpy as np, torch
+from ktqueue.operators import native
+from ktqueue.operators.native_handoff import HandoffService, SlotMemory, request_word
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+native.set_threads(2)
+quiet = PackedExperts("F32", 16, 16, [np.zeros(16 * 16 * 4, np.uint8)])
+layer = native.ExpertLayer(ExpertWeights(quiet, quiet, quiet))  # so small that a token needs no other thread
+words = torch.zeros(256, dtype=torch.int32)
+words = words[-words.data_ptr() % 128 // 4:]
+memory = SlotMemory(torch.zeros(512, dtype=torch.uint8), torch.zeros(1, 16), words[:1], words[32:33])
+service = HandoffService(16, 1, 1, [memory], serve=True, stuck_seconds=0.5)
+word = request_word(service.add_layer(layer), 1, predicts=True)
+service.add_layer(layer)
+probe = native.ReadProbe(1 << 22)
+threading.Thread(target=probe.measure, kwargs={"rounds": 1 << 40, "repeats": 1}, daemon=True).start()  # for ever
+end, error, answered = time.monotonic() + 20, None, 0
+while error is None:
+    memory.done[0] = 0
+    memory.request[0] = word
+    while int(memory.done[0]) != word:
+        assert time.monotonic() < end, "nobody answered"
+        time.sleep(0)
+    answered += 1
+    error = service.take_error()
+assert "has not ended after 0.5" in error, error
+assert service.statistics.tasks == answered - 1, "not a task hung, but the fetch behind the last"
+print("told", flush=True)
+os._exit(0)  # the other thread is still at it
+"""
+
+
+def test_a_fetch_that_hangs_is_answered_as_a_task_that_hangs():
+    """Another thread keeps the pool of threads for long."""
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_A_POOL], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr
+
+
 def test_an_idle_service_does_not_keep_the_process():
     code = "import sys; sys.path.insert(0, sys.argv[1]); import played_gpu as p; p.gpu = p.Gpu(); print('bye')"
     ended = subprocess.run([sys.executable, "-c", code, HELPERS], capture_output=True, text=True, timeout=60)

@@ -27,8 +27,8 @@ def predicted(monkeypatch) -> list[torch.Tensor]:
 
 
 def guesses(model: Any) -> torch.Tensor:
-    """[tokens, experts_per_token]: for the last token of each sequence, by the definition, of a model of two layers."""
-    first, second = model.model.layers
+    """[tokens, experts_per_token]: for the last token of each sequence, by the definition, of a model's last layer."""
+    first, second = model.model.layers[-2:]
     residuals: list[torch.Tensor] = []
     hook = first.post_attention_layernorm.register_forward_pre_hook(lambda _, given: residuals.append(given[0][0, -1]))
     with torch.no_grad():
@@ -48,9 +48,12 @@ def decode(decoder: GpuDecoder) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "olmoe"])
-def test_is_the_next_router_s_word_on_this_residual(family, make_decoder, predicted):
-    model = make_model(family, num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen3_moe", 2), ("qwen2_moe", 2), ("olmoe", 2), ("deepseek_v2 with groups", 3), ("deepseek_v3", 3)],
+)
+def test_is_the_next_router_s_word_on_this_residual(family, layers, make_decoder, predicted):
+    model = make_model(family, num_hidden_layers=layers)
     decode(make_decoder(model))
     assert [set(row) for row in predicted[-2].tolist()] == [set(row) for row in guesses(model).tolist()]
 
@@ -89,5 +92,9 @@ def test_is_made_where_each_row_has_one_token_and_it_is_asked_for(make_decoder, 
     model = make_model("qwen3_moe", num_hidden_layers=3)
     decode(make_decoder(model))
     assert told == 3 * [False] + [True, True, False]
+    told.clear()
     decode(make_decoder(model, expert_prefetch=False))
-    assert told[6:] == 6 * [False]
+    assert told == 6 * [False]
+    told.clear()
+    decode(make_decoder(make_model("qwen3_moe with dense layers", num_hidden_layers=4)))  # the second is dense
+    assert told == 3 * [False] + [False, True, False]
