@@ -13,7 +13,7 @@ from itertools import cycle
 import numpy as np
 
 from ktqueue.bench.machine import MIB, Probes, last_cache
-from ktqueue.bench.random_layers import SEED, expert_bytes, random_layer
+from ktqueue.bench.random_layers import SEED, expert_bytes, formats, random_layer
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
 from ktqueue.bench.routing import Pattern, same_experts, uniform
 from ktqueue.operators import native
@@ -96,12 +96,13 @@ class Point:
 
 
 def arithmetic_of(quant: str, isa: str, rows: float) -> tuple[str, str]:
-    """(isa, arithmetic) of the peak that kernels of that format and instruction set are held against.
+    """(isa, arithmetic) of the peak that kernels of that format (of gate and up) and instruction set are held against.
 
     `rows` of an expert, on average, decide whether AMX tiles run: then bf16. Else block formats: int8, on AMX that of
     AVX-512, whose kernels run there; floats: fp32. Where `isa` has no such arithmetic of its own, that of the next one
     below.
     """
+    quant, _ = formats(quant)
     if 0 < native.tile_rows(quant, isa) <= rows:
         return isa, "bf16"
     arithmetic = "fp32" if quant in FLOATS else "int8"

@@ -33,7 +33,12 @@ def application() -> typer.Typer:
 def experts(
     formats: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="With commas, or all.", show_default=QUICK_FORMATS, rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="NAMES",
+            help="With commas, or all; Q4_K/Q6_K: down in another one than gate and up.",
+            show_default=QUICK_FORMATS,
+            rich_help_panel=_WHAT,
+        ),
     ] = None,
     isa: Annotated[
         str | None,
@@ -93,7 +98,7 @@ def experts(
             experts=num_experts,
             experts_per_token=experts_per_token,
         ),
-        quants=_names("--formats", (formats or ("all" if full else QUICK_FORMATS)).upper(), native.QUANTS),
+        quants=_names("--formats", (formats or ("all" if full else QUICK_FORMATS)).upper(), native.QUANTS, pairs=True),
         isas=_names("--isa", (isa or ("all" if full else _best_isa())).lower(), native.isas()),
         loads=tuple(loads),
         seconds=seconds,
@@ -126,13 +131,14 @@ def _best_isa() -> str:
         raise UsageFault(str(error)) from error
 
 
-def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of a list with commas; `all` is every known one."""
+def _names(flag: str, text: str, known: tuple[str, ...], *, pairs: bool = False) -> tuple[str, ...]:
+    """The names of a list with commas; `all` is every known one. pairs: two may have a stroke between them."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if [name.lower() for name in names] == ["all"]:
         return known
     for name in names or ("",):
-        if name not in known:
+        parts = name.split("/") if pairs else [name]
+        if len(parts) > 2 or not set(parts) <= set(known):
             raise UsageFault(f"{flag}: this machine has {', '.join(known)}, got {name!r}")
     return names
 

@@ -100,6 +100,14 @@ def test_json_alone(capsys):
     assert len(json.loads(capsys.readouterr().out)["points"]) == 1
 
 
+def test_down_in_another_format_than_gate_and_up(capsys):
+    assert bench("--formats", "Q4_K,Q4_K/Q6_K,Q6_K", "--per-expert", "1", "--json", "-") == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    small, mixed, large = (one["bytes"] for one in points)
+    assert [one["quant"] for one in points] == ["Q4_K", "Q4_K/Q6_K", "Q6_K"]
+    assert 3 * mixed == 2 * small + large
+
+
 def test_an_interrupted_sweep_shows_what_it_has(capsys, monkeypatch):
     def pack(quant, shape, isa):
         if quant == "Q4_K":
@@ -117,6 +125,9 @@ def test_an_interrupted_sweep_shows_what_it_has(capsys, monkeypatch):
     ("flags", "says"),
     [
         (["--formats", "Q4_K,Q9_Z"], "--formats: this machine has F32, "),
+        (["--formats", "Q4_K/Q9_Z"], "--formats: this machine has F32, "),
+        (["--formats", "Q4_K/"], "--formats: this machine has F32, "),
+        (["--isa", "scalar/scalar"], "--isa: this machine has scalar"),
         (["--isa", "avx1024"], "--isa: this machine has scalar"),
         (["--formats", ","], "--formats: this machine has"),
         (["--per-expert", "1,x"], "--per-expert: must be numbers from 1 to 65536 with commas, got 'x'"),
