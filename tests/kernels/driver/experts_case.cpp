@@ -264,19 +264,21 @@ void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const
                     {random.chance(2) ? 0.0 : 1.0, 600.0});
     auto* request = reinterpret_cast<std::atomic<uint32_t>*>(&words[0]);
     auto* done = reinterpret_cast<std::atomic<uint32_t>*>(&words[2]);
-    const auto word = static_cast<uint32_t>(call.tokens << Handoff::kTokensAt | Handoff::kPredicts | (handoff.add_layer(layer) + 1));
+    auto* predicted = reinterpret_cast<int64_t*>(input[0].bytes + shape.predicted_offset(call.tokens));
+    const size_t number = handoff.add_layer(layer);
+    const auto word = static_cast<uint32_t>(call.tokens << Handoff::kTokensAt | Handoff::kPredicts | (number + 1));
     handoff.add_layer(layer);  // for which ids are predicted
     for (size_t replay = 0; replay < 3; ++replay) {
         std::memcpy(input[0].bytes, call.ids.data(), 8 * pairs);
         std::memcpy(input[0].bytes + 8 * pairs, call.weights.data(), 4 * pairs);
         std::memcpy(input[0].bytes + shape.x_offset(call.tokens), call.x.data(), 4 * call.x.size());
-        for (size_t i = 0; i < pairs; ++i) {
-            const auto id = static_cast<int64_t>(random.number(0, 2 * layer.experts())) - 1;  // or no expert
-            std::memcpy(input[0].bytes + shape.predicted_offset(call.tokens) + 8 * i, &id, 8);
-        }
         std::memset(answer, 0x55, 4 * out.size());
         done->store(0, std::memory_order_relaxed);
         request->store(word, std::memory_order_release);
+        for (size_t i = 0; i < pairs; ++i) {  // while the service may read those of the time before
+            const auto id = static_cast<int64_t>(random.number(0, 2 * layer.experts())) - 1;  // or no expert
+            __atomic_store_n(predicted + i, id, __ATOMIC_RELAXED);
+        }
         while (done->load(std::memory_order_acquire) != word) std::this_thread::yield();
         require(std::memcmp(answer, out.data(), 4 * out.size()) == 0, "differs through a hand-off");
     }
