@@ -35,11 +35,12 @@ def make(result: dict[str, Any]) -> list[str]:
     if result.get("prefetch"):
         lines += ["", "Experts fetched into the CPU's caches while the GPU attends, in turns with none. Right: of the "]
         lines[-1] += "experts that were predicted, those that were used."
-        lines += ["", "| expert prefetch | rows | tok/s | step | fastest | right | probe |", "| --- |" + " ---: |" * 6]
+        lines += ["", "| expert prefetch | rows | tok/s | step | fastest | right | fetched | probe |"]
+        lines += ["| --- |" + " ---: |" * 7]
         lines += [
             f"| {'on' if one['expert_prefetch'] else 'off'} | {one['rows']} | {one['tokens_per_second']:.1f} | "
             f"{one['step_ms']:.2f} ms | {one['fastest_step_ms']:.2f} ms | {_rate(one.get('expert_prediction_rate'))} | "
-            f"{one['dram_gb_s']:.0f} |"
+            f"{one['expert_fetched_share']:.0%} | {one['dram_gb_s']:.0f} |"
             for one in result["prefetch"]
         ]
     if result.get("deferred"):
@@ -50,12 +51,12 @@ def make(result: dict[str, Any]) -> list[str]:
             for one in result["deferred"]
         ]
     if result["curve"]:
-        lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate |", "|" + " ---: |" * 5]
+        lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate | fetched |", "|" + " ---: |" * 6]
     for one in result["curve"]:
         hits = _rate(one.get("expert_hit_rate"))
         lines.append(
             f"| {one['expert_memory_gib']:.1f} GiB | {one['rows']} | {one['tokens_per_second']:.1f} | "
-            f"{one['step_ms']:.2f} ms | {hits} |"
+            f"{one['step_ms']:.2f} ms | {hits} | {one['expert_fetched_share']:.0%} |"
         )
     return lines
 
@@ -77,13 +78,19 @@ def served(result: dict[str, Any]) -> list[str]:
         "| clients | tok/s | engine | of it | first token p50, p99 | between tokens | CPU's experts a layer | probe |",
         "|" + " ---: |" * 8,
     ]
-    return lines + [
+    lines += [
         f"| {one['clients']} | {one['tokens_per_second']:.1f} | {one['engine_alone']:.1f} | "
         f"{one['share_of_engine']:.0%} | {one['first_token_p50_ms']:.0f}, {one['first_token_p99_ms']:.0f} ms | "
         f"{one['between_tokens_p50_ms']:.1f}, {one['between_tokens_p99_ms']:.1f} ms | {one['distinct_experts']:.1f} | "
         f"{one['bandwidth_gb_s']:.0f} GB/s |"
         for one in result["figures"]
     ]
+    by_clients = {one["clients"]: one for one in result["figures"]}
+    if by_clients.keys() >= {1, 4}:
+        tokens, experts = (by_clients[4][key] / by_clients[1][key] for key in ("tokens_per_second", "distinct_experts"))
+        lines += ["", f"4 clients together get {tokens:.2f} times the tok/s of 1; a layer of a step then needs "]
+        lines[-1] += f"{experts:.1f} times as many different experts of the CPU."
+    return lines
 
 
 def dense(result: dict[str, Any]) -> list[str]:
