@@ -174,8 +174,11 @@ void Handoff::State::fetch_predicted(const Slot& slot, uint32_t word) {
     if (!layer) return;
     const auto* ids = reinterpret_cast<const int64_t*>(slot.input + shape.predicted_offset(tokens));
     const auto asked = [&](const Slot& one) { return one.request->load(std::memory_order_relaxed) != 0; };
-    prediction.fetch(*layer, ids, tokens * shape.experts_per_token,
-                     [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
+    try {
+        prediction.fetch(*layer, ids, tokens * shape.experts_per_token,
+                         [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
+    } catch (const std::bad_alloc&) {  // nobody needs it
+    }
 }
 
 // Does a part of the serving thread's work where watch() sees how long it takes. False if another thread answers requests
