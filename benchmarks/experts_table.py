@@ -13,15 +13,13 @@ def make(result: dict[str, Any]) -> list[str]:
         if one["isa"] in ("avx512", "amx") and one["arithmetic"] != "fp32"
     )
     loads = f"load average {result['load_before']:.2f} before and {result['load_after']:.2f} after"
-    later = "".join(_again(one) for one in result.get("taken_again", ()))
     lines = [
         f"### Expert layers, {machine['cpu']}, {machine['threads']} threads",
         'Routed experts of one layer in Qwen3-30B-A3B\'s shape (2048, 768, 8 of 128 at random; with "each" so many '
         "rows for each of 8), weights from DRAM. "
         f"Before the points the machine gave {memory / 1e9:.0f} GB/s and {peaks}; {loads}. Shares are of what was "
         "probed beside each point; where those probes disagree, the row has a `?`. "
-        f"{result['taken'][:10]}. `ktqueue bench experts --json FILE`, formats and tokens as in the rows."
-        f"{later}",
+        f"{result['taken'][:10]}. `ktqueue bench experts --json FILE`, formats and tokens as in the rows.",
         "",
         "| format | isa | tokens | layer | weights read | of DRAM | GFLOP/s | of peak |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -35,15 +33,3 @@ def make(result: dict[str, Any]) -> list[str]:
             f"| {one['operations_per_second'] / 1e9:,.0f} | {100 * one['peak_share']:.0f} % |"
         )
     return lines
-
-
-def _again(again: dict[str, Any]) -> str:
-    """What is said of rows taken later: of several runs while others used the machine, the first one is shown."""
-    shares = "; ".join(
-        f"{quant} {', '.join(f'{100 * share:.0f}' for share in runs)} %" for quant, runs in again["peak_shares"].items()
-    )
-    return (
-        f" Rows of {again['tokens']} tokens are from {again['taken'][:10]}, commit {again['commit']}, "
-        f"`{again['command']}`, load average {again['load_before']:.2f} before and {again['load_after']:.2f} after. "
-        f"Others used the machine; shares of the peak in all runs, of which the first is shown: {shares}."
-    )

@@ -102,16 +102,18 @@ def _system(result: dict[str, Any]) -> list[str]:
 
 
 def _seeded(result: dict[str, Any]) -> list[str]:
-    layers = result["dense layers"].values()
-    batches = sorted({rows for one in layers for rows in one["batches_that_differ"]})
-    worst = max(one["largest_difference"] for one in layers)
-    told = f"batches of {', '.join(map(str, batches))} rows (by {worst:.1g} at most)" if batches else "no batch size"
+    layers = [one for one in result["dense layers"].values() if one["batches_that_differ"]]
+    told = "nowhere"
+    if layers:
+        batches = sorted({rows for one in layers for rows in one["batches_that_differ"]})
+        worst = max(one["largest_difference"] for one in layers)
+        told = f"in torch's dense layers, batches of {', '.join(map(str, batches))} rows (by {worst:.1g} at most)"
     runs = [(name, one) for name, one in result.items() if isinstance(one, dict) and "requests" in one]
     return [
         "### Seeded requests",
         "Does a seeded sample (temperature 0.8, top_p 0.95) of the demo model change with its company? Requests whose "
-        "token ids differ from the run beside which they stand, alone where none is named. Where float rounding "
-        f"depends on the batch at all: torch's dense layers, in {told}; our attention and experts, nowhere. "
+        "token ids differ from the run beside which they stand, alone where none is named. Float rounding depends on "
+        f"the batch: {told}. "
         "`python -m benchmarks.seeded_reproducibility > benchmarks/results/seeded.json`",
         "",
         "| run | requests | different |",
