@@ -52,6 +52,12 @@ class Silence:
         (seconds, microseconds), expiry = self._raw.time(), self._raw.zscore(f"{self._broker.keys.tag}:leases", worker)
         return None if expiry is None else expiry / 1e6 - seconds - microseconds / 1e6
 
+    async def of_channel(self, worker: str) -> None:
+        """Wait until the server knows of no subscription of the worker: it learns later than who ends it."""
+        async with asyncio.timeout(20):
+            while self._raw.pubsub_numsub(f"{self._broker.keys.tag}:worker:{worker}")[0][1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     async def until(self, worker: str, share: float) -> float | None:
         """Reap until the worker has lost its lease (None), or has no more than this share of it; what it has."""
         while (left := self.left(worker)) is not None and left > share * self._broker.config.lease_seconds:
@@ -123,10 +129,11 @@ async def test_nothing_is_taken_before_a_beat_is_missed(broker, far, silence):
     assert (await silence.until(lease.id, 0.7)) is not None
 
 
-async def test_who_beats_without_a_subscription_keeps_its_lease(broker, far, silence, raw):
+async def test_who_beats_without_a_subscription_keeps_its_lease(far, silence):
     lease, _ = far
     await lease.beat({})
     await lease._broker.hub.close()
+    await silence.of_channel(lease.id)
     await lease.beat({})
     assert (await silence.until(lease.id, 0.5)) is not None
 
