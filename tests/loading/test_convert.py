@@ -8,21 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.torch
+from rope_parameters import LLAMA3_ROPE
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer import load_tokenizer
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_path: Path) -> None:
@@ -138,7 +130,7 @@ def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None
         ({"model_type": "mamba"}, "no GGUF architecture is known for model_type 'mamba'; known: qwen3_moe"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False; GGUF's qwen3moe implies True"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": LLAMA3}, "rope_type 'llama3' cannot be written"),
+        ({"rope_parameters": LLAMA3_ROPE}, "rope_type 'llama3' cannot be written"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:

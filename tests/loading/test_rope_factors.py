@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rope_parameters import LLAMA3_ROPE
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
@@ -16,14 +17,6 @@ from ktqueue.loading.rope_factors import TENSOR, factors_of
 from ktqueue.loading.rules import DEFAULT_RULES
 
 IDS = list(range(3, 103))
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def rules(tmp_path: Path) -> str:
 def model_file(make_model: Callable[..., Path], tmp_path: Path) -> Path:
     """A small Llama of that kind as float32 GGUF."""
     path = tmp_path / "model.gguf"
-    convert(make_model("llama", rope_parameters=ROPE), path, experts="f32", dense="f32")
+    convert(make_model("llama", rope_parameters=LLAMA3_ROPE), path, experts="f32", dense="f32")
     return path
 
 
@@ -59,7 +52,7 @@ def test_logits_equal_transformers(
     reference_logits: Callable[..., torch.Tensor],
     run_logits: Callable[..., torch.Tensor],
 ) -> None:
-    expected = reference_logits(make_model("llama", rope_parameters=ROPE), IDS)
+    expected = reference_logits(make_model("llama", rope_parameters=LLAMA3_ROPE), IDS)
     if operator == "CpuDecoder":
         rules = str(DEFAULT_RULES.with_name("exact.yaml"))
     model = load_model(str(model_file), rules=rules)
@@ -73,7 +66,7 @@ def test_logits_equal_transformers(
 
 def test_divisors_go_from_one_to_the_factor() -> None:
     """head_dim 16, theta 10,000: 10.2, 3.2, 1.02 and fewer periods in 64 positions; 4 or more stay, 1 or fewer go."""
-    got = factors_of(ROPE, 16, "here")
+    got = factors_of(LLAMA3_ROPE, 16, "here")
     periods = 64 / (2 * np.pi) * 10.0 ** (-np.arange(8) / 2)
     kept = (periods[1:3] - 1) / 3
     np.testing.assert_allclose(got[1:3], 1 / ((1 - kept) / 8 + kept), rtol=1e-6)
@@ -104,6 +97,6 @@ def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path:
 @pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.0}])
 def test_parameters_that_say_nothing(change: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="here: rope_type llama3"):
-        factors_of({**ROPE, **change}, 16, "here")
+        factors_of({**LLAMA3_ROPE, **change}, 16, "here")
     with pytest.raises(CheckpointError, match="low_freq_factor"):
-        factors_of({key: value for key, value in ROPE.items() if key != "low_freq_factor"}, 16, "here")
+        factors_of({key: value for key, value in LLAMA3_ROPE.items() if key != "low_freq_factor"}, 16, "here")
