@@ -233,8 +233,23 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
         config[one.config] = number(metadata[key], one.kind, key, source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
+    else:
+        _check_rotary(family.architecture, metadata, config, source)
     config["rope_parameters"] = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
     return config
+
+
+def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
+    """Whole heads are turned by their position, whatever else a file may say."""
+    key = f"{architecture}.rope.dimension_count"
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if (stated := count(metadata, key, source)) and stated != width:
+        raise CheckpointError(
+            f"{source}: metadata key {key} must be the width of a head, {width}, got {stated}",
+            param=key,
+            limit=width,
+            value=stated,
+        )
 
 
 def metadata_from_config(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.config_check import LATENT, check_config, check_values, leave_out_ignored
 from ktqueue.operators import attention
+from ktqueue.operators.decoder_facts import CLASSES
 
 Config = transformers.PretrainedConfig
-LATENT = ("deepseek_v2", "deepseek_v3")
-"""Model types whose attention LatentAttention computes."""
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
@@ -33,39 +33,16 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(
             f"{source}: checkpoints with a quantization_config are not supported; use F16, BF16 or GGUF"
         )
+    check_values(values, source)
     try:
         config: Config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
     except Exception as error:  # each config class validates in its own way
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
-    if experts and not (isinstance(experts, int) and isinstance(chosen, int) and 1 <= chosen <= experts):
-        raise CheckpointError(f"{source}: {chosen!r} experts a token are wanted, the model has {experts!r}")
-    if model_type in LATENT:
-        _check_groups(config, source)
+    leave_out_ignored(config)
+    check_config(config, source)
     config.output_router_logits = False  # else every forward would gather them for a training loss
     config.use_cache = False
     return config
-
-
-def _check_groups(config: Any, source: str) -> None:
-    """Of a LATENT model. What its router cannot choose from would be found at the first step."""
-    sigmoid = config.model_type == "deepseek_v3"  # its routers know one method
-    method = "group_limited_greedy" if sigmoid else config.topk_method
-    if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointError(
-            f"{source}: topk_method must be greedy or group_limited_greedy for {config.model_type}, got {method!r}"
-        )
-    if method == "greedy":
-        return
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
-    groups, used = config.n_group or 0, config.topk_group or 0
-    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
-        raise CheckpointError(
-            f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
-        )
-    if sigmoid and experts == groups:  # a group's score is the sum of its best two
-        raise CheckpointError(f"{source}: {groups} groups of one expert each are not supported")
 
 
 def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module:
@@ -80,8 +57,34 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
                 config, attn_implementation=attention.NAME, dtype=dtype
             )
     except Exception as error:  # a config can be wrong in as many ways as there are models
-        raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
+        told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{source}: no model can be built from the config: {told}") from error
+    _check_heads(model, config, source)
     return model.eval().requires_grad_(False)
+
+
+def _check_heads(model: nn.Module, config: Any, source: str) -> None:
+    """Of the models that we know: what transformers makes by head_dim must fit its heads, or no step could be computed.
+
+    Raises CheckpointError.
+    """
+    latent = config.model_type in LATENT
+    if not latent and type(model).__name__ not in CLASSES:
+        return
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
+    made = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
+    if type(model).__name__ == "OlmoeForCausalLM":  # normed over all heads at once, in a width of its own
+        made["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
+    for what, columns in made.items():
+        if columns != width:
+            raise CheckpointError(
+                f"{source}: {name} must be the width of {what}, which is {columns} where head_dim is "
+                f"{getattr(config, 'head_dim', None)}, got {width}",
+                param=name,
+                limit=columns,
+                value=width,
+            )
 
 
 def build_random(values: Mapping[str, Any]) -> nn.Module:

@@ -100,7 +100,7 @@ def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
     [
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, there are tensors of 2 layers"),
-        ({"hidden_size": "big"}, "config is not valid"),
+        ({"hidden_act": 3}, "config is not valid"),
         ({"moe_intermediate_size": 64}, "of the wrong shape: model.layers.0.mlp.experts.gate_up_proj"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config is not valid: .*'factor'"),
     ],

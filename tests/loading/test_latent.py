@@ -227,8 +227,6 @@ def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         ("deepseek_v2", {**GROUPS, "n_group": 3}, "2 of 8 experts a token do not fit 2 of 3 groups"),
         ("deepseek_v2", {**GROUPS, "n_group": 8, "topk_group": 1}, "2 of 8 experts a token do not fit 1 of 8 groups"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "2 of 8 experts a token do not fit 5 of 4 groups"),
-        ("deepseek_v3", {"num_experts_per_tok": None}, "None experts a token are wanted, the model has 8"),
-        ("deepseek_v2", {"num_experts_per_tok": -1}, "-1 experts a token are wanted, the model has 8"),
         ("deepseek_v3", {"n_group": 0}, "do not fit 2 of 0 groups"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "8 groups of one expert each"),
         (

@@ -1,0 +1,144 @@
+"""What a config says, checked before a model is built from it: what would fail later, or compute nonsense, is refused
+by the name that the config has for it. Knows no tensors and no transformers."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Model types whose attention LatentAttention computes."""
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "decoder_sparse_step",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+_ANY_COUNTS = (  # 0: there is none
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+)
+_WIDTHS = ("intermediate_size", "moe_intermediate_size")  # some families have one for each layer; 0: as above
+_MOST = (1 << 31) - 1
+_POSITIVE = ("rms_norm_eps", "clip_qkv")
+_POSITIVE_ROPE = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+_IGNORED = ("sliding_window", "layer_types", "rope_interleave")
+
+
+def check_values(values: Mapping[str, Any], source: str) -> None:
+    """The numbers of a config file one by one, under the names that it has for them; None is left to transformers.
+
+    Raises CheckpointError naming one that no model can have.
+    """
+    for name in _COUNTS:
+        _check_count(values.get(name), name, 1, source)
+    for name in _ANY_COUNTS:
+        _check_count(values.get(name), name, 0, source)
+    for name in _WIDTHS:
+        stated = values.get(name)
+        for width in stated if isinstance(stated, list) else (stated,):
+            _check_count(width, name, 0, source)
+    for name in _POSITIVE:
+        _check_positive(values.get(name), name, source)
+    for rope in _rope_parameters(values):
+        for name in _POSITIVE_ROPE:
+            _check_positive(rope.get(name), name, source)
+
+
+def leave_out_ignored(config: Any) -> None:
+    """Take from a transformers config what our operators would heed and its own model does not: a config class keeps
+    whatever a file says, also where it has no such field."""
+    for name in _IGNORED:
+        if name in vars(config) and not hasattr(type(config), name):
+            delattr(config, name)
+
+
+def check_config(config: Any, source: str) -> None:
+    """What the numbers of a transformers config have to do with each other. Raises CheckpointError."""
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads and kv_heads and config.model_type not in LATENT and heads % kv_heads:
+        raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
+    padding, vocabulary = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if padding is not None and vocabulary is not None and not -vocabulary <= padding < vocabulary:
+        raise _refusal(source, "pad_token_id", f"below vocab_size, {vocabulary}", padding)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
+    if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
+        raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
+    _check_window(config, source)
+    if config.model_type in LATENT:
+        _check_groups(config, source)
+
+
+def _check_window(config: Any, source: str) -> None:
+    """Of attention that looks back only so far: in the layers of layer_types that say so, in all where there are no
+    kinds of layers."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    used = "sliding_attention" in kinds if kinds else window is not None
+    if used and not (isinstance(window, int) and window >= 1):
+        raise _refusal(source, "sliding_window", "at least 1", window)
+
+
+def _check_groups(config: Any, source: str) -> None:
+    """Of a LATENT model. What its router cannot choose from would be found at the first step."""
+    sigmoid = config.model_type == "deepseek_v3"  # its routers know one method
+    method = "group_limited_greedy" if sigmoid else config.topk_method
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"{source}: topk_method must be greedy or group_limited_greedy for {config.model_type}, got {method!r}"
+        )
+    if method == "greedy":
+        return
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    groups, used = config.n_group or 0, config.topk_group or 0
+    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
+        raise CheckpointError(
+            f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
+        )
+    if sigmoid and experts == groups:  # a group's score is the sum of its best two
+        raise CheckpointError(f"{source}: {groups} groups of one expert each are not supported")
+
+
+def _check_count(value: Any, name: str, least: int, source: str) -> None:
+    if value is not None and not (type(value) is int and least <= value <= _MOST):
+        raise _refusal(source, name, f"a whole number from {least} to {_MOST}", value)
+
+
+def _check_positive(value: Any, name: str, source: str) -> None:
+    if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+        raise _refusal(source, name, "a number above 0", value)
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Wherever they stand: beside all else, in an object of their own, or in one for each kind of layer."""
+    yield {"rope_theta": values.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := values.get(name), dict):
+            yield rope
+            yield from (one for one in rope.values() if isinstance(one, dict))
+
+
+def _refusal(source: str, name: str, limit: str, value: Any) -> CheckpointError:
+    told = value if isinstance(value, int | float | str) else repr(value)
+    return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=told)
