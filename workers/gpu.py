@@ -28,6 +28,7 @@ from ktqueue.loading.inspect import Report
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.handoff_memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
 from ktqueue.operators.gpu.streamer import AREAS
 from ktqueue.operators.kv_cache import KVLayout
@@ -192,9 +193,22 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
     )
 
 
+def host_memory_before_loading(report: Report, config: EngineConfig) -> dict[str, int]:
+    """Bytes of the host that a model takes on a GPU's side, by what they are for: weights that stay there, and what the
+    hand-off to experts among them pins."""
+    handed_over = _placed_bytes(report, config) < report.movable_bytes
+    pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if handed_over else 0
+    return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
+
+
+def _placed_bytes(report: Report, config: EngineConfig) -> int:
+    """Of the experts placed on the GPU."""
+    return min(config.gpu_expert_memory_bytes, report.movable_bytes)
+
+
 def _expert_bytes(report: Report, config: EngineConfig) -> int:
     """Of the experts placed on the GPU, and of the areas that the others stream through, sized by the largest layer."""
-    placed = min(config.gpu_expert_memory_bytes, report.movable_bytes)
+    placed = _placed_bytes(report, config)
     if config.expert_streaming == "off" or placed == report.movable_bytes:
         return placed
     return placed + AREAS * max(0, report.movable_layer_bytes - placed // report.layers)

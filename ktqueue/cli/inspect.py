@@ -34,7 +34,7 @@ def inspect(
 ) -> None:
     """Show the plan of a model without loading its weights: module, operator, device, bytes; a GPU's memory."""
     from ktqueue.loading.inspect import inspect as examine
-    from workers.gpu import plan_before_loading
+    from workers.gpu import host_memory_before_loading, plan_before_loading
     from workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
 
     config = settings(common, engine=engine).engine
@@ -48,13 +48,16 @@ def inspect(
         cache_dtype=cache_dtype(config, dtype),
         deferred_experts=config.deferred_experts,
     )
-    plan = plan_before_loading(report, config, _size(gpu_memory)) if on_gpu(config) else None
+    plan, host = None, {}
+    if on_gpu(config):
+        plan = plan_before_loading(report, config, _size(gpu_memory))
+        host = host_memory_before_loading(report, config)
     if as_json:
-        write_json(_plain(report, plan))
+        write_json(_plain(report, plan, host))
     else:
         _show(report)
         if plan is not None:
-            _show_memory(plan, config.page_size)
+            _show_memory(plan, host, config.page_size)
 
 
 def _size(asked: str | None) -> int:
@@ -73,19 +76,21 @@ def _size(asked: str | None) -> int:
         ) from error
 
 
-def _plain(report: "Report", plan: "MemoryPlan | None") -> dict[str, Any]:
+def _plain(report: "Report", plan: "MemoryPlan | None", host: dict[str, int]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(report) | ({"memory": {**plan.parts(), "pages": plan.pages}} if plan is not None else {})
+    plain = asdict(report)
+    return plain if plan is None else plain | {"memory": {**plan.parts(), "pages": plan.pages}, "host_memory": host}
 
 
-def _show_memory(plan: "MemoryPlan", page_size: int) -> None:
-    made = table(["memory of the GPU", "bytes"], right=("bytes",))
-    for what, count in plan.parts().items():
-        made.add_row(what, format_bytes(count))
+def _show_memory(plan: "MemoryPlan", host: dict[str, int], page_size: int) -> None:
     console = results()
-    console.print()
-    console.print(made, markup=False)
+    for place, parts in (("host", host), ("GPU", plan.parts())):
+        made = table([f"memory of the {place}", "bytes"], right=("bytes",))
+        for what, count in parts.items():
+            made.add_row(what, format_bytes(count))
+        console.print()
+        console.print(made, markup=False)
     console.print(
         f"{plan.pages:,} pages hold {plan.pages * page_size:,} tokens; workspaces and graphs are estimates",
         markup=False,

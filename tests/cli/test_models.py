@@ -43,6 +43,9 @@ def test_inspect_plans_the_memory_of_a_gpu(here):
     assert re.search(r"cache +3[6-9]\.\d GiB", out) and re.search(r"free +4\d\.\d GiB", out)
     memory = json.loads(here(*flags, "--json")[1])["memory"]
     assert sum(memory[part] for part in memory if part != "pages") == 80 << 30
+    assert re.search(r"memory of the host.*\n.*\n+weights +13\.5 MiB\nhand-off +\d+\.\d MiB", out)
+    assert json.loads(here(*flags, "--json")[1])["host_memory"]["hand-off"] > 1 << 20
+    assert json.loads(here(*flags, "--gpu-expert-memory", "1GiB", "--json")[1])["host_memory"]["hand-off"] == 0
     half = json.loads(here(*flags, "--kv-cache-dtype", "fp8", "--json")[1])["memory"]
     assert half["pages"] == pytest.approx(2 * memory["pages"], abs=2)
 

@@ -14,8 +14,9 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.handoff_memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, Streaming
-from workers.gpu import log_memory, plan_before_loading, prepare_gpu
+from workers.gpu import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 
 MIB = 1 << 20
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=100, gpu_expert_memory_bytes=5 * MIB)
@@ -155,3 +156,14 @@ def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming:
     plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
     assert (plan.use.experts == 0) == (placed == 0 and streaming == "off")
+
+
+@pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
+def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
+    """Which is there if any expert is left to the CPU."""
+    report = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed)
+    assert host_memory_before_loading(report, config) == {
+        "weights": report.device_bytes["cpu"],
+        "hand-off": handed_over * pinned_bytes(256, 4, 100),
+    }

@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 import torch
 
 from ktqueue.operators.gpu.driver import Driver
+from ktqueue.operators.gpu.handoff_memory import SLOTS, input_bytes, word_bytes
 from ktqueue.operators.gpu.settings import HandoffMethod
 from ktqueue.operators.gpu.signals import Direct, Flags, HostFunctions, Signals
 from ktqueue.operators.native import ExpertLayer
@@ -60,7 +61,7 @@ class Handoff:
         max_tokens: int,
         device: str | torch.device,
         *,
-        slots: int = 2,
+        slots: int = SLOTS,
         deferred_experts: int = 0,
         method: HandoffMethod = "auto",
         idle_milliseconds: float = 20.0,
@@ -230,8 +231,8 @@ def _input(
 
 def _allocate(hidden: int, experts_per_token: int, max_tokens: int, slots: int, *, pinned: bool) -> list[SlotMemory]:
     """Memory for slots, as HandoffService wants it. The words of all slots share one block."""
-    size = 20 * max_tokens * experts_per_token + 128 + 4 * max_tokens * hidden
-    block = torch.zeros((2 * slots + 1) * LINE, dtype=torch.uint8, pin_memory=pinned)
+    size = input_bytes(hidden, experts_per_token, max_tokens)
+    block = torch.zeros(word_bytes(slots), dtype=torch.uint8, pin_memory=pinned)
     begin = -block.data_ptr() % LINE
     words = [block[at : at + 4].view(torch.int32) for at in range(begin, begin + 2 * slots * LINE, LINE)]
     return [
