@@ -48,6 +48,16 @@ def test_few_rows(quant, random_weights):
             assert_close(out, expected if bias is None else expected + bias.double(), 1e-5)
 
 
+@pytest.mark.parametrize("start", [1, 2, 3, 4])
+def test_rows_that_begin_in_the_middle_of_a_word(start, random_weights):
+    panels, weights = make_panels(random_weights, "Q4_K", 40, 512, "cuda")
+    x = activations(2, 520, torch.bfloat16).cuda()[:, start : start + 512]
+    for some in (x, x[:1]):
+        out = torch.full((len(some), 40), torch.nan, device="cuda")
+        multiply_few([panels], some, None, out)
+        assert_close(out, some.cpu().double() @ weights.double().T, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("quants", "dtype"),
     [(("Q4_K", "Q6_K"), torch.bfloat16), (("Q8_0",), torch.float16), (("Q4_K",), torch.float32)],

@@ -189,11 +189,17 @@ def _few_rows_kernel(
         )  # fmt: skip
 
 
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] of 16 bits, or a copy: as it can be read four columns at a time. A GPU faults where a word of
+    8 bytes does not begin at a multiple of 8, and what is contiguous may begin anywhere."""
+    side_by_side = x.stride(1) == 1 and (len(x) == 1 or x.stride(0) % 4 == 0)
+    return x if side_by_side and x.data_ptr() % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def few_rows(parts: Sequence[Panels], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See panel_matrix.multiply_few; one part or two."""
+    x = _in_words(x)
     tokens, columns = x.shape
-    if x.stride(1) != 1 or x.stride(0) % 4:
-        x = x.contiguous()
     first, other = parts[0], parts[-1]
     slabs, panels = columns // SLAB, sum(panel_count(part.rows) for part in parts)
     at_once = _slabs_at_once(panels, slabs)

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,48 @@ def test_two_formats_in_one_product(quants, kernels, random_weights):
         kernels.few_rows([panels for panels, _ in two], x, added, wide[:, 2:49])
         assert_close(wide[:, 2:49], expected if added is None else expected + added.float())
         assert wide[:, :2].eq(7).all() and wide[:, 49:].eq(7).all()
+
+
+class Watched:
+    """The kernel of few rows: where each row of x that it reads begins."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.rows: list[int] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(packed: torch.Tensor, other: torch.Tensor, x: torch.Tensor, *rest: Any, **sizes: Any) -> None:
+            self.rows = [row.data_ptr() for row in x]
+            self._kernel[grid](packed, other, x, *rest, **sizes)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wide", "start", "copied"),
+    [
+        (2, 40, 0, False),
+        (2, 40, 4, False),
+        (2, 40, 1, True),  # each row begins in the middle of a word
+        (2, 40, 2, True),
+        (2, 33, 0, True),  # the second does
+        (1, 33, 0, False),
+        (1, 32, 1, True),  # contiguous, and in the middle of a word
+        (2, 64, None, True),  # every second column
+    ],
+)
+def test_rows_are_read_in_whole_words(tokens, wide, start, copied, kernels, random_weights, monkeypatch):
+    """A GPU faults where eight bytes do not begin at a multiple of eight; the interpreter does not mind."""
+    watched = Watched(kernels._few_rows_kernel)
+    monkeypatch.setattr(kernels, "_few_rows_kernel", watched)
+    panels, weights = make_panels(random_weights, "Q8_0", 16, 32)
+    memory = activations(1, tokens * wide + 8, torch.bfloat16)[0]
+    x = memory.as_strided((tokens, 32), (wide, 2 if start is None else 1), start or 0)
+    out = torch.full((tokens, 16), torch.nan)
+    kernels.few_rows([panels], x, None, out)
+    assert_close(out, x.float() @ weights.T)
+    assert all(address % 8 == 0 for address in watched.rows)
+    assert (watched.rows != [row.data_ptr() for row in x]) == copied
 
 
 def test_rows_that_are_not_finite_poison_themselves(kernels, random_weights):
