@@ -14,7 +14,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.capture import Again
 from ktqueue.engine.device_model import device_model
-from ktqueue.engine.graphs import GraphRunner, buckets_up_to
+from ktqueue.engine.graphs import GraphRunner, steps_to_capture
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
     DeviceUse,
@@ -24,6 +24,7 @@ from ktqueue.engine.memory_plan import (
     estimate_step,
     plan_memory,
 )
+from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.inspect import Report
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
@@ -122,12 +123,14 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
     graphs = config.cuda_graphs and _can_be_captured(model, planner)
-    buckets = len(buckets_up_to(rows)) if graphs else 0
+    overlap = cast(Overlap, config.two_batch_overlap) if device_model(model.module).takes_turns else "off"
     use = DeviceUse(
         weights=weights,
         experts=experts,
         workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.taken() - weights - experts),
-        graphs=estimate_graphs(buckets, step, config.step_tokens, rows),
+        graphs=estimate_graphs(
+            steps_to_capture(rows, overlap=overlap) if graphs else 0, step, config.step_tokens, rows
+        ),
     )
     plan = plan_memory(
         memory.total,
@@ -178,13 +181,14 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
     step = estimate_step(
         tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token
     )
+    captured = steps_to_capture(rows, overlap=cast(Overlap, config.two_batch_overlap))
     return plan_memory(
         device_bytes,
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
             experts=_expert_bytes(report, config),
             workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
-            graphs=estimate_graphs(len(buckets_up_to(rows)) if config.cuda_graphs else 0, step, tokens, rows),
+            graphs=estimate_graphs(captured if config.cuda_graphs else 0, step, tokens, rows),
         ),
         utilization=config.gpu_memory_utilization,
         page_bytes=report.cache_token_bytes * config.page_size,

@@ -17,6 +17,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
@@ -33,6 +34,7 @@ CHOICES = {
     "attention_backend": get_args(BackendName),
     "handoff": get_args(HandoffMethod),
     "expert_streaming": get_args(Streaming),
+    "two_batch_overlap": get_args(Overlap),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_SPIN_MICROSECONDS = 2000
@@ -209,6 +211,8 @@ def check_choices(config: EngineConfig) -> None:
         raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
     if config.deferred_experts and not on_gpu(config):
         raise _wrong("deferred_experts", config.deferred_experts, f"0 on device {config.device}", 0)
+    if config.deferred_experts and config.two_batch_overlap == "on":
+        raise _wrong("two_batch_overlap", "on", "auto or off with engine.deferred_experts", "auto, off")
 
 
 def on_gpu(config: EngineConfig) -> bool:

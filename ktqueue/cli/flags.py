@@ -208,6 +208,15 @@ class EngineFlags:
             panel="GPU",
         ),
     ] = None
+    two_batch_overlap: Annotated[
+        str | None,
+        _option(
+            "--two-batch-overlap",
+            say="Let two halves of a decode step take turns on GPU and CPU: auto, on or off.",
+            default=_ENGINE.two_batch_overlap,
+            panel="GPU",
+        ),
+    ] = None
     deferred_experts: Annotated[
         int | None,
         _option(

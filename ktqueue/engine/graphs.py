@@ -1,19 +1,19 @@
 """GraphRunner: a model on a device. Decode steps replay a captured function on fixed tensors; all others run eagerly.
 
-A captured step has a fixed number of rows, its bucket. Rows that pad a batch to its bucket compute token 0 at position
-0 of the scratch page, which nobody owns; `live_tokens` tells the model how many rows are real. The planner of the
-attention is told of each step on the host, before the step is launched.
+A captured step has a fixed number of rows, its bucket (bucket.py). The planner of the attention is told of each step on
+the host, before the step is launched.
 """
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from ktqueue.engine.batch import Batch
+from ktqueue.engine.bucket import Bucket
 from ktqueue.engine.capture import Capturer
+from ktqueue.engine.overlap import Overlap, keys_to_overlap
 from ktqueue.engine.runner import Model
-from ktqueue.engine.staging import FixedStaging, Staging
+from ktqueue.engine.staging import Staging
 from ktqueue.operators.gpu.attention import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
@@ -31,11 +31,18 @@ def buckets_up_to(rows: int) -> list[int]:
     return [one for one in below if one < rows] + [rows]
 
 
+def steps_to_capture(rows: int, *, overlap: Overlap) -> int:
+    """How many captured steps a runner has at most that decodes up to `rows` rows, halves included."""
+    buckets = buckets_up_to(rows)
+    return len(buckets) + (0 if overlap == "off" else sum(one > 1 for one in buckets))
+
+
 class GraphRunner:
     """Runner (see there) of a model on `device`, whose steps attend as `planner` says.
 
     `buckets`: row counts to capture, the largest first; none: every step runs eagerly. `kv` has a scratch page where
-    there are buckets. `max_pages`: of a row. `progress` is called after each capture.
+    there are buckets. `max_pages`: of a row. `overlap`: whether decode steps are cut into halves that take turns, which
+    the model must know how to do. `progress` is called after each capture.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class GraphRunner:
         device: str,
         buckets: list[int],
         max_pages: int,
+        overlap: Overlap = "off",
         progress: Progress | None = None,
     ) -> None:
         self._model = model
@@ -57,14 +65,17 @@ class GraphRunner:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._prepared: Batch | None = None
-        self._graphs: list[_Bucket] = []  # rising
+        self._graphs: list[Bucket] = []  # rising
         self.replayed = 0  # steps
+        self.overlapped = 0  # of these
         before = capturer.used() if buckets else 0
         with torch.inference_mode():
             for done, rows in enumerate(sorted(buckets, reverse=True), start=1):
-                self._graphs.insert(0, _Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
+                self._graphs.insert(0, Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
                 if progress is not None:
                     progress(done, len(buckets), "decode graphs")
+            if overlap != "off":
+                self._overlap(overlap, kv)
         self.graph_bytes = max(0, capturer.used() - before) if buckets else 0  # something else may have been freed
         """Device memory that the captured steps hold."""
 
@@ -78,6 +89,7 @@ class GraphRunner:
             if prepared is not batch:
                 bucket.prepare(batch)
             self.replayed += 1
+            self.overlapped += bucket.overlaps
             return bucket.run(batch)
 
     def prepare(self, batch: Batch) -> bool:
@@ -95,7 +107,19 @@ class GraphRunner:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _bucket(self, batch: Batch) -> "_Bucket | None":
+    def _overlap(self, overlap: Overlap, kv: KVCache) -> None:
+        """Cut buckets into halves: all that can be, or those for which it pays. With more rows halves have more experts
+        in common, which each of them reads, so the first for which it does not is the last to be tried."""
+        for bucket in self._graphs:
+            if bucket.rows == 1:
+                continue
+            bucket.cut()
+            bucket.overlapped_keys = 0 if overlap == "on" else keys_to_overlap(bucket, kv, self._vocab, self.wait)
+            if bucket.overlapped_keys is None:
+                bucket.join()
+                break
+
+    def _bucket(self, batch: Batch) -> Bucket | None:
         """The one that `batch` is replayed with; None: it runs eagerly."""
         rows = batch.scored.shape[0]
         return next((one for one in self._graphs if one.rows >= rows), None) if batch.decodes else None
@@ -116,104 +140,3 @@ class GraphRunner:
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=scored, step=step
         ).logits
         return logits[0, :, : self._vocab].float()
-
-
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepContext], torch.Tensor]
-
-
-class _Bucket:
-    """A decode step of `rows` rows: its fixed tensors, its attention, its replay."""
-
-    def __init__(
-        self,
-        rows: int,
-        max_pages: int,
-        kv: KVCache,
-        planner: AttentionPlanner,
-        forward: Forward,
-        capturer: Capturer,
-        device: str,
-    ) -> None:
-        if kv.scratch_page is None:
-            raise ValueError("a captured step needs a cache with a scratch page")
-        self.rows = rows
-        self._scratch_page = kv.scratch_page
-        page_size = kv.layout.page_size
-        self._scratch_slots = kv.scratch_page * page_size + np.arange(rows) % page_size
-        # Token ids are the last to be known, so they go alone. Copies come behind the step before, which reads the same
-        # tensors; each is done before that step's successor begins, so that the host seldom waits to write again.
-        self._tokens = FixedStaging({"input_ids": ((1, rows), np.int64)}, device)
-        self._staging = FixedStaging(
-            {
-                "position_ids": ((1, rows), np.int64),
-                "scored": ((rows,), np.int64),
-                "slots": ((rows,), np.int64),
-                "starts": ((rows + 1,), np.int32),
-                "contexts": ((rows,), np.int32),
-                "live": ((1,), np.int32),
-                "pages": ((rows, max_pages), np.int32),
-            },
-            device,
-        )
-        arrays = self._staging.open()
-        arrays["scored"][:] = np.arange(rows)
-        arrays["starts"][:] = np.arange(rows + 1)
-        self._widest = 0
-        self._fill(None)
-        host, on_device, input_ids = self._staging.host, self._staging.device, self._tokens.device["input_ids"]
-        self._host = StepContext(host["starts"], host["contexts"], host["pages"], host["slots"], kv)
-        self._attention = planner.decode_plan(rows, max_pages)
-        self._attention.update(self._host)
-        self._staging.send()
-        step = StepContext(
-            on_device["starts"],
-            on_device["contexts"],
-            on_device["pages"],
-            on_device["slots"],
-            kv,
-            attention=self._attention,
-            live_tokens=on_device["live"],
-        )
-        self._replay = capturer.capture(
-            lambda: forward(input_ids, on_device["position_ids"], on_device["scored"], step)
-        )
-
-    def prepare(self, batch: Batch) -> None:
-        """Send all of the batch but its token ids, behind what the device was given."""
-        self._staging.open()
-        self._fill(batch)
-        self._attention.update(self._host)
-        self._staging.send()
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Logits of the real rows of a batch that was prepared."""
-        live = batch.scored.shape[0]
-        ids = self._tokens.open()["input_ids"]
-        ids[0, :live] = batch.input_ids[0].numpy()
-        ids[0, live:] = 0
-        self._tokens.send()
-        return self._replay()[:live]
-
-    def _fill(self, batch: Batch | None) -> None:
-        """Write the batch without its token ids, and the padding; None: padding alone."""
-        arrays = self._staging.arrays
-        live = 0
-        width = 1
-        if batch is not None:
-            live = batch.scored.shape[0]
-            table = batch.step.page_table.numpy()
-            width = table.shape[1]
-        positions, slots, contexts = (arrays[key] for key in ("position_ids", "slots", "contexts"))
-        pages = arrays["pages"]
-        pages[:, : max(width, self._widest)] = 0
-        self._widest = width
-        if batch is not None:
-            positions[0, :live] = batch.position_ids[0].numpy()
-            slots[:live] = batch.step.slot_mapping.numpy()
-            contexts[:live] = batch.step.context_lengths.numpy()
-            pages[:live, :width] = table
-        positions[0, live:] = 0
-        slots[live:] = self._scratch_slots[live:]
-        contexts[live:] = 1
-        pages[live:, 0] = self._scratch_page
-        arrays["live"][0] = live

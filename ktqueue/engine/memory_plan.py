@@ -117,6 +117,7 @@ def estimate_selection(rows: int, vocabulary: int) -> int:
     return 4 * rows * vocabulary * _LOGITS
 
 
-def estimate_graphs(buckets: int, step_bytes: int, tokens: int, rows: int) -> int:
-    """Bytes of captured steps, where a step of `tokens` tokens needs `step_bytes`: they share the largest's tensors."""
-    return buckets * _GRAPH_BYTES + step_bytes * rows // tokens if buckets else 0
+def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int) -> int:
+    """Bytes of so many captured steps, the largest of `rows` rows, whose tensors all share; a step of `tokens` tokens
+    needs `step_bytes`."""
+    return steps * _GRAPH_BYTES + step_bytes * rows // tokens if steps else 0

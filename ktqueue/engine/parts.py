@@ -1,14 +1,17 @@
 """Which runner, selector and cache an engine has: those of the host, or those of a device."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.capture import Again, GraphCapturer
+from ktqueue.engine.device_model import device_model
 from ktqueue.engine.device_selector import DeviceSelector
 from ktqueue.engine.graphs import GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.selector import HostSelector, Selector
 from ktqueue.operators.gpu.attention import AttentionPlanner
@@ -58,6 +61,7 @@ def make_parts(
         device=device,
         buckets=buckets_up_to(rows) if config.cuda_graphs else [],
         max_pages=-(-max_model_len // layout.page_size),
+        overlap=cast(Overlap, config.two_batch_overlap) if device_model(model).takes_turns else "off",
         progress=progress,
     )
     return Parts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)

@@ -208,6 +208,8 @@ def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocab
 class Wanting:
     """A model that wants to know of steps."""
 
+    takes_turns = False
+
     def __init__(self, model):
         self.model, self.calls = model, []
 

@@ -43,6 +43,8 @@ class MadeUpMemory:
 class Prepared(torch.nn.Module):
     """A model with parts on the device."""
 
+    takes_turns = False
+
     def __init__(self, model: torch.nn.Module, prepare: Callable[[GpuSettings], None]) -> None:
         super().__init__()
         self.model, self.prepare_device = model, prepare

@@ -49,7 +49,8 @@ class AttentionPlanner(Protocol):
         """
 
     def decode_plan(self, rows: int, max_pages: int) -> DecodePlan:
-        """The plan of all captured decode steps of `rows` rows, each of at most `max_pages` pages.
+        """The plan of all captured decode steps of `rows` rows, each of at most `max_pages` pages. Two plans may be
+        updated before either attends, one behind the other.
 
         Before the first `update` it attends to rows of length 1 on page 0.
         """

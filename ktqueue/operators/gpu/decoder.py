@@ -18,11 +18,12 @@ from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFact
 from ktqueue.operators.gpu.decoder_layer import DecoderLayer
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
-from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer
+from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.panels import ExpertRecord
 from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.gpu.scoring import Scoring
 from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.turns import Turns, take_turns
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import cosines_and_sines
 from ktqueue.operators.native_handoff import HandoffStatistics
@@ -111,6 +112,11 @@ class GpuDecoder(Operator):
         self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether steps that decode may come in parts: some experts are on the CPU, and none is deferred."""
+        return self._experts is not None and self._experts.takes_turns
+
+    @property
     def expert_layers_run(self) -> int:
         """Layers with routed experts that the CPU has run, all steps together."""
         statistics = self.handoff_statistics
@@ -170,29 +176,57 @@ class GpuDecoder(Operator):
         use_cache: bool = False,
     ) -> DecoderOutput:
         """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising; all on the
-        device. Raises RuntimeError before `prepare_device`."""
+        device. A step with parts: one that only decodes, if `takes_turns`. Raises RuntimeError before
+        `prepare_device`."""
         if self._experts is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
-        positions, tokens = position_ids[0], input_ids.shape[1]
-        rotary = self._rotary(step.kv)
-        scored = len(logits_to_keep)
+        residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
+        if step.parts:
+            rows = [len(part.slot_mapping) for part in step.parts]
+            given = zip(torch.split(residual, rows), torch.split(positions, rows), step.parts, strict=True)
+            experts = self._experts.parts(len(rows))
+            works = [self._layers_of(*one, None, its) for one, its in zip(given, experts, strict=True)]
+            return self._logits(torch.cat(take_turns(works)))
+        tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
-        experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
-        residual = self._embedding.embed(input_ids[0])
+        whole = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
+        kept = logits_to_keep if scored < tokens else None
+        (x,) = take_turns([self._layers_of(residual, positions, step, kept, whole)])
+        return self._logits(x)
+
+    def _layers_of(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepContext,
+        kept: torch.Tensor | None,
+        experts: StepExperts,
+    ) -> Turns[torch.Tensor]:
+        """All layers and the last norm: [scored, hidden]. kept: [scored] int64, the tokens that are scored; None: all.
+
+        Writes to the residual [tokens, hidden]. Yields before the stream waits for the CPU.
+        """
+        rotary = self._rotary(step.kv)
         deferred = Deferred()
         for layer in self._layers[:-1]:
             query = layer.attention.query(residual, deferred, positions, rotary, step)
-            deferred = layer.mlp(residual, layer.attention.attend(query, step), experts, step.live_tokens)
+            attended = layer.attention.attend(query, step)
+            deferred = yield from layer.mlp(residual, attended, experts, step.live_tokens)
         # Behind the keys and values of the last layer only the rows that are scored matter.
         last = self._layers[-1]
         query = last.attention.query(residual, deferred, positions, rotary, step)
-        if scored == 0:
-            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=residual.device))
+        if kept is not None and len(kept) == 0:
+            return residual[kept]
         attended = last.attention.attend(query, step)
-        if scored < tokens:
-            residual, attended = residual[logits_to_keep], attended[logits_to_keep]
-        deferred = last.mlp(residual, attended, experts, step.live_tokens if scored == tokens else None)
-        x = deferred.add_to(residual, self._norm, self.facts.epsilon)
+        if kept is not None:
+            residual, attended = residual[kept], attended[kept]
+        deferred = yield from last.mlp(residual, attended, experts, step.live_tokens if kept is None else None)
+        return deferred.add_to(residual, self._norm, self.facts.epsilon)
+
+    def _logits(self, x: torch.Tensor) -> DecoderOutput:
+        """x [scored, hidden]."""
+        if len(x) == 0:
+            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
         return DecoderOutput(self._head(x, dtype=torch.float32)[None])
 
     def after_step(self) -> None:

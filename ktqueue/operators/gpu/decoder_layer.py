@@ -11,6 +11,7 @@ from ktqueue.operators.gpu.fused import few_rows_linear, gated, qk_norm_rope_app
 from ktqueue.operators.gpu.hybrid_experts import Deferred, StepExperts
 from ktqueue.operators.gpu.latent_layer import LatentLayer
 from ktqueue.operators.gpu.rotary import Rotary
+from ktqueue.operators.gpu.turns import Turns
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
 
@@ -116,10 +117,10 @@ class DecoderLayer:
 
     def mlp(
         self, residual: torch.Tensor, attended: torch.Tensor, experts: StepExperts | None, live: torch.Tensor | None
-    ) -> Deferred:
+    ) -> Turns[Deferred]:
         """Add the projection of `attended` to the residual [tokens, hidden]; what the MLP makes of that, not yet added.
 
-        `live`: StepContext.live_tokens.
+        `live`: StepContext.live_tokens. Yields before the stream waits for the CPU.
         """
         projected = Deferred(self.attention.project(attended))
         if self._mlp is not None:
@@ -129,7 +130,8 @@ class DecoderLayer:
         x = projected.add_to(residual, self._norm, self._epsilon, copy=buffers.x if buffers else None)
         logits = few_rows_linear(x, self._router, dtype=torch.float32)
         shared = self._shared_expert if self._shared else None
-        return experts.run(self._routed, x, logits, live, shared, buffers, self._foreseen if self._next else None)
+        foreseen = self._foreseen if self._next else None
+        return (yield from experts.run(self._routed, x, logits, live, shared, buffers, foreseen))
 
     def foresee(self, following: "DecoderLayer") -> None:
         """`following` is the next layer, with routed experts as this one: what its router will say is to be guessed."""

@@ -154,6 +154,21 @@ class ExpertMemory:
             fetched_share=self._fetched_share,
         )
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether parts of a step may take turns (`parts`)."""
+        return self._handoff is not None and not self._defers
+
+    def parts(self, count: int) -> list[StepExperts]:
+        """The experts for each part, two at most, of a captured step that decodes. While the CPU works for one, the
+        stream goes on with the other: so it has no time to fetch anything ahead."""
+        assert self._handoff is not None
+        self._handoff.begin()
+        return [
+            StepExperts(self._layers, self._fetched or self._resident, self._handoff, slot=slot)
+            for slot in range(count)
+        ]
+
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
         """The experts for a step of so many tokens. `scored`: tokens that reach the last layer's experts; `decodes`:
         each is the only one of its row, and scored; `captured`: the step has to be like all others of its size."""

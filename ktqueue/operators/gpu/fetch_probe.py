@@ -9,6 +9,7 @@ import torch
 
 from ktqueue.operators.gpu.fused import add_rms_norm
 from ktqueue.operators.gpu.hybrid_experts import RoutedLayer, StepExperts
+from ktqueue.operators.gpu.turns import take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _relative_seconds(
         for index, scores in enumerate(logits):
             buffers = experts.buffers(index, tokens)
             x = add_rms_norm(residual, norm, 1e-6, copy=buffers.x if buffers else None)
-            experts.run(index, x, scores, None, None, buffers)
+            take_turns([experts.run(index, x, scores, None, None, buffers)])
 
     def captured(share: float) -> torch.cuda.CUDAGraph:
         experts = step(share)

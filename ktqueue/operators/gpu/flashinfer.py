@@ -72,7 +72,8 @@ class FlashInferPlan:
 
 
 class FlashInferDecodePlan(FlashInferPlan):
-    """The plan of a row bucket. `pages`: device buffer for the page lists of all its rows, shared by the windows."""
+    """The plan of a row bucket. `pages`: device buffer for the page lists of all its rows, shared by the windows, but
+    with no other plan: a step whose parts take turns has two."""
 
     def __init__(
         self,
@@ -132,7 +133,6 @@ class FlashInferPlanner:
         self._library = flashinfer
         self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._partial_results = SharedWorkspace(self._device, torch.uint8)
-        self._pages = SharedWorkspace(self._device, torch.int32)
         self._plan_bytes = 0
         common = {
             "num_qo_heads": shape.heads,
@@ -154,7 +154,7 @@ class FlashInferPlanner:
     @property
     def workspace_bytes(self) -> int:
         """See AttentionPlanner."""
-        return self._partial_results.bytes + self._pages.bytes + self._plan_bytes
+        return self._partial_results.bytes + self._plan_bytes
 
     def plan(self, host: StepContext) -> FlashInferPlan:
         """See AttentionPlanner."""
@@ -186,7 +186,7 @@ class FlashInferPlanner:
         parts = max(self._most_parts(), -(-rows * group // tile) + rows - 1)
         with torch.inference_mode(False):
             partial = self._partial_results.take(self._partial_bytes(parts, tile))
-            pages = self._pages.take(rows * max_pages)
+            pages = torch.zeros(rows * max_pages, dtype=torch.int32, device=self._device)
             firsts = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
             last = torch.ones(rows, dtype=torch.int32, device=self._device)
             wrappers = {}
@@ -206,7 +206,7 @@ class FlashInferPlanner:
                 wrapper.reset_workspace_buffer(partial, plan)
                 self._plan_bytes += plan.nbytes
                 wrappers[window] = Wrapper(wrapper)
-            self._plan_bytes += firsts.nbytes + last.nbytes
+            self._plan_bytes += firsts.nbytes + last.nbytes + pages.nbytes
             limits = rows, max_pages, self._layout.page_size
             options = {window: {**one, "head_dim": self._layout.head_dim} for window, one in self._options.items()}
             return FlashInferDecodePlan(wrappers, self._scaling, pages, limits, options)

@@ -14,6 +14,7 @@ from ktqueue.operators.gpu.fused import add_rms_norm, route
 from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.panels import ExpertRecord, experts
 from ktqueue.operators.gpu.scoring import PLAIN, Scoring
+from ktqueue.operators.gpu.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class ExpertPlaces(Protocol):
 
 
 class StepExperts:
-    """All routed experts for one step. `handoff`: to the CPU's; needed if any may be there.
+    """All routed experts for one step, or for one of the parts of a step that take turns. `handoff`: to the CPU's;
+    needed if any may be there. `slot`: of the hand-off; each part has its own.
 
     defers: a layer does not wait for what its hand-off defers; the next one's result has it. The last layer defers
     nothing, so that no step leaves anything behind. Then all layers have experts on the CPU, or none has.
@@ -118,12 +120,14 @@ class StepExperts:
         where: ExpertPlaces,
         handoff: Handoff | None,
         *,
+        slot: int = 0,
         defers: bool = False,
         predicts: bool = False,
     ) -> None:
         self._layers = layers
         self._where = where
         self._handoff = handoff
+        self._only_slot = slot
         self._defers = defers
         self._predicts = predicts
 
@@ -136,7 +140,7 @@ class StepExperts:
 
     def _slot(self, index: int) -> int:
         """While the GPU fills one, the CPU may still read the other."""
-        return index % 2 if self._defers else 0
+        return index % 2 if self._defers else self._only_slot
 
     def run(
         self,
@@ -147,9 +151,10 @@ class StepExperts:
         shared: SharedExpert | None,
         buffers: HandoffBuffers | None,
         foreseen: Foreseen | None = None,
-    ) -> Deferred:
+    ) -> Turns[Deferred]:
         """x [tokens, hidden], the router's logits [tokens, experts] -> what layer `index` adds to the residual.
 
+        Yields before the stream waits for the CPU.
         `shared` is computed on the GPU while the CPU works. `live_tokens`: as in StepContext. `buffers`: the layer's,
         which have x already. `foreseen`: where the next layer has routed experts too. What is `added` in the end is the
         CPU's own result there: no kernel of ours moves rows.
@@ -193,6 +198,7 @@ class StepExperts:
         if ahead is not None and buffers is not None:  # behind all that the CPU's result is added to
             self._predict(index + 1, ahead(x), live_tokens, buffers.predicted)
         if buffers is not None and self._handoff is not None:
+            yield
             self._handoff.settle(index, len(x), slot=self._slot(index))
         where.settle(index)
         return Deferred(buffers.result if buffers is not None else None, partials, *beside)

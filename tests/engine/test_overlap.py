@@ -1,0 +1,194 @@
+"""Decode steps whose halves take turns, on the CPU: what the halves are, when they run, and that nothing changes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.bucket import Bucket
+from ktqueue.engine.capture import Again
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.graphs import GraphRunner, steps_to_capture
+from ktqueue.engine.overlap import crossing, keys_to_overlap, trial_batch
+from ktqueue.loading.load import load_model
+from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.torch_attention import TorchPlanner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+
+PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
+
+
+@pytest.fixture
+def parts():
+    return "device"
+
+
+class ByParts:
+    """A model that computes the parts of a step one by one, where there are any."""
+
+    takes_turns = True
+
+    def __init__(self, model):
+        self.model, self.live = model, []
+
+    def __call__(self, *, step, input_ids, position_ids, logits_to_keep, use_cache):
+        if not step.parts:
+            given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+            return self.model(**given, step=step, use_cache=use_cache)
+        self.live.append([int(one.live_tokens) for one in (step, *step.parts)])
+        logits, first = [], 0
+        for part in step.parts:
+            rows = slice(first, first + len(part.slot_mapping))
+            first = rows.stop
+            given = {"input_ids": input_ids[:, rows], "position_ids": position_ids[:, rows]}
+            kept = torch.arange(rows.stop - rows.start)
+            logits.append(self.model(**given, logits_to_keep=kept, step=part, use_cache=use_cache).logits)
+        return SimpleNamespace(logits=torch.cat(logits, 1))
+
+    def prepare_device(self, settings):
+        raise AssertionError("the composition root calls this")
+
+    def after_step(self):
+        pass
+
+    def statistics(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def test_halves_are_steps_of_their_own(model, vocabulary, make_engine, run, greedy):
+    halving = ByParts(model)
+    engine = make_engine(halving, vocabulary, max_num_seqs=7, two_batch_overlap="on")
+    for i in range(7):
+        engine.add(f"r{i}", PROMPT[: 1 + i], SamplingParams(temperature=0.0, max_tokens=2 + 2 * (7 - i)))
+    results = run(engine)
+    for i in range(7):
+        assert results[f"r{i}", 0].token_ids == greedy(PROMPT[: 1 + i], 2 + 2 * (7 - i))
+    live = [one for one in halving.live if one != [0, 0, 0]]  # as they were captured
+    assert [7, 4, 3] in live and [5, 4, 1] in live and [4, 2, 2] in live and [3, 2, 1] in live and [2, 1, 1] in live
+    stats = engine.stats()
+    assert len(live) == stats.overlapped_steps == stats.replayed_steps - 2  # one row is not cut
+
+
+def test_a_model_that_cannot_is_given_no_halves(model, vocabulary, make_engine, run, greedy):
+    engine = make_engine(model, vocabulary, max_num_seqs=4, two_batch_overlap="on")
+    for i in range(4):
+        engine.add(f"r{i}", PROMPT, SamplingParams(temperature=0.0, max_tokens=5))
+    assert all(one.token_ids == greedy(PROMPT, 5) for one in run(engine).values())
+    assert engine.stats().overlapped_steps == 0 < engine.stats().replayed_steps
+
+
+def make_bucket(model, rows):
+    def forward(input_ids, position_ids, scored, step):
+        return model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=scored, step=step
+        ).logits[0]
+
+    kv = KVCache(LAYOUT, 64, scratch=True)
+    return Bucket(rows, 8, kv, TorchPlanner(4), forward, Again(), "cpu"), kv
+
+
+def test_halves_run_from_so_many_keys_on(model):
+    bucket, kv = make_bucket(ByParts(model), 3)
+    few, many = (trial_batch(3, keys, kv, 90) for keys in (4, 5))
+    for batch in (few, many):
+        bucket.prepare(batch)
+        assert not bucket.overlaps
+    bucket.cut()
+    for keys, expected in ((None, [False, False]), (13, [False, True]), (12, [True, True]), (16, [False, False])):
+        bucket.overlapped_keys = keys
+        for batch, halves in zip((few, many), expected, strict=True):
+            bucket.prepare(batch)
+            assert bucket.overlaps == halves
+    bucket.overlapped_keys = 0
+    bucket.join()
+    bucket.prepare(many)
+    assert not bucket.overlaps
+
+
+@pytest.mark.parametrize("overlap", ["on", "auto", "off"])
+def test_what_is_captured(model, overlap):
+    captured = []
+
+    class Recorder(Again):
+        def capture(self, function):
+            captured.append(function)
+            return function
+
+    runner = GraphRunner(
+        ByParts(model),
+        97,
+        KVCache(LAYOUT, 64, scratch=True),
+        TorchPlanner(4),
+        Recorder(),
+        device="cpu",
+        buckets=[1, 2, 4],
+        max_pages=8,
+        overlap=overlap,
+    )
+    # On a CPU nothing can be won, so the first that is tried is the last.
+    assert len(captured) == {"on": 5, "auto": 4, "off": 3}[overlap] <= steps_to_capture(4, overlap=overlap)
+    assert [one.overlapped_keys for one in runner._graphs] == [None, *(2 * [0 if overlap == "on" else None])]
+    assert steps_to_capture(4, overlap=overlap) == (3 if overlap == "off" else 5)
+
+
+def test_on_a_cpu_nothing_is_tried(model):
+    bucket, kv = make_bucket(ByParts(model), 4)
+    assert keys_to_overlap(bucket, kv, 90, lambda: pytest.fail("nothing is under way")) is None
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [([1.0, 2.0], 0), ([-1.0, 3.0], 400 + 1600 // 4), ([-1.0, 0.0], None), ([2.0, -1.0], None), ([0.0, 1.0], 400)],
+)
+def test_where_halves_begin_to_gain(gains, expected):
+    assert crossing([400, 2000], gains) == expected
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (3, 4), (5, 9)])
+def test_a_trial_is_a_step_like_any_other(model, rows, keys):
+    kv = KVCache(LAYOUT, 16, scratch=True)
+    batch = trial_batch(rows, keys, kv, 90)
+    assert batch.decodes
+    table = batch.step.page_table.long()
+    assert len(table.unique()) == table.numel() == rows * -(-keys // 4)
+    for at in range(keys - 1):  # the model asserts what a step must be, and reads all keys before
+        kv.write(0, 4 * table[:, at // 4] + at % 4, *(torch.full((rows, 1, 1), value) for value in (7.0, float(at))))
+    given = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "logits_to_keep": batch.scored}
+    assert model(**given, use_cache=False, step=batch.step).logits.shape == (1, rows, 97)
+
+
+@pytest.mark.parametrize(("memory", "fetched"), [(0, 0.0), (2 << 20, 0.0), (0, 0.5)])
+def test_the_demo_model_says_the_same(tmp_path, memory, fetched):
+    """Rows come and go, some experts are on the other side, some come to the step."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    loaded, tokenizer = load_model("demo", rules=str(rules)), load_tokenizer("demo")
+    answers = []
+    for overlap in ("on", "off"):
+        streaming = "auto" if fetched else "off"
+        settings = GpuSettings(
+            max_tokens=64, expert_memory_bytes=memory, expert_streaming=streaming, fetched_share=fetched
+        )
+        loaded.module.prepare_device(settings)
+        config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=48, two_batch_overlap=overlap)
+        engine = Engine(loaded.module, tokenizer, loaded.kv_layout(16), config, 64, 256, planner=TorchPlanner(16))
+        for i in range(6):
+            prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
+            temperature = (0.0, 0.8)[i % 2]
+            engine.add(str(i), prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=8 + 2 * i))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for one in engine.step():
+                assert one.error is None
+                found.setdefault(one.request_id, []).extend(one.token_ids)
+        answers.append(found)
+        assert (engine.stats().overlapped_steps > 0) == (overlap == "on")
+        engine.close()
+    assert answers[0] == answers[1]
