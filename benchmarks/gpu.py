@@ -2,8 +2,8 @@
 
 Experts on the CPU: rows that decode together, and prompts alone; beside each figure what the CPU's experts read a
 second, and what a probe of the memory reads in the same minute. Then decode without and with prefetched experts, in
-turns, with some experts of each token deferred, with some of the experts in GPU memory, and with all. The model is
-loaded once.
+turns; in halves that take turns with the CPU; with some experts of each token deferred; with some of the experts in GPU
+memory, and with all. The model is loaded once.
 """
 
 import argparse
@@ -35,18 +35,23 @@ def decoder_of(built: Built) -> GpuDecoder:
     return decoder
 
 
-def decode(built: Built, rows: int, rounds: int) -> dict[str, Any]:
+def decode(built: Built, rows: int, rounds: int, prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
     """The best of some rounds, and what the CPU's experts did in all of them."""
     engine, decoder = built.engine, decoder_of(built)
     before = decoder.handoff_statistics
-    vocabulary = built.tokenizer.size
+    vocabulary, steps = built.tokenizer.size, engine.stats()
     taken = [
-        measure_decode(engine, prompts(rows, PROMPT_TOKENS, vocabulary, seed=again), OUTPUT_TOKENS)
+        measure_decode(engine, prompts(rows, prompt_tokens, vocabulary, seed=again), OUTPUT_TOKENS)
         for again in range(rounds)
     ]
     best = max(taken, key=lambda one: one.tokens_per_second)
+    replayed, overlapped = (
+        getattr(engine.stats(), name) - getattr(steps, name) for name in ("replayed_steps", "overlapped_steps")
+    )
     figure = {
         "rows": rows,
+        "prompt_tokens": prompt_tokens,
+        "overlapped": overlapped / replayed,
         "tokens_per_second": best.tokens_per_second,
         "step_ms": 1e3 * best.step,
         "fastest_step_ms": 1e3 * best.fastest_step,
@@ -84,20 +89,31 @@ def main() -> None:
     parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve, and with deferred experts")
     parser.add_argument("--deferred", default="2", help="experts of each token that are deferred")
     parser.add_argument("--prefetch-turns", type=int, default=2, help="without and with expert prefetch, so many times")
+    parser.add_argument("--overlap", default="off,on,auto", help="whether halves of a step take turns, one by one")
+    parser.add_argument("--overlap-rows", default="2,4", help="rows of such steps")
+    parser.add_argument("--overlap-prompts", default="128,16384", help="tokens of their prompts")
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
-    rows, lengths, gigabytes, curve_rows, deferred = (
+    rows, lengths, gigabytes, curve_rows, deferred, overlap_rows, overlap_prompts = (
         [int(one) for one in text.split(",") if one]
-        for text in (given.rows, given.prefill, given.memory, given.curve_rows, given.deferred)
+        for text in (
+            given.rows,
+            given.prefill,
+            given.memory,
+            given.curve_rows,
+            given.deferred,
+            given.overlap_rows,
+            given.overlap_prompts,
+        )
     )
     config = EngineConfig(
         model=given.model,
         device="cuda",
         enable_prefix_caching=False,
         max_num_seqs=max(rows),
-        kv_cache_bytes=6 * GIB,
+        kv_cache_bytes=12 * GIB,
         expert_streaming=given.expert_streaming,
     )
     result: dict[str, Any] = {"format": 1, "model": given.model}
@@ -116,16 +132,21 @@ def main() -> None:
     result["prefill"] = [say("prefill", prefill(built, length, 3 * given.rounds)) for length in lengths]
     keep()
     whole = int(decoder_of(built).statistics()["expert_bytes"])
-    points: list[tuple[str, dict[str, float], EngineConfig]] = [
+    points: list[tuple[str, dict[str, Any], EngineConfig]] = [
         ("prefetch", {"expert_prefetch": on}, replace(config, expert_prefetch=on))
         for on in given.prefetch_turns * (False, True)
+    ]
+    points += [
+        ("overlap", {"two_batch_overlap": how}, replace(config, two_batch_overlap=how))
+        for how in given.overlap.split(",")
+        if how
     ]
     points += [("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred]
     points += [
         ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
         for memory in [*(count * GIB for count in gigabytes), whole]
     ]
-    result |= {"prefetch": [], "deferred": [], "curve": []}
+    result |= {"prefetch": [], "overlap": [], "deferred": [], "curve": []}
     for part, what, settings in points:
         built.engine.close()
         model, tokenizer = built.model, built.tokenizer
@@ -133,8 +154,12 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         built = assemble(settings, model, tokenizer)
-        for count in rows if settings.gpu_expert_memory_bytes == whole else curve_rows:
-            result[part].append(say(part, {**what, **decode(built, count, given.rounds)}))
+        shapes = [(count, tokens) for count in overlap_rows for tokens in overlap_prompts]
+        if part != "overlap":
+            counts = rows if settings.gpu_expert_memory_bytes == whole else curve_rows
+            shapes = [(count, PROMPT_TOKENS) for count in counts]
+        for count, tokens in shapes:
+            result[part].append(say(part, {**what, **decode(built, count, given.rounds, tokens)}))
         keep()
     built.engine.close()
 

@@ -43,6 +43,20 @@ def make(result: dict[str, Any]) -> list[str]:
             f"{one['expert_fetched_share']:.0%} | {one['dram_gb_s']:.0f} |"
             for one in result["prefetch"]
         ]
+    if result.get("overlap"):
+        lines += [
+            "",
+            "Decode steps in halves that take turns on GPU and CPU (`--two-batch-overlap`). Cut: the share of ",
+        ]
+        lines[-1] += "steps that ran so."
+        lines += ["", "| two-batch overlap | rows | prompts | tok/s | step | fastest | cut | fetched | probe |"]
+        lines += ["| --- |" + " ---: |" * 8]
+        lines += [
+            f"| {one['two_batch_overlap']} | {one['rows']} | {one['prompt_tokens']} | {one['tokens_per_second']:.1f} | "
+            f"{one['step_ms']:.2f} ms | {one['fastest_step_ms']:.2f} ms | {one['overlapped']:.0%} | "
+            f"{one['expert_fetched_share']:.0%} | {one['dram_gb_s']:.0f} |"
+            for one in result["overlap"]
+        ]
     if result.get("deferred"):
         lines += ["", "| deferred experts of a token | rows | tok/s | step | fetched |", "|" + " ---: |" * 5]
         lines += [
