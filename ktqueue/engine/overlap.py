@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Overlap = Literal["auto", "on", "off"]
 """Whether decode steps are cut into halves; "auto": where that is faster."""
 
-SHORT = 128  # keys of a row in the first trial; in the second it has as many as all rows can have at once
+SHORT = 128  # keys of a row in the first trial; in the second it has about as many as all rows can have at once
 ROUNDS = 5
 WORTH = 0.97  # of what a whole step takes: halves that come no nearer are left
 
@@ -27,10 +27,10 @@ WORTH = 0.97  # of what a whole step takes: halves that come no nearer are left
 def keys_to_overlap(bucket: Bucket, kv: KVCache, vocabulary: int, wait: Callable[[], None]) -> int | None:
     """The keys of all rows together from which steps of `bucket`, which is cut, take less in halves; None: there are
     none, or it is a CPU. `wait`: for what the device was given. Writes to pages of `kv`, which nobody may own yet."""
-    page_size = kv.layout.page_size
-    most = min(bucket.max_pages, kv.pages // bucket.rows) * page_size
-    if kv.keys[0].device.type == "cpu" or most == 0:
+    pages = min(bucket.max_pages, kv.pages // bucket.rows)
+    if kv.keys[0].device.type == "cpu" or pages == 0:
         return None
+    most = (pages - 1) * kv.layout.page_size + 1  # the last page of the longest sequence may not be all its own
     lengths = [min(SHORT, most), most]
     times = [_seconds(bucket, trial_batch(bucket.rows, keys, kv, vocabulary), wait) for keys in lengths]
     keys = crossing([bucket.rows * one for one in lengths], [WORTH * whole - halves for whole, halves in times])
