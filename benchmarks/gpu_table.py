@@ -79,6 +79,33 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+def profile(result: dict[str, Any]) -> list[str]:
+    """The lines of the table of where a step's time goes."""
+    facts, machine = result["environment"], result["machine"]
+    parts = list(result["on_cpu"][0]["ms"])
+    lines = [
+        f"### {result['model']}: a decode step",
+        f"Milliseconds of a step, by CUDA's profiler over {result['steps']} of them, after prompts of "
+        f"{result['prompt_tokens']}; {facts['gpu']['name']}, {facts['cpu']}, {facts['threads']} threads; commit "
+        f"{machine['commit']}, {machine['taken']}. Gaps: between kernels; long ones, of more than 5 us, are waits "
+        f"for the CPU's experts and for the host. CPU: its experts, and what it read of them. `{result['command']}`",
+        "",
+        f"| experts | rows | step | traced | kernels | {' | '.join(parts)} | CPU | read |",
+        "| --- |" + " ---: |" * (len(parts) + 6),
+    ]
+    for where, figures in (("CPU", result["on_cpu"]), ("GPU", result["on_gpu"])):
+        for one in figures:
+            told = " | ".join(f"{value:.2f}" for value in one["ms"].values())
+            cpu = (
+                f"{one['cpu_experts_ms']:.2f} | {one['cpu_experts_gb']:.2f} GB" if "cpu_experts_ms" in one else "- | -"
+            )
+            lines.append(
+                f"| {where} | {one['rows']} | {one['step_ms']:.2f} | {one['traced_step_ms']:.2f} | "
+                f"{one['kernels']:.0f} | {told} | {cpu} |"
+            )
+    return lines
+
+
 def served(result: dict[str, Any]) -> list[str]:
     """The lines of a whole system's table."""
     facts, machine = result["environment"], result["machine"]

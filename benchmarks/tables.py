@@ -40,6 +40,7 @@ def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
             "A GPU's engine",
             {
                 "gpu*": gpu_table.make,
+                "profile*": gpu_table.profile,
                 "dense-*": gpu_table.dense,
                 "served-*": gpu_table.served,
                 "endurance-*": endurance_table.make,

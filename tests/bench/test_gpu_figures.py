@@ -1,0 +1,38 @@
+"""Figures of a GPU worker's engine: what is made of a trace."""
+
+import pytest
+
+from benchmarks.gpu_profile import REST, Kernel, divide, part_of
+
+
+def test_kernels_are_known_by_their_names():
+    assert part_of("_fetch_kernel") == "over the bus"
+    assert part_of("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>") == "attention"
+    assert part_of("_few_rows_linear") == part_of("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT") == "matrices"
+    assert part_of("_add_rms_norm") == "norms, rotary, router"
+    assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
+
+
+def test_a_trace_is_divided_without_remainder():
+    kernels = [
+        Kernel("_route", 100.0, 110.0),
+        Kernel("_few_rows_linear", 112.0, 132.0),  # behind a short gap
+        Kernel("_fetch_kernel", 120.0, 142.0),  # half of it beside the one before
+        Kernel("_experts_kernel", 125.0, 130.0),  # all of it
+        Kernel("Memset", 242.0, 244.0),  # behind a long gap
+    ]
+    told = divide(kernels[::-1], 2)
+    assert told["kernels"] == 2.5
+    assert told["ms"] == pytest.approx(
+        {
+            "over the bus": 0.005,
+            "experts": 0.0,
+            "attention": 0.0,
+            "norms, rotary, router": 0.005,
+            "matrices": 0.010,
+            REST: 0.001,
+            "short gaps": 0.001,
+            "long gaps": 0.050,
+        }
+    )
+    assert sum(told["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
