@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -83,6 +84,17 @@ std::vector<std::pair<uintptr_t, size_t>> BoundLayer::ranges(size_t expert) cons
     return found;
 }
 
+std::vector<std::vector<uintptr_t>> BoundLayer::prefetch_lines(const std::vector<size_t>& experts, size_t most_bytes,
+                                                               uint64_t stop_after) const {
+    std::atomic<uint64_t> asked = 0;
+    std::vector<std::vector<uintptr_t>> found;
+    for (const auto& lines : layer_->prefetch_lines(experts, most_bytes, [&] { return asked++ >= stop_after; })) {
+        std::vector<uintptr_t>& addresses = found.emplace_back();
+        for (const uint8_t* line : lines) addresses.push_back(reinterpret_cast<uintptr_t>(line));
+    }
+    return found;
+}
+
 BoundLinear::BoundLinear(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed,
                          const std::optional<ReadOnly>& bias, const std::string& activations, const std::string& isa) {
     const Quant kind = parse_quant(quant);
@@ -117,6 +129,8 @@ void bind_weights(nb::module_& module) {
         .def("forward", &BoundLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
              nb::arg("top_k_weights"), nb::arg("out"))
         .def("ranges", &BoundLayer::ranges, nb::arg("expert"))
+        .def("prefetch_lines", &BoundLayer::prefetch_lines, nb::arg("experts"), nb::arg("most_bytes"),
+             nb::arg("stop_after"))
         .def_prop_ro("isa", [](const BoundLayer& bound) { return bound.layer().isa(); })
         .def_prop_ro("bytes", [](const BoundLayer& bound) { return bound.layer().bytes(); });
     nb::class_<BoundLinear>(module, "Linear")

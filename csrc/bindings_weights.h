@@ -25,6 +25,11 @@ class BoundLayer {
     // (address, bytes) of an expert's packed memory, in order.
     std::vector<std::pair<uintptr_t, size_t>> ranges(size_t expert) const;
 
+    // For tests: addresses of the cache lines that each thread would fetch ahead, in order. `stop_after`: how often all
+    // threads together may ask whether to stop before the answer is yes.
+    std::vector<std::vector<uintptr_t>> prefetch_lines(const std::vector<size_t>& experts, size_t most_bytes,
+                                                       uint64_t stop_after) const;
+
     const ExpertLayer& layer() const { return *layer_; }
 
   private:

@@ -82,11 +82,8 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
       kernels_(kernels),
       gate_panel_(bytes_of(gate_)),
       up_panel_(bytes_of(up_)),
-      down_panel_(bytes_of(down_)),
-      mid_slices_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows)),
-      hidden_slices_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns)),
-      gate_up_(gate_.data.size() * panel_count(gate_.rows) * (gate_panel_ + up_panel_)),
-      down_arena_(down_.data.size() * panel_count(down_.rows) * down_panel_) {
+      mid_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows), gate_panel_ + up_panel_),
+      hidden_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns), bytes_of(down_)) {
     if (gate_.data.empty() || gate_.rows == 0)
         throw std::invalid_argument("gate must have at least one expert and one row");
     check(gate_, "gate", experts(), intermediate(), hidden());
@@ -96,7 +93,6 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
 }
 
 void ExpertLayer::pack() {
-    const size_t panels = panel_count(intermediate()), down_panels = panel_count(hidden());
     std::atomic<float> mid_bound = 0, down_bound = 0;
     const auto pack_one = [](const ExpertMatrices& from, const char* name, size_t expert, size_t panel, uint8_t* to) {
         try {
@@ -109,20 +105,23 @@ void ExpertLayer::pack() {
     // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it. A dense
     // model's layer is one expert: that too is work for all threads.
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    const auto step = [&](size_t count) { return std::max<size_t>(2, count * experts() / (8 * pool->threads())); };
-    const size_t panels_a_task = std::min(panels, step(panels)), down_a_task = std::min(down_panels, step(down_panels));
-    pool->for_each(mid_slices_.tasks(experts(), panels_a_task), [&](size_t task) {
-        const auto [expert, first, last] = mid_slices_.block(task, experts(), panels_a_task);
-        uint8_t* to = gate_up_.data() + mid_slices_.place(expert, first) * (gate_panel_ + up_panel_);
-        for (size_t p = first; p < last; ++p, to += gate_panel_ + up_panel_) {
+    const auto job = [&](const ExpertPanels& panels) {
+        const size_t step = std::max<size_t>(2, panels.panels() * experts() / (8 * pool->threads()));
+        return PanelJob{panels, experts(), std::min(panels.panels(), step)};
+    };
+    const PanelJob mid = job(mid_panels_), hidden = job(hidden_panels_);
+    pool->for_each(mid.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = mid.block(task);
+        uint8_t* to = mid_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += mid_panels_.panel_bytes()) {
             raise(mid_bound, pack_one(gate_, "gate", expert, p, to));
             raise(mid_bound, pack_one(up_, "up", expert, p, to + gate_panel_));
         }
     });
-    pool->for_each(hidden_slices_.tasks(experts(), down_a_task), [&](size_t task) {
-        const auto [expert, first, last] = hidden_slices_.block(task, experts(), down_a_task);
-        uint8_t* to = down_arena_.data() + hidden_slices_.place(expert, first) * down_panel_;
-        for (size_t p = first; p < last; ++p, to += down_panel_)
+    pool->for_each(hidden.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = hidden.block(task);
+        uint8_t* to = hidden_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += hidden_panels_.panel_bytes())
             raise(down_bound, pack_one(down_, "down", expert, p, to));
     });
     mid_unit_ = tile_unit(mid_bound);
@@ -228,17 +227,17 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     }
 }
 
-ExpertLayer::TaskPanels ExpertLayer::task_panels(size_t spans, bool tiles) const {
-    const size_t slices = 16 * shared_pool()->threads();
+// What forward() has the pool do for `spans` experts, and prefetch() expects it to.
+ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool tiles) const {
+    const size_t slices = 16 * pool.threads();
     // What tiles leave of a task's time is mostly its beginning.
     const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
-    const auto panels_per_task = [&](size_t panels, size_t bytes, size_t most) {
-        const size_t target = std::clamp<size_t>(spans * panels * bytes / slices, 8192, task_bytes);
-        return std::clamp<size_t>(target / bytes / 2 * 2, 2, most);
+    const auto job = [&](const ExpertPanels& panels, size_t most) {
+        const size_t bytes = panels.panel_bytes();
+        const size_t target = std::clamp<size_t>(spans * panels.panels() * bytes / slices, 8192, task_bytes);
+        return PanelJob{panels, spans, std::clamp<size_t>(target / bytes / 2 * 2, 2, most)};
     };
-    const size_t down_panels = panel_count(hidden());
-    return {panels_per_task(panel_count(intermediate()), gate_panel_ + up_panel_, kMaxTaskPanels),
-            panels_per_task(down_panels, down_panel_, down_panels + 1)};
+    return {job(mid_panels_, kMaxTaskPanels), job(hidden_panels_, hidden_panels_.panels() + 1)};
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
@@ -257,14 +256,13 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
     const bool tiles = std::ranges::any_of(space.tiled, [](const auto& one) { return one[0] || one[1]; });
-    const size_t spans = space.spans.size();
-    const TaskPanels step = task_panels(spans, tiles);
-    pool->for_each(mid_slices_.tasks(spans, step.mid), [&](size_t task) {
-        const auto [span, first, last] = mid_slices_.block(task, spans, step.mid);
+    const Jobs both = jobs(*pool, space.spans.size(), tiles);
+    pool->for_each(both.mid.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.mid.block(task);
         gate_up(space.spans[span], first, last, space);
     });
-    pool->for_each(hidden_slices_.tasks(spans, step.hidden), [&](size_t task) {
-        const auto [span, first, last] = hidden_slices_.block(task, spans, step.hidden);
+    pool->for_each(both.hidden.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.hidden.block(task);
         down(space.spans[span], first, last, space);
     });
     auto merge_token = [&](size_t t) {
@@ -282,8 +280,8 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 // Panels first..last-1 of gate and up, and what they make of mid, ready for down.
 void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
-    const size_t pair_bytes = gate_panel_ + up_panel_, panels = last - first, stride = panels * kPairRows;
-    const uint8_t* weights = gate_up_.data() + mid_slices_.place(span.expert, first) * pair_bytes;
+    const size_t pair_bytes = mid_panels_.panel_bytes(), panels = last - first, stride = panels * kPairRows;
+    const uint8_t* weights = mid_panels_.range(span.expert, first, last).data();
     const float unit = mid_unit_;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
     const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
@@ -338,10 +336,10 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
     const Forms forms(*this, span.size());
     const size_t stride = space.partial_stride, row = first * kPanelRows;
     float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
-    const uint8_t* weights = down_arena_.data() + hidden_slices_.place(span.expert, first) * down_panel_;
+    const uint8_t* weights = hidden_panels_.range(span.expert, first, last).data();
     panel_kernel(kernels_, down_.quant,
-                 forms.down)({weights, last - first, down_panel_, intermediate(), &space.mid_x[span.begin], span.size(),
-                              y, stride, forms.down.unit});
+                 forms.down)({weights, last - first, hidden_panels_.panel_bytes(), intermediate(),
+                              &space.mid_x[span.begin], span.size(), y, stride, forms.down.unit});
     if (down_.bias.empty()) return;
     const float* bias = &down_.bias[span.expert * hidden() + row];
     for (size_t t = 0; t < span.size(); ++t)

@@ -7,11 +7,12 @@
 #include <span>
 #include <vector>
 
-#include "node_slices.h"
-#include "packed_matrix.h"
+#include "expert_panels.h"
 #include "prepared_rows.h"
 
 namespace ktqueue {
+
+class ThreadPool;
 
 // One matrix of every expert: `data[e]` points to rows * row_bytes(quant, columns) bytes, any alignment.
 struct ExpertMatrices {
@@ -53,6 +54,10 @@ class ExpertLayer {
     // it would read itself, at most `most_bytes`, until `stop()`, which all threads ask all the time.
     void prefetch(std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop) const;
 
+    // For tests: of each thread the cache lines that prefetch() would fetch, in order. Fetches none.
+    std::vector<std::vector<const uint8_t*>> prefetch_lines(std::span<const size_t> experts, size_t most_bytes,
+                                                            const std::function<bool()>& stop) const;
+
     // The packed memory of one expert, in order: (panel p of gate, panel p of up) for every p, then every panel of
     // down, each as panel_layout.h says. Two ranges, or more where panels are divided among NUMA nodes; they last as
     // long as the layer. Throws std::invalid_argument.
@@ -61,21 +66,24 @@ class ExpertLayer {
     size_t experts() const { return gate_.data.size(); }
     size_t hidden() const { return gate_.columns; }
     size_t intermediate() const { return gate_.rows; }
-    size_t bytes() const { return gate_up_.bytes() + down_arena_.bytes(); }  // of packed weights
+    size_t bytes() const { return mid_panels_.bytes() + hidden_panels_.bytes(); }  // of packed weights
     const char* isa() const { return kernels_.isa; }
 
   private:
     struct Workspace;
     struct Span;
     struct Forms;
-    struct TaskPanels {  // of one task: of gate (and as many of up), of down
-        size_t mid, hidden;
+    struct Jobs {  // one after the other
+        PanelJob mid, hidden;
     };
 
     void pack();
     void forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
                       const SplitSum& split, Workspace& space) const;
-    TaskPanels task_panels(size_t spans, bool tiles) const;
+    Jobs jobs(const ThreadPool& pool, size_t spans, bool tiles) const;
+    template <class Fetch>
+    void walk(ThreadPool& pool, std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop,
+              const Fetch& fetch) const;
     void sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const;
     void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
@@ -86,11 +94,10 @@ class ExpertLayer {
     ExpertMatrices gate_, up_, down_;
     ExpertOptions options_;
     const KernelTable& kernels_;
-    size_t gate_panel_, up_panel_, down_panel_;  // bytes
-    float mid_unit_, down_unit_;                 // tile_unit() of gate and up, of down
-    NodeSlices mid_slices_, hidden_slices_;      // over panels of the intermediate size, of the hidden size
-    Arena gate_up_;                              // at mid_slices_.place(): a panel of gate, then one of up
-    Arena down_arena_;                           // at hidden_slices_.place()
+    size_t gate_panel_, up_panel_;  // bytes
+    float mid_unit_, down_unit_;    // tile_unit() of gate and up, of down
+    ExpertPanels mid_panels_;       // over the intermediate size: each a panel of gate, then one of up
+    ExpertPanels hidden_panels_;    // over the hidden size: of down
 };
 
 }  // namespace ktqueue

@@ -45,7 +45,8 @@ int main(int count, char** arguments) {
         const uint64_t seed = first + done;
         Random random(seed);
         const KernelTable& kernels = *random.element(all_kernels());
-        constexpr void (*kCases[])(Random&, const KernelTable&) = {run_attention, run_linear, run_experts};
+        constexpr void (*kCases[])(Random&, const KernelTable&) = {run_attention, run_linear, run_experts,
+                                                                   run_prefetch};
         try {
             random.element(kCases)(random, kernels);
         } catch (const std::exception& error) {

@@ -15,6 +15,9 @@ void run_linear(Random& random, const KernelTable& kernels);
 // An expert layer, from one thread and several.
 void run_experts(Random& random, const KernelTable& kernels);
 
+// What an expert layer fetches ahead, and what its threads then read.
+void run_prefetch(Random& random, const KernelTable& kernels);
+
 // The tables of this CPU, and bf16 tiles in plain C++ from 5 tokens on where it has AVX-512 but no AMX.
 const std::vector<const KernelTable*>& all_kernels();
 

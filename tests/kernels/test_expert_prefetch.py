@@ -1,0 +1,179 @@
+"""Which bytes are fetched into the caches ahead: those that each thread of the kernels will read first, and no others.
+
+The extension shows the walk that its prefetch makes, thread by thread, without fetching. That forward reads by the same
+walk is shown by csrc's own driver (`make sanitize`, driver/prefetch_case.cpp).
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+
+import pytest
+
+from ktqueue.operators import native
+from ktqueue.operators.packed import ExpertWeights
+
+Ranges = list[tuple[int, int]]
+"""(address, bytes), in order."""
+
+UNLIMITED = 2**40
+LINE = 64
+"""Bytes of a cache line, the unit of fetching."""
+AT_ONCE = 2048
+"""Bytes that a thread asks for between two questions whether to stop."""
+POOLS = [(1, 1), (2, 1), (3, 1), (2, 2), (5, 2), (7, 3)]
+"""(threads, NUMA nodes)"""
+
+
+@pytest.fixture
+def set_pool() -> Iterator[Callable[[int, int], None]]:
+    """set_pool(threads, nodes); back to one thread afterwards."""
+
+    def set_to(threads: int, nodes: int) -> None:
+        native.set_threads(threads, torch_threads=1, pretend_nodes=nodes)
+
+    yield set_to
+    native.set_threads(1)
+
+
+def walks(
+    layer: native.ExpertLayer, experts: list[int], most_bytes: int = UNLIMITED, stop_after: int = UNLIMITED
+) -> list[Ranges]:
+    """What each thread asks for; neighbours joined."""
+    lines = layer.bound.prefetch_lines(experts, most_bytes, stop_after)
+    return [joined([(line, LINE) for line in of_thread]) for of_thread in lines]
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """The same bytes in the same order, a range that begins where the one before ends made one with it."""
+    result: Ranges = []
+    for begin, size in ranges:
+        if result and sum(result[-1]) == begin:
+            result[-1] = (result[-1][0], result[-1][1] + size)
+        else:
+            result.append((begin, size))
+    return result
+
+
+def first_bytes(ranges: Ranges, size: int) -> Ranges:
+    """So many bytes from the front, or all if there are fewer."""
+    result: Ranges = []
+    for begin, of_this in ranges:
+        if size > 0:
+            result.append((begin, min(size, of_this)))
+        size -= of_this
+    return result
+
+
+def size_of(ranges: Ranges) -> int:
+    return sum(size for _, size in ranges)
+
+
+def require_each_byte_once(layer: native.ExpertLayer, experts: list[int]) -> None:
+    """All threads together ask for the experts' memory, for each byte once, and for nothing else."""
+    asked = sorted(chain.from_iterable(walks(layer, experts)))
+    assert all(begin + size <= after for (begin, size), (after, _) in pairwise(asked))
+    expected = sorted(chain.from_iterable(layer.ranges(expert) for expert in experts))
+    assert joined(asked) == joined(expected)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_each_byte_of_the_experts_is_asked_for_once(quant, make_weights, set_pool):
+    weights = make_weights((quant, "Q8_0", quant), 5, 256, 768)
+    for threads, nodes in POOLS:
+        set_pool(threads, nodes)
+        layer = native.ExpertLayer(weights)
+        for experts in ([0], [4], [1, 3], [0, 1, 2, 3, 4]):
+            require_each_byte_once(layer, experts)
+        assert walks(layer, []) == [[]] * threads
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (17, 16), (107, 150), (33, 600), (600, 33)])
+def test_each_byte_is_asked_for_once_in_odd_shapes(hidden, intermediate, make_weights, set_pool):
+    weights = make_weights(("F32", "F16", "BF16"), 3, hidden, intermediate)
+    for threads, nodes in POOLS:
+        set_pool(threads, nodes)
+        layer = native.ExpertLayer(weights)
+        for experts in ([0], [2], [0, 2], [0, 1, 2]):
+            require_each_byte_once(layer, experts)
+
+
+def test_each_byte_is_asked_for_once_by_other_threads_than_have_packed(make_weights, set_pool):
+    set_pool(4, 2)
+    layer = native.ExpertLayer(make_weights("Q4_0", 4, 160, 320))
+    for threads, nodes in POOLS:
+        set_pool(threads, nodes)
+        require_each_byte_once(layer, [0, 3])
+
+
+def panel_ranges(layer: native.ExpertLayer, expert: int, weights: ExpertWeights) -> tuple[Ranges, Ranges]:
+    """Where an expert's panels lie: (gate's and up's, in pairs), (down's)."""
+    pair, down = (
+        sum(native.packed_bytes(one.quant, 16, one.columns) for one in matrices)
+        for matrices in ((weights.gate, weights.up), (weights.down,))
+    )
+    count = -(-weights.gate.rows // 16)
+    sizes = [pair] * count + [down] * -(-weights.down.rows // 16)
+    panels: Ranges = []
+    for begin, size in layer.ranges(expert):
+        address = begin
+        while address < begin + size:
+            panels.append((address, sizes[len(panels)]))
+            address += panels[-1][1]
+    assert len(panels) == len(sizes)
+    return panels[:count], panels[count:]
+
+
+def tasks(panels: list[Ranges], nodes: int, step: int) -> list[Ranges]:
+    """Tasks over the experts' `panels` as csrc/node_slices.h numbers them: node by node, expert by expert."""
+    count = len(panels[0])
+    edges = [count * node // nodes // 2 * 2 for node in range(nodes)] + [count]
+    return [
+        of_expert[first : min(first + step, end)]
+        for begin, end in pairwise(edges)
+        for of_expert in panels
+        for first in range(begin, end, step)
+    ]
+
+
+def share(of: list[Ranges], thread: int, threads: int) -> Ranges:
+    """What the pool gives to one thread, as csrc/thread_pool.h says."""
+    begin, end = (-(-len(of) * one // threads) for one in (thread, thread + 1))
+    return list(chain.from_iterable(of[begin:end]))
+
+
+@pytest.mark.parametrize(("threads", "nodes"), POOLS)
+def test_each_thread_asks_for_what_forward_has_it_read_in_that_order(threads, nodes, make_weights, set_pool):
+    """Its share of gate and up, then of down. A task has about 8 KB where there is little to do: 2 pairs, 4 of down."""
+    set_pool(threads, nodes)
+    weights = make_weights(("F32", "F32", "Q4_0"), 6, 200, 160)
+    layer = native.ExpertLayer(weights)
+    for experts in ([2], [1, 2, 5]):
+        pairs, downs = zip(*(panel_ranges(layer, expert, weights) for expert in experts), strict=True)
+        expected = [
+            joined(share(tasks(pairs, nodes, 2), thread, threads) + share(tasks(downs, nodes, 4), thread, threads))
+            for thread in range(threads)
+        ]
+        assert walks(layer, experts) == expected
+
+
+@pytest.mark.parametrize(("threads", "nodes"), [(1, 1), (3, 1), (4, 2)])
+def test_no_thread_asks_for_more_than_the_most(threads, nodes, make_weights, set_pool):
+    set_pool(threads, nodes)
+    layer = native.ExpertLayer(make_weights(("Q4_0", "Q8_0", "Q4_0"), 6, 192, 160))
+    whole = walks(layer, [1, 4, 5])
+    assert min(map(size_of, whole)) > 10 * AT_ONCE
+    for most in (0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 9 * AT_ONCE + 64, max(map(size_of, whole)) - 1):
+        limited = walks(layer, [1, 4, 5], most)
+        assert limited == [first_bytes(one, most // AT_ONCE * AT_ONCE) for one in whole]
+
+
+@pytest.mark.parametrize(("threads", "nodes"), [(1, 1), (3, 1), (4, 2)])
+def test_a_thread_that_is_told_to_stop_asks_for_nothing_more(threads, nodes, make_weights, set_pool):
+    set_pool(threads, nodes)
+    layer = native.ExpertLayer(make_weights(("Q4_0", "Q8_0", "Q4_0"), 6, 192, 160))
+    whole = walks(layer, [1, 4, 5])
+    for questions in (0, 1, 2, 17, 40):
+        stopped = walks(layer, [1, 4, 5], stop_after=questions)
+        assert stopped == [first_bytes(all_of, size_of(one)) for all_of, one in zip(whole, stopped, strict=True)]
+        # Each no was for so many bytes, or for fewer up to the end of a thread's walk.
+        assert (questions - threads) * AT_ONCE < sum(map(size_of, stopped)) <= questions * AT_ONCE
