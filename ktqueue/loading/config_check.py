@@ -66,12 +66,10 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
             _check_positive(rope.get(name), name, source)
 
 
-def leave_out_ignored(config: Any) -> None:
-    """Take from a transformers config what our operators would heed and its own model does not: a config class keeps
-    whatever a file says, also where it has no such field."""
-    for name in _IGNORED:
-        if name in vars(config) and not hasattr(type(config), name):
-            delattr(config, name)
+def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
+    """Keys of a config file that our operators would heed and its own model does not: transformers keeps whatever a
+    file says, also where the config class has no such field."""
+    return {name for name in _IGNORED if name in values and not hasattr(config_class, name)}
 
 
 def check_config(config: Any, source: str) -> None:
@@ -79,9 +77,6 @@ def check_config(config: Any, source: str) -> None:
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if heads and kv_heads and config.model_type not in LATENT and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
-    padding, vocabulary = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
-    if padding is not None and vocabulary is not None and not -vocabulary <= padding < vocabulary:
-        raise _refusal(source, "pad_token_id", f"below vocab_size, {vocabulary}", padding)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
@@ -94,7 +89,7 @@ def check_config(config: Any, source: str) -> None:
 def _check_window(config: Any, source: str) -> None:
     """Of attention that looks back only so far: in the layers of layer_types that say so, in all where there are no
     kinds of layers."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
     used = "sliding_attention" in kinds if kinds else window is not None
     if used and not (isinstance(window, int) and window >= 1):
         raise _refusal(source, "sliding_window", "at least 1", window)

@@ -187,7 +187,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
     """A wrong layer count would build a skeleton of any size."""
-    stated = config.num_hidden_layers
+    stated = getattr(config, "num_hidden_layers", None)
     found = len({match[1] for name in checkpoint.names() if (match := _LAYER.search(name))})
     if not isinstance(stated, int) or stated > found:
         raise CheckpointError(

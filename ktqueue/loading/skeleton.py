@@ -10,7 +10,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.config_check import LATENT, check_config, check_values, leave_out_ignored
+from ktqueue.loading.config_check import LATENT, check_config, check_values, ignored_keys
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES
 
@@ -24,6 +24,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"{source}: a model of type {model_type} is no causal language model")
     if values.get("kv_lora_rank") and model_type not in LATENT:
         known = ", ".join(LATENT)
         raise CheckpointError(
@@ -35,10 +38,11 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         )
     check_values(values, source)
     try:
-        config: Config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
+        config: Config = config_class.from_dict(dict(values))
+        if ignored := ignored_keys(values, config_class):
+            config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
     except Exception as error:  # each config class validates in its own way
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
-    leave_out_ignored(config)
     check_config(config, source)
     config.output_router_logits = False  # else every forward would gather them for a training loss
     config.use_cache = False
@@ -59,8 +63,22 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     except Exception as error:  # a config can be wrong in as many ways as there are models
         told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(f"{source}: no model can be built from the config: {told}") from error
+    _check_kind(model, config, source)
     _check_heads(model, config, source)
     return model.eval().requires_grad_(False)
+
+
+def _check_kind(model: Any, config: Config, source: str) -> None:
+    """Between steps keys and values are kept, which attention of ours writes and reads: nothing else would be there.
+
+    Raises CheckpointError.
+    """
+    if model._is_stateful:
+        raise CheckpointError(
+            f"{source}: a {config.model_type} keeps more than keys and values, which is not supported"
+        )
+    if not model._supports_attention_backend:
+        raise CheckpointError(f"{source}: a {config.model_type} attends in a way of its own, which is not supported")
 
 
 def _check_heads(model: nn.Module, config: Any, source: str) -> None:
@@ -103,8 +121,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
     """Fill the buffers of `model` that no checkpoint holds, such as rotary frequencies, by `skeleton`'s initialiser.
 
-    Raises CheckpointError naming a buffer that it leaves untouched.
+    Parameters stay, and so do other buffers: the initialiser passes over what has the mark of a checkpoint's. Raises
+    CheckpointError naming a buffer that it leaves untouched.
     """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     for name, module in model.named_modules():
         stale = {
             key: buffer

@@ -62,8 +62,6 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ("mixtral", "rms_norm_eps", -100.0, "a number above 0"),
         ("olmoe", "clip_qkv", 0.0, "a number above 0"),
         ("mixtral", "num_key_value_heads", 3, None),
-        ("mixtral", "pad_token_id", 384, "below vocab_size, 384"),
-        ("mixtral", "pad_token_id", -385, "below vocab_size, 384"),
         ("qwen3_moe", "num_experts_per_tok", 9, "from 1 to 8, the number of experts"),
         ("qwen3_moe", "num_experts_per_tok", 0, "from 1 to 8, the number of experts"),
         ("mixtral", "num_experts_per_tok", -1, "from 1 to 4, the number of experts"),
@@ -151,6 +149,13 @@ def test_what_the_model_does_not_use_changes_nothing(
     model = load_model(str(changed(model_type, **surplus)))
     assert model.attention.windows == ({3} if plain else {0})
     assert_equals_transformers(model, expected)
+
+
+def test_what_a_config_makes_of_other_keys_stays() -> None:
+    """ModernBERT's decoder has no such field either, and makes the window of another number."""
+    given = {"model_type": "modernbert-decoder", "local_attention": 12}
+    assert (own := build_config(given, "folder").sliding_window) is not None
+    assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own
 
 
 def test_rotary_pairs_that_lie_apart(

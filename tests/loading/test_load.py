@@ -74,6 +74,14 @@ def test_logits_of_dense_models_equal_transformers(
     assert_equals_transformers(model, make_model(model_type, tie_word_embeddings=tied))
 
 
+def test_a_module_that_holds_weights_and_computes_a_buffer_keeps_its_weights(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """Gemma's embeddings have a scale, which transformers' initialiser makes, as it would make weights."""
+    folder = make_model("gemma")
+    assert_equals_transformers(load_model(str(folder)), folder)
+
+
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_layouts(
     layout: str,
@@ -221,6 +229,10 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
     [
         ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
         ({"model_type": None}, "model_type None is unknown"),
+        ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is no causal language model"),
+        ({"model_type": "qwen3_next"}, "a qwen3_next keeps more than keys and values, which is not supported"),
+        ({"model_type": "mamba"}, "a mamba keeps more than keys and values"),
+        ({"model_type": "stablelm"}, "a stablelm attends in a way of its own, which is not supported"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
