@@ -20,6 +20,7 @@ from ktqueue.loading.quants import BLOCKS, Bytes, Floats
 from ktqueue.loading.rope_metadata import rope_of_config
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.stored import StoredCheckpoint, decode, permute
+from ktqueue.loading.tokenizer import load_tokenizer
 from ktqueue.loading.tokenizer_files import vocabulary_of_folder
 from ktqueue.loading.vocabulary_data import to_metadata
 from ktqueue.operators.packed import PackedExperts
@@ -64,7 +65,8 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
-    checked_skeleton(checkpoint, torch.float32)  # a file that could not be loaded is not written
+    checked_skeleton(checkpoint, torch.float32)  # what could not be loaded is not written
+    load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}
     if license:
         metadata["general.license"] = license

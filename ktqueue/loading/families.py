@@ -129,7 +129,7 @@ FAMILIES = (
             _HEAD_DIM,
         ),
         layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS),
-        implied={"hidden_act": "silu"},
+        implied={"hidden_act": "silu", "sliding_window": None},
         permuted=True,
     ),
     Family(

@@ -161,9 +161,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     file = tokenizer_files.read_tokenizer(folder)
     settings = tokenizer_files.optional_json(folder / "tokenizer_config.json")
     size = tokenizer_files.optional_json(folder / "config.json").get("vocab_size", len(file.tokens))
-    if not isinstance(size, int) or size < 1:
+    if type(size) is not int or size < 1:
         raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
-    ends = tokenizer_files.end_tokens(folder, settings, file.tokens)
+    ends = tokenizer_files.end_tokens(folder, settings, file.tokens, size)
     template = tokenizer_files.chat_template(folder, settings)
     return Tokenizer(
         tokenizer_models.from_json(file.path),
@@ -171,6 +171,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         tokens=file.tokens,
         kinds=file.kinds,
         byte_level=file.byte_level,
-        eos_token_ids=frozenset(token_id for token_id in ends if token_id < size),
+        eos_token_ids=frozenset(ends),
         template=ChatTemplate(template, tokenizer_files.special_tokens(settings), str(folder)) if template else None,
     )

@@ -63,10 +63,13 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
 
 
 def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The folder's default chat template: its own file, or part of tokenizer_config.json."""
+    """The folder's default chat template: its own file, or part of tokenizer_config.json. Raises CheckpointError."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -84,16 +87,16 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
-    """Ids that end a choice, the model's own first: those of generation_config.json, else of config.json, else the
-    tokenizer's."""
+def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], size: int) -> list[int]:
+    """Ids below `size` that end a choice, the model's own first: those of generation_config.json, else of config.json,
+    else the tokenizer's. Raises CheckpointError."""
     for name in ("generation_config.json", "config.json"):
         stated = optional_json(folder / name).get("eos_token_id")
         ids = stated if isinstance(stated, list) else [stated]
-        if found := [token_id for token_id in ids if isinstance(token_id, int)]:
+        if found := [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < size]:
             return found
     token = special_tokens(settings).get("eos_token")
-    return [tokens.index(token)] if token in tokens else []
+    return [tokens.index(token)] if token in tokens[:size] else []
 
 
 def optional_json(path: Path) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
     ids = {
         role: file.tokens.index(t) for role in ("bos", "unk", "pad") if (t := special.get(f"{role}_token")) in tokens
     }
-    ends = end_tokens(folder, settings, file.tokens)
+    ends = end_tokens(folder, settings, file.tokens, vocab_size)
     ids.update(zip(("eos", "eot", "eom"), ends, strict=False))
     return VocabularyData(
         model="gpt2",

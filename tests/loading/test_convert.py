@@ -114,6 +114,35 @@ def test_what_could_not_be_loaded_is_not_written(
     assert not list(tmp_path.glob("*.gguf*"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"merges":', '"odd":', "Missing vocab/merges"),
+        ('"pattern":', '"odd":', "missing field `pattern`"),
+        ('"content": "<|im_end|>"', '"content": 5', "expected a string"),
+        ("{{ m.role }}", "{% if %}", "the chat template does not parse"),
+    ],
+)
+def test_a_tokenizer_that_could_not_be_loaded_is_not_written(
+    old: str, new: str, words: str, tiny: Path, tmp_path: Path
+) -> None:
+    copy_with({}, tiny, tmp_path)
+    changed = 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (tiny / name).read_text()
+        changed += text.count(old)
+        (tmp_path / name).write_text(text.replace(old, new))
+    assert changed
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_a_window_that_gguf_cannot_say(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="sliding_window is 3; GGUF's llama implies None"):
+        convert(make_model("mixtral", sliding_window=3), tmp_path / "model.gguf", experts="f16")
+
+
 def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None:
     copy_with({"vocab_size": 100, "eos_token_id": None}, tiny, tmp_path)
     weights = safetensors.torch.load_file(tiny / "model.safetensors")

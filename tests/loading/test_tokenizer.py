@@ -2,12 +2,14 @@
 
 import json
 import lzma
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.request import GenerationRequest
+from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.tokenizer import load_tokenizer
 
@@ -121,6 +123,24 @@ def test_end_tokens_come_from_the_generation_config(tiny: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [382, 380]}))
     assert load_tokenizer(str(tmp_path)).eos_token_ids == {382, 380}
+
+
+@pytest.mark.parametrize("stated", [-1, 384, True, [10**6, -1, None]])
+def test_end_tokens_that_the_model_does_not_have(stated: object, tiny: Path, tmp_path: Path) -> None:
+    """Then those of the next file count, and such a model can be converted."""
+    shutil.copytree(tiny, tmp_path / "tiny")
+    (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    convert(tmp_path / "tiny", tmp_path / "model.gguf", experts="f16")
+    for path in (tmp_path / "tiny", tmp_path / "model.gguf"):
+        assert load_tokenizer(str(path)).eos_token_ids == {382}
+
+
+def test_a_chat_template_that_is_no_text(tiny: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: 'utf-8' codec can't decode"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
