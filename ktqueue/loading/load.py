@@ -14,6 +14,7 @@ from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
+from ktqueue.loading.rehearsal import rehearse
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton
 from ktqueue.loading.stored import DOWN, GATE_UP
@@ -21,7 +22,7 @@ from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter th
 from ktqueue.operators import experts as _experts  # noqa: F401
 from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401
 from ktqueue.operators import linear as _linear  # noqa: F401
-from ktqueue.operators.base import registry
+from ktqueue.operators.base import Operator, registry
 from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
 from ktqueue.operators.kv_cache import KVLayout
 
@@ -214,7 +215,10 @@ def load_model(
     materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
     facts = card_facts(prepared.config, prepared.checkpoint)
     prepared.checkpoint.close()
-    return LoadedModel(module.eval(), prepared.config, facts, dtype, attention)
+    module.eval()
+    if not isinstance(module, Operator) and all(one.device.type == "cpu" for one in module.parameters()):
+        rehearse(module, kv_layout(prepared.config, 1, dtype), path)
+    return LoadedModel(module, prepared.config, facts, dtype, attention)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 96, "head_dim": 32},
     "qwen2": {"intermediate_size": 96},
     "llama": {"intermediate_size": 96},
+    "gemma2": {"intermediate_size": 96, "head_dim": 16},
     "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
 }
 

@@ -82,6 +82,17 @@ def test_a_module_that_holds_weights_and_computes_a_buffer_keeps_its_weights(
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
+def test_a_model_that_no_step_could_compute(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """Gemma 2's attention bends its scores, which ours does not."""
+    words = r"Gemma2ForCausalLM cannot be run: ValueError: paged attention does not compute softcap"
+    with pytest.raises(CheckpointError, match=words):
+        load_model(str(make_model("gemma2")))
+    folder = make_model("gemma2", attn_logit_softcapping=None, sliding_window=7)
+    assert_equals_transformers(load_model(str(folder)), folder)
+
+
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_layouts(
     layout: str,
