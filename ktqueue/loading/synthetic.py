@@ -90,10 +90,11 @@ def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, d
     if quant.upper() not in (MIX, *BLOCKS):
         known = ", ".join((MIX, *BLOCKS)).lower()
         raise CheckpointError(f"{name}: there is no quantisation {quant!r}; known: {known}")
-    if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
-        raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {count!r}")
     config = dict(SHAPES[shape])
-    config["num_hidden_layers"] = layers or int(count or config["num_hidden_layers"])
+    stated = str(layers) if layers is not None else count or str(config["num_hidden_layers"])
+    if not (stated.isdecimal() and 1 <= int(stated) <= MAX_LAYERS):
+        raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {stated!r}")
+    config["num_hidden_layers"] = int(stated)
     family = family_of_model_type(config["model_type"], name)
     metadata = {
         "general.architecture": family.architecture,

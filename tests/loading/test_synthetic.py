@@ -137,3 +137,10 @@ def test_a_model_in_memory_is_the_one_that_would_be_written(tmp_path: Path) -> N
 def test_layers_of_a_name_are_checked(layers: str) -> None:
     with pytest.raises(CheckpointError, match=r"layers must be a number from 1 to 4096"):
         open_checkpoint(f"synthetic:tiny:q8_0:{layers}")
+
+
+@pytest.mark.parametrize("layers", [0, -1, 5000])
+def test_layers_that_could_not_be_loaded_are_not_written(layers: int, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"layers must be a number from 1 to 4096, got '{layers}'"):
+        write("synthetic:tiny:q8_0:2", tmp_path / "model.gguf", layers=layers)
+    assert not list(tmp_path.iterdir())
