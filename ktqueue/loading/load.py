@@ -216,7 +216,7 @@ def load_model(
     facts = card_facts(prepared.config, prepared.checkpoint)
     prepared.checkpoint.close()
     module.eval()
-    if not isinstance(module, Operator) and all(one.device.type == "cpu" for one in module.parameters()):
+    if not isinstance(module, Operator):
         rehearse(module, kv_layout(prepared.config, 1, dtype), path)
     return LoadedModel(module, prepared.config, facts, dtype, attention)
 

@@ -77,8 +77,6 @@ def _check_kind(model: Any, config: Config, source: str) -> None:
         raise CheckpointError(
             f"{source}: a {config.model_type} keeps more than keys and values, which is not supported"
         )
-    if not model._supports_attention_backend:
-        raise CheckpointError(f"{source}: a {config.model_type} attends in a way of its own, which is not supported")
 
 
 def _check_heads(model: nn.Module, config: Any, source: str) -> None:

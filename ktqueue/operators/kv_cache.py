@@ -66,7 +66,7 @@ class KVCache:
         for tensors, states in ((self.keys, key), (self.values, value)):
             if states is None:
                 continue
-            cache = tensors[layer].view(-1, *states.shape[1:])
+            cache = tensors[layer].flatten(0, 1)
             if cache.dtype.itemsize == 1:
                 limit = torch.finfo(cache.dtype).max  # the cast makes NaN of more
                 states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)

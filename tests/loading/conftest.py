@@ -46,6 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 96},
     "gemma2": {"intermediate_size": 96, "head_dim": 16},
     "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+    "biogpt": {"intermediate_size": 96},
+    "diffllama": {"intermediate_size": 96},
+    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
+    "xglm": {"ffn_dim": 96},
 }
 
 

@@ -93,6 +93,27 @@ def test_a_model_that_no_step_could_compute(
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("diffllama", "layer 0 attends 2 times in a step"),
+        ("minimax", "layer 1 attends 0 times in a step"),
+        ("xglm", "layer 0 attends 0 times in a step"),
+    ],
+)
+def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
+    """They run, and would compute nonsense: of two attentions the cache keeps one, and of a state nothing."""
+    with pytest.raises(CheckpointError, match=f"ForCausalLM cannot be run: {words} .*, must be once"):
+        load_model(str(make_model(model_type)))
+
+
+def test_a_model_that_does_not_say_that_it_attends_by_the_interface(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    folder = make_model("biogpt", num_key_value_heads=4)
+    assert_equals_transformers(load_model(str(folder)), folder)
+
+
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_layouts(
     layout: str,
@@ -243,7 +264,6 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
         ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is no causal language model"),
         ({"model_type": "qwen3_next"}, "a qwen3_next keeps more than keys and values, which is not supported"),
         ({"model_type": "mamba"}, "a mamba keeps more than keys and values"),
-        ({"model_type": "stablelm"}, "a stablelm attends in a way of its own, which is not supported"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
