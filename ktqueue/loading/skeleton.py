@@ -60,12 +60,27 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=attention.NAME, dtype=dtype
             )
+    except KeyError as error:  # of a table of transformers: activations, rotary embeddings
+        raise _unknown(config, error, source) from error
     except Exception as error:  # a config can be wrong in as many ways as there are models
-        told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{source}: no model can be built from the config: {told}") from error
+        raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)
     return model.eval().requires_grad_(False)
+
+
+def _unknown(config: Config, error: KeyError, source: str) -> CheckpointError:
+    """The refusal that names the field which has the value that was not found."""
+    value = next(iter(error.args), None)
+    fields = config.to_dict()
+    inner = [one for one in fields.values() if isinstance(one, dict)]  # rotary parameters, if there is one set of them
+    for name, stated in (pair for group in (*inner, fields) for pair in group.items()):
+        if type(stated) is type(value) and stated == value:
+            limit = f"one that transformers {transformers.__version__} knows"
+            return CheckpointError(
+                f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=str(value)
+            )
+    return CheckpointError(f"{source}: no model can be built from the config: KeyError: {error}")
 
 
 def _check_kind(model: Any, config: Config, source: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.families import config_from_metadata, family_of_metadata, metadata_from_config
@@ -104,6 +105,26 @@ def test_rotary_parameters_that_no_model_has(
     with pytest.raises(CheckpointError) as caught:
         load_model(str(folder))
     assert str(caught.value) == f"{folder}: {name} must be a number above 0, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("hidden_act", "odd", {"hidden_act": "odd"}),
+        ("rope_type", "odd", {"rope_parameters": {**YARN, "rope_type": "odd"}}),
+        ("type", "odd", {"rope_parameters": None, "rope_scaling": {"type": "odd", "factor": 2.0}}),
+        ("rope_type", 2, {"rope_parameters": {**YARN, "rope_type": 2}}),
+    ],
+)
+def test_names_that_transformers_does_not_know(
+    name: str, value: Any, given: dict[str, Any], changed: Callable[..., Path]
+) -> None:
+    folder = changed("mixtral", **given)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    limit = f"one that transformers {transformers.__version__} knows"
+    assert str(caught.value) == f"{folder}: {name} must be {limit}, got {value!r}"
+    assert (caught.value.param, caught.value.limit, caught.value.value) == (name, limit, str(value))
 
 
 def test_every_number_of_a_list_is_looked_at() -> None:
