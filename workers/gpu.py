@@ -181,14 +181,16 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
     step = estimate_step(
         tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token
     )
-    captured = steps_to_capture(rows, overlap=cast(Overlap, config.two_batch_overlap))
+    takes_turns = _hands_over(report, config) and config.deferred_experts == 0  # as the loaded model will say
+    overlap = cast(Overlap, config.two_batch_overlap) if takes_turns else "off"
+    captured = steps_to_capture(rows, overlap=overlap) if config.cuda_graphs else 0
     return plan_memory(
         device_bytes,
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
             experts=_expert_bytes(report, config),
             workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
-            graphs=estimate_graphs(captured if config.cuda_graphs else 0, step, tokens, rows),
+            graphs=estimate_graphs(captured, step, tokens, rows),
         ),
         utilization=config.gpu_memory_utilization,
         page_bytes=report.cache_token_bytes * config.page_size,
@@ -200,9 +202,14 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
 def host_memory_before_loading(report: Report, config: EngineConfig) -> dict[str, int]:
     """Bytes of the host that a model takes on a GPU's side, by what they are for: weights that stay there, and what the
     hand-off to experts among them pins."""
-    handed_over = _placed_bytes(report, config) < report.movable_bytes
-    pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if handed_over else 0
+    hands_over = _hands_over(report, config)
+    pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if hands_over else 0
     return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
+
+
+def _hands_over(report: Report, config: EngineConfig) -> bool:
+    """Whether the GPU leaves experts to the CPU."""
+    return _placed_bytes(report, config) < report.movable_bytes
 
 
 def _placed_bytes(report: Report, config: EngineConfig) -> int:

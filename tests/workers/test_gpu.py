@@ -94,6 +94,18 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
     assert "graphs 11.0 MiB" in caplog.text and f"{gpu.plan.pages} pages" in caplog.text
 
 
+@pytest.mark.parametrize(("takes_turns", "overlap", "graphs"), [(True, "auto", 5), (True, "off", 3), (False, "on", 3)])
+def test_there_is_memory_for_halves_where_a_model_takes_turns(
+    takes_turns: bool, overlap: str, graphs: int, demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1, 2 and 3 rows, and two of these in halves."""
+    monkeypatch.setattr("workers.gpu._can_be_captured", lambda model, planner: True)
+    wrapped = Prepared(demo.module, lambda settings: setattr(wrapped, "takes_turns", takes_turns))
+    config = replace(CONFIG, two_batch_overlap=overlap)
+    gpu = prepare_gpu(replace(demo, module=wrapped), demo.kv_layout(16), config, MadeUpMemory())
+    assert gpu.plan.use.graphs // (16 * MIB) == graphs
+
+
 @pytest.mark.parametrize(
     ("error", "param"),
     [(ValueError("no such way"), "engine.device"), (torch.OutOfMemoryError("no"), "engine.gpu_expert_memory_bytes")],
@@ -169,3 +181,21 @@ def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: boo
         "weights": report.device_bytes["cpu"],
         "hand-off": handed_over * pinned_bytes(256, 4, 100),
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [
+        ({}, 5),  # of 1, 2 and 3 rows, and two of them in halves
+        ({"two_batch_overlap": "on"}, 5),
+        ({"two_batch_overlap": "off"}, 3),
+        ({"deferred_experts": 1}, 3),
+        ({"gpu_expert_memory_bytes": 1 << 40}, 3),
+        ({"cuda_graphs": False}, 0),
+    ],
+)
+def test_graphs_before_loading_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
+    """Halves only where a loaded model takes turns: some experts are on the CPU, and none is deferred."""
+    config = replace(CONFIG, device="cuda", **settings)
+    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    assert plan.use.graphs // (16 * MIB) == graphs
