@@ -24,15 +24,23 @@ ROUNDS = 5
 WORTH = 0.97  # of what a whole step takes: halves that come no nearer are left
 
 
-def keys_to_overlap(bucket: Bucket, kv: KVCache, vocabulary: int, wait: Callable[[], None]) -> int | None:
+def keys_to_overlap(
+    bucket: Bucket,
+    kv: KVCache,
+    vocabulary: int,
+    wait: Callable[[], None],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int | None:
     """The keys of all rows together from which steps of `bucket`, which is cut, take less in halves; None: there are
-    none, or it is a CPU. `wait`: for what the device was given. Writes to pages of `kv`, which nobody may own yet."""
+    none. `wait`: for what the device was given; `clock`: in seconds. Writes to pages of `kv`, which nobody may own
+    yet."""
     pages = min(bucket.max_pages, kv.pages // bucket.rows)
-    if kv.keys[0].device.type == "cpu" or pages == 0:
+    if pages == 0:
         return None
     most = (pages - 1) * kv.layout.page_size + 1  # the last page of the longest sequence may not be all its own
     lengths = [min(SHORT, most), most]
-    times = [_seconds(bucket, trial_batch(bucket.rows, keys, kv, vocabulary), wait) for keys in lengths]
+    times = [_seconds(bucket, trial_batch(bucket.rows, keys, kv, vocabulary), wait, clock) for keys in lengths]
     keys = crossing([bucket.rows * one for one in lengths], [WORTH * whole - halves for whole, halves in times])
     told = ", ".join(
         f"{1e3 * halves:.1f} instead of {1e3 * whole:.1f} ms with {length} keys a row"
@@ -71,7 +79,7 @@ def trial_batch(rows: int, keys: int, kv: KVCache, vocabulary: int) -> Batch:
     return Batch(torch.from_numpy(tokens), torch.full((1, rows), keys - 1), torch.arange(rows), step)
 
 
-def _seconds(bucket: Bucket, batch: Batch, wait: Callable[[], None]) -> tuple[float, float]:
+def _seconds(bucket: Bucket, batch: Batch, wait: Callable[[], None], clock: Callable[[], float]) -> tuple[float, float]:
     """What the batch takes whole, and in halves. They take turns, since other processes disturb now and then."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
@@ -79,8 +87,8 @@ def _seconds(bucket: Bucket, batch: Batch, wait: Callable[[], None]) -> tuple[fl
             bucket.overlapped_keys = keys
             bucket.prepare(batch)
             wait()
-            begun = time.perf_counter()
+            begun = clock()
             bucket.run(batch)
             wait()
-            times.append(time.perf_counter() - begun)
+            times.append(clock() - begun)
     return median(taken[0]), median(taken[1])

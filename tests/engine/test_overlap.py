@@ -70,7 +70,7 @@ def test_halves_are_steps_of_their_own(model, vocabulary, make_engine, run, gree
     results = run(engine)
     for i in range(7):
         assert results[f"r{i}", 0].token_ids == greedy(PROMPT[: 1 + i], 2 + 2 * (7 - i))
-    live = [one for one in halving.live if one != [0, 0, 0]]  # as they were captured
+    live = halving.live
     assert [7, 4, 3] in live and [5, 4, 1] in live and [4, 2, 2] in live and [3, 2, 1] in live and [2, 1, 1] in live
     stats = engine.stats()
     assert len(live) == stats.overlapped_steps == stats.replayed_steps - 2  # one row is not cut
@@ -84,18 +84,18 @@ def test_a_model_that_cannot_is_given_no_halves(model, vocabulary, make_engine, 
     assert engine.stats().overlapped_steps == 0 < engine.stats().replayed_steps
 
 
-def make_bucket(model, rows):
+def make_bucket(model, rows, kv, max_pages=8):
     def forward(input_ids, position_ids, scored, step):
         return model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=scored, step=step
         ).logits[0]
 
-    kv = KVCache(LAYOUT, 64, scratch=True)
-    return Bucket(rows, 8, kv, TorchPlanner(4), forward, Again(), "cpu"), kv
+    return Bucket(rows, max_pages, kv, TorchPlanner(4), forward, Again(), "cpu")
 
 
 def test_halves_run_from_so_many_keys_on(model):
-    bucket, kv = make_bucket(ByParts(model), 3)
+    kv = KVCache(LAYOUT, 64, scratch=True)
+    bucket = make_bucket(ByParts(model), 3, kv)
     few, many = (trial_batch(3, keys, kv, 90) for keys in (4, 5))
     for batch in (few, many):
         bucket.prepare(batch)
@@ -106,10 +106,30 @@ def test_halves_run_from_so_many_keys_on(model):
         for batch, halves in zip((few, many), expected, strict=True):
             bucket.prepare(batch)
             assert bucket.overlaps == halves
+    many.step.context_lengths[0] = 1  # 11 keys together
+    for keys, expected in ((12, False), (11, True)):
+        bucket.overlapped_keys = keys
+        bucket.prepare(many)
+        assert bucket.overlaps == expected
     bucket.overlapped_keys = 0
     bucket.join()
     bucket.prepare(many)
     assert not bucket.overlaps
+
+
+def test_padding_may_fill_a_half(model):
+    """Then no row of it is real."""
+    kv = KVCache(LAYOUT, 64, scratch=True)
+    halving = ByParts(model)
+    bucket = make_bucket(halving, 5, kv)
+    bucket.cut()
+    bucket.overlapped_keys = 0
+    for rows in (1, 3, 4):
+        batch = trial_batch(rows, 1, kv, 90)
+        bucket.prepare(batch)
+        given = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "logits_to_keep": batch.scored}
+        torch.testing.assert_close(bucket.run(batch), model(**given, use_cache=False, step=batch.step).logits[0])
+    assert halving.live == [[1, 1, 0], [3, 3, 0], [4, 3, 1]]
 
 
 @pytest.mark.parametrize("overlap", ["on", "auto", "off"])
@@ -132,15 +152,64 @@ def test_what_is_captured(model, overlap):
         max_pages=8,
         overlap=overlap,
     )
-    # On a CPU nothing can be won, so the first that is tried is the last.
-    assert len(captured) == {"on": 5, "auto": 4, "off": 3}[overlap] <= steps_to_capture(4, overlap=overlap)
+    # On a CPU nothing can be won, so nothing is tried.
+    assert len(captured) == {"on": 5, "auto": 3, "off": 3}[overlap] <= steps_to_capture(4, overlap=overlap)
     assert [one.overlapped_keys for one in runner._graphs] == [None, *(2 * [0 if overlap == "on" else None])]
     assert steps_to_capture(4, overlap=overlap) == (3 if overlap == "off" else 5)
 
 
-def test_on_a_cpu_nothing_is_tried(model):
-    bucket, kv = make_bucket(ByParts(model), 4)
-    assert keys_to_overlap(bucket, kv, 90, lambda: pytest.fail("nothing is under way")) is None
+class Slow:
+    """A model whose steps take seconds(keys of all rows, whether in halves) on a device that nobody waits for but by
+    `wait`; `clock` tells the seconds that were waited."""
+
+    takes_turns = True
+
+    def __init__(self, seconds):
+        self.seconds, self.steps, self.now, self.under_way = seconds, [], 0.0, 0.0
+
+    def __call__(self, *, step, input_ids, position_ids, logits_to_keep, use_cache):
+        lengths = step.context_lengths.tolist()
+        assert int(step.live_tokens) == len(lengths)
+        self.steps.append((lengths, len(step.parts)))
+        self.under_way += self.seconds(sum(lengths), bool(step.parts))
+        return SimpleNamespace(logits=torch.zeros(1, len(lengths), 97))
+
+    def wait(self):
+        self.now += self.under_way
+        self.under_way = 0.0
+
+    def clock(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (lambda keys, halves: 0.9 if halves else 1.0, 0),
+        (lambda keys, halves: 0.98 if halves else 1.0, None),  # too near
+        (lambda keys, halves: 0.97 + (800 - keys) / 1e4 if halves else 1.0, 800),
+        (lambda keys, halves: 0.97 - (800 - keys) / 1e4 if halves else 1.0, None),  # in short contexts only
+    ],
+)
+@pytest.mark.parametrize("disturbed", [(), (0, 2), (1, 3)])
+def test_both_ways_are_tried(seconds, expected, disturbed):
+    """In contexts of 128 keys a row and of 397, in turns; some steps take longer than they should."""
+    slow = Slow(lambda *how: seconds(*how) + (5.0 if len(slow.steps) % 10 in disturbed else 0.0))
+    kv = KVCache(LAYOUT, 400, scratch=True)
+    bucket = make_bucket(slow, 3, kv, max_pages=100)
+    bucket.cut()
+    assert keys_to_overlap(bucket, kv, 90, slow.wait, clock=slow.clock) == expected
+    assert slow.steps == [([keys] * 3, parts) for keys in (128, 397) for _ in range(5) for parts in (0, 2)]
+
+
+@pytest.mark.parametrize(("pages", "max_pages", "keys"), [(31, 100, 37), (400, 6, 21), (3, 100, 1), (2, 100, None)])
+def test_a_trial_has_room_in_any_cache(pages, max_pages, keys):
+    slow = Slow(lambda keys, halves: 1.0)
+    kv = KVCache(LAYOUT, pages, scratch=True)
+    bucket = make_bucket(slow, 3, kv, max_pages)
+    bucket.cut()
+    assert keys_to_overlap(bucket, kv, 90, slow.wait, clock=slow.clock) is None
+    assert {tuple(lengths) for lengths, _ in slow.steps} == ({(keys,) * 3} if keys else set())
 
 
 @pytest.mark.parametrize(
