@@ -42,7 +42,13 @@ class TorchDecodePlan(TorchPlan):
     def update(self, host: StepContext) -> None:
         """See DecodePlan."""
         check_decode_step(host, *self._limits)
-        self._host = host
+        self._host = StepContext(  # the arrays may be written again
+            query_starts=host.query_starts.clone(),
+            context_lengths=host.context_lengths.clone(),
+            page_table=host.page_table.clone(),
+            slot_mapping=host.slot_mapping,
+            kv=host.kv,
+        )
 
 
 class TorchPlanner:

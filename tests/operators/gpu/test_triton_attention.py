@@ -76,6 +76,19 @@ def test_a_decode_plan_follows_its_updates(window, steps):
     assert places == [plan._tables.pages.data_ptr(), plan._decode.workspace.data_ptr()]
 
 
+@pytest.mark.parametrize("contexts", [([300, 1], [33, 17, 65]), ([5, 2], [130, 300, 1])])
+def test_plans_of_one_step_do_not_meet(contexts, steps):
+    """Halves that take turns: both are updated before either attends."""
+    kv = steps.cache(kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32, pages=64)
+    ours = planner(kv, 4)
+    halves = [steps.make(kv, [1] * len(rows), list(rows)) for rows in contexts]
+    plans = [ours.decode_plan(len(rows), 32) for rows in contexts]
+    for plan, step in zip(plans, halves, strict=True):
+        plan.update(step)
+    for plan, step in zip(plans * 2, halves * 2, strict=True):
+        check(plan, step, steps.query(step, 4, torch.float32), steps)
+
+
 def test_decode_rows_that_fill_the_table(steps):
     """The list of pages is padded on the host; the buffer has no place for that."""
     kv = steps.cache(kv_heads=1, head_dim=16, page_size=4, dtype=torch.float32, pages=12)

@@ -80,6 +80,18 @@ def test_a_decode_plan_follows_its_updates(steps):
     assert places == [plan._tables.pages.data_ptr(), plan._decode.workspace.data_ptr()]
 
 
+def test_plans_of_one_step_do_not_meet(steps):
+    """Halves that take turns: both are updated before either attends."""
+    kv = cache(32, 16, 16, pages=64)
+    ours = planner(kv, 4)
+    halves = [steps.make(kv, [1] * len(contexts), contexts) for contexts in ([300, 1], [33, 17, 65])]
+    plans = [ours.decode_plan(len(step.context_lengths), 32) for step in halves]
+    for plan, step in zip(plans, halves, strict=True):
+        plan.update(step)
+    for plan, step in zip(plans * 2, halves * 2, strict=True):
+        check(plan, step, steps.query(step, 4, torch.float32), steps)
+
+
 def test_windows_are_refused(steps):
     kv = cache(32, 16, 16)
     step = steps.make(kv, [1], [3])

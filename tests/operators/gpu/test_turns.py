@@ -51,7 +51,14 @@ def halves(decoder: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("qwen3_moe", 3), ("qwen2_moe", 2), ("qwen3_moe with dense layers", 4), ("deepseek_v3", 3)],
+    [
+        ("qwen3_moe", 3),
+        ("qwen2_moe", 2),
+        ("qwen3_moe with dense layers", 4),
+        ("qwen2_moe with dense layers", 2),  # the first layer
+        ("qwen2_moe with windows", 3),
+        ("deepseek_v3", 3),
+    ],
 )
 def test_parts_compute_what_the_whole_does(family, layers, make_decoder, device, monkeypatch):
     decoder = make_decoder(make_model(family, num_hidden_layers=layers))
@@ -64,6 +71,51 @@ def test_parts_compute_what_the_whole_does(family, layers, make_decoder, device,
         for at in (-2, -1):
             rows = {name: [ids[at]] for name, ids in SEQUENCES.items() if len(ids) > 2}
             torch.testing.assert_close(parts.step(rows), whole.step(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fetched", [0.0, 1.0])
+def test_parts_find_experts_as_the_whole_does(fetched, make_decoder, device, monkeypatch):
+    """On the GPU or coming there, and what they use is counted."""
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    half = sum(layer.record.bytes * layer.experts for layer in make_decoder(model)._routed) // 2
+    decoder = make_decoder(model, expert_memory_bytes=half, expert_streaming="on", fetched_share=fetched)
+    counts = decoder._experts._placement.counts
+    cache = Cache(decoder, device=device, planner=make_planner_for)
+    with torch.inference_mode():
+        cache.step({"a": [3, 4, 5], "b": [9], "c": [8, 2]})
+        halves(decoder, cache, monkeypatch)
+        uses, on_cpu = int(counts.sum()), decoder.experts_used
+        cache.step({"a": [6], "b": [7], "c": [5]})
+    assert int(counts.sum()) - uses == 3 * 2 * 2  # tokens, experts of each, layers
+    assert (decoder.experts_used > on_cpu) == (fetched == 0.0)
+
+
+def test_a_part_that_fails_leaves_nothing_behind(make_decoder, device, monkeypatch):
+    """Whichever part it is, and wherever the others stand."""
+    decoder = make_decoder(make_model("qwen3_moe", num_hidden_layers=2))
+    whole, parts = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(2))
+    first, then = {"a": [3, 4, 5], "b": [9]}, {"a": [6], "b": [7]}
+    settle = Handoff.settle
+    with torch.inference_mode():
+        whole.step(first)
+        expected = whole.step(then)
+        parts.step(first)
+        halves(decoder, parts, monkeypatch)
+        for failing in ((0, 0), (0, 1), (1, 0), (1, 1)):
+
+            def fail(self: Handoff, layer: int, tokens: int, *, slot: int = 0, at: Any = failing) -> None:
+                if (layer, slot) == at:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                settle(self, layer, tokens, slot=slot)
+
+            with monkeypatch.context() as context:
+                context.setattr(Handoff, "settle", fail)
+                with pytest.raises(torch.OutOfMemoryError):
+                    parts.step(then)
+            decoder.after_step()
+            parts.fed |= {name: parts.fed[name] - 1 for name in then}
+            torch.testing.assert_close(parts.step(then), expected, atol=1e-5, rtol=1e-5)
+            parts.fed |= {name: parts.fed[name] - 1 for name in then}
 
 
 def test_the_cpu_has_always_a_part_to_work_on(make_decoder, device, monkeypatch):
