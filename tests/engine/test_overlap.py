@@ -233,9 +233,10 @@ def test_a_trial_is_a_step_like_any_other(model, rows, keys):
     assert model(**given, use_cache=False, step=batch.step).logits.shape == (1, rows, 97)
 
 
-@pytest.mark.parametrize(("memory", "fetched"), [(0, 0.0), (2 << 20, 0.0), (0, 0.5)])
-def test_the_demo_model_says_the_same(tmp_path, memory, fetched):
-    """Rows come and go, some experts are on the other side, some come to the step."""
+@pytest.mark.parametrize(("memory", "fetched", "keys"), [(0, 0.0, 0), (2 << 20, 0.0, 150), (0, 0.5, 150)])
+def test_the_demo_model_says_the_same(tmp_path, memory, fetched, keys):
+    """Rows come and go, some experts are on the other side, some come to the step; steps are whole or in halves, in any
+    order."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     loaded, tokenizer = load_model("demo", rules=str(rules)), load_tokenizer("demo")
@@ -248,6 +249,8 @@ def test_the_demo_model_says_the_same(tmp_path, memory, fetched):
         loaded.module.prepare_device(settings)
         config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=48, two_batch_overlap=overlap)
         engine = Engine(loaded.module, tokenizer, loaded.kv_layout(16), config, 64, 256, planner=TorchPlanner(16))
+        for bucket in engine._runner._graphs[1:]:
+            bucket.overlapped_keys = keys
         for i in range(6):
             prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
             temperature = (0.0, 0.8)[i % 2]
@@ -258,6 +261,8 @@ def test_the_demo_model_says_the_same(tmp_path, memory, fetched):
                 assert one.error is None
                 found.setdefault(one.request_id, []).extend(one.token_ids)
         answers.append(found)
-        assert (engine.stats().overlapped_steps > 0) == (overlap == "on")
+        stats = engine.stats()
+        assert (stats.overlapped_steps > 0) == (overlap == "on")
+        assert keys == 0 or stats.overlapped_steps < stats.replayed_steps - 4  # the last ones have one row
         engine.close()
     assert answers[0] == answers[1]
