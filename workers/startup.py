@@ -213,6 +213,8 @@ def check_choices(config: EngineConfig) -> None:
         raise _wrong("deferred_experts", config.deferred_experts, f"0 on device {config.device}", 0)
     if config.deferred_experts and config.two_batch_overlap == "on":
         raise _wrong("two_batch_overlap", "on", "auto or off with engine.deferred_experts", "auto, off")
+    if config.two_batch_overlap == "on" and not config.cuda_graphs:
+        raise _wrong("two_batch_overlap", "on", "auto or off without engine.cuda_graphs", "auto, off")
 
 
 def on_gpu(config: EngineConfig) -> bool:
