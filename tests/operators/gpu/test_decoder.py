@@ -206,6 +206,20 @@ def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device
     assert torch.equal(decoder._experts._placement.counts, 2 * counted)
 
 
+def test_steps_that_are_captured_stream_nothing(make_decoder, device, monkeypatch):
+    """However many rows they have: a replay could not choose anew."""
+    monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: 0.5)
+    decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", streaming_tokens=2)
+    cache = Cache(decoder, device=device, planner=make_planner_for)
+    streamed = []
+    with torch.inference_mode():
+        for live in (None, 3, None):
+            cache.step({"a": [3], "b": [4], "c": [5]}, live_tokens=live)
+            decoder.after_step()
+            streamed.append(decoder.expert_statistics.streamed_steps)
+    assert streamed == [1, 1, 2]
+
+
 def test_bytes_are_told_by_device(make_decoder, device):
     model = make_model("qwen3_moe")
     held = make_decoder(model).device_bytes()
