@@ -26,7 +26,7 @@ from ktqueue.operators.base import Operator, registry
 from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
 from ktqueue.operators.kv_cache import KVLayout
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _ATTEND_LATENTS = ("LatentAttention", "GpuDecoder")
 
 

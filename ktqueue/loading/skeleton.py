@@ -140,19 +140,16 @@ def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     for name, module in model.named_modules():
-        stale = {
-            key: buffer
+        blank = {
+            key: torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             for key, buffer in module.named_buffers(recurse=False)
             if key in module._non_persistent_buffers_set and buffer.is_meta
         }
-        if not stale:
+        if not blank:
             continue
-        for key, buffer in stale.items():
-            blank = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype, device=device)
-            module._buffers[key] = blank
+        module._buffers.update(blank)
         with torch.no_grad():
             skeleton._init_weights(module)  # type: ignore[operator]
-        for key in stale:
-            filled = module._buffers[key]
-            if filled is None or bool(torch.isnan(filled).any()):
+        for key, buffer in blank.items():
+            if module._buffers[key] is buffer and buffer._version == 0:  # nobody has written to it
                 raise CheckpointError(f"transformers computes no value for the buffer {name}.{key}")

@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "diffllama": {"intermediate_size": 96},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
     "xglm": {"ffn_dim": 96},
+    "gpt2": {},
+    "openai-gpt": {},
 }
 
 

@@ -99,12 +99,21 @@ def test_a_model_that_no_step_could_compute(
         ("diffllama", "layer 0 attends 2 times in a step"),
         ("minimax", "layer 1 attends 0 times in a step"),
         ("xglm", "layer 0 attends 0 times in a step"),
+        ("openai-gpt", "layer 0 attends 0 times in a step"),  # it has positions among its buffers, whole numbers
     ],
 )
 def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
     """They run, and would compute nonsense: of two attentions the cache keeps one, and of a state nothing."""
-    with pytest.raises(CheckpointError, match=f"ForCausalLM cannot be run: {words} .*, must be once"):
+    with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, must be once"):
         load_model(str(make_model(model_type)))
+
+
+def test_a_model_whose_layers_have_a_short_name(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """GPT-2's tensors are those of `transformer.h.0`."""
+    folder = make_model("gpt2", num_key_value_heads=4)
+    assert_equals_transformers(load_model(str(folder)), folder)
 
 
 def test_a_model_that_does_not_say_that_it_attends_by_the_interface(
