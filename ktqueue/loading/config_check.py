@@ -43,6 +43,8 @@ _POSITIVE_ROPE = (
     "low_freq_factor",
     "high_freq_factor",
 )
+_KINDS = ("full_attention", "sliding_attention")
+"""Of layers: what attention of ours computes. The others see other keys, or keep another state between steps."""
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave")
 
 
@@ -90,6 +92,8 @@ def _check_window(config: Any, source: str) -> None:
     """Of attention that looks back only so far: in the layers of layer_types that say so, in all where there are no
     kinds of layers."""
     window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
+    if unknown := [kind for kind in kinds or () if kind not in _KINDS]:
+        raise _refusal(source, "layer_types", " or ".join(_KINDS), unknown[0])
     used = "sliding_attention" in kinds if kinds else window is not None
     if used and not (isinstance(window, int) and window >= 1):
         raise _refusal(source, "sliding_window", "at least 1", window)

@@ -25,6 +25,7 @@ from ktqueue.operators import linear as _linear  # noqa: F401
 from ktqueue.operators.base import Operator, registry
 from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.window import window_of
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _ATTEND_LATENTS = ("LatentAttention", "GpuDecoder")
@@ -113,12 +114,9 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """The facts of all attention modules."""
     scalings, windows = set(), set()
-    kinds = getattr(config, "layer_types", None)
     for _, module in _attention_modules(skeleton):
-        layer, scaling = module.layer_idx, module.scaling
-        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-        windows.add(0 if kinds and kinds[layer] == "full_attention" else window or 0)
-        scalings.add(float(scaling))
+        windows.add(window_of(module, config))
+        scalings.add(float(module.scaling))
     return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}))
 
 

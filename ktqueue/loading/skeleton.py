@@ -24,6 +24,8 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
+    if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig has it
+        model_type = "ministral"
     config_class = transformers.CONFIG_MAPPING[model_type]
     if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"{source}: a model of type {model_type} is no causal language model")
@@ -38,9 +40,13 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         )
     check_values(values, source)
     try:
+        values = Config._decode_special_floats(dict(values))  # as transformers writes what JSON has no numbers for
         config: Config = config_class.from_dict(dict(values))
         if ignored := ignored_keys(values, config_class):
             config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
+            for name in ignored:
+                if hasattr(config, name):  # made of other keys, which it goes before
+                    setattr(config, name, values[name])
     except Exception as error:  # each config class validates in its own way
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
     check_config(config, source)
@@ -72,6 +78,8 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
 def _unknown(config: Config, error: KeyError, source: str) -> CheckpointError:
     """The refusal that names the field which has the value that was not found."""
     value = next(iter(error.args), None)
+    if value == attention.NAME:
+        return CheckpointError(f"{source}: a {config.model_type} attends in a way of its own, which is not supported")
     fields = config.to_dict()
     inner = [one for one in fields.values() if isinstance(one, dict)]  # rotary parameters, if there is one set of them
     for name, stated in (pair for group in (*inner, fields) for pair in group.items()):
@@ -88,7 +96,7 @@ def _check_kind(model: Any, config: Config, source: str) -> None:
 
     Raises CheckpointError.
     """
-    if model._is_stateful:
+    if model._is_stateful and not getattr(config, "layer_types", None):  # those say more, and have been looked at
         raise CheckpointError(
             f"{source}: a {config.model_type} keeps more than keys and values, which is not supported"
         )
@@ -139,7 +147,10 @@ def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    owners = {"": skeleton}
     for name, module in model.named_modules():
+        # A model within the model has an initialiser of its own, which knows more of its parts.
+        owners[name] = module if isinstance(module, transformers.PreTrainedModel) else owners[name.rpartition(".")[0]]
         blank = {
             key: torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             for key, buffer in module.named_buffers(recurse=False)
@@ -149,7 +160,7 @@ def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
             continue
         module._buffers.update(blank)
         with torch.no_grad():
-            skeleton._init_weights(module)  # type: ignore[operator]
+            owners[name]._init_weights(module)  # type: ignore[operator]
         for key, buffer in blank.items():
             if module._buffers[key] is buffer and buffer._version == 0:  # nobody has written to it
                 raise CheckpointError(f"transformers computes no value for the buffer {name}.{key}")

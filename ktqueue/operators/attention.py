@@ -12,6 +12,7 @@ from torch import nn
 
 from ktqueue.operators import native, reference
 from ktqueue.operators.step import StepContext
+from ktqueue.operators.window import window_of
 
 NAME = "ktqueue_paged"
 """The name under which models ask for it (`attn_implementation`)."""
@@ -42,9 +43,8 @@ def paged_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"paged attention does not compute {name}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if sliding_window is None:  # Qwen2-MoE's layers have one without passing it on: it is in the mask that we refuse
-        sliding_window = getattr(module, "sliding_window", None)
-    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=sliding_window or 0)
+    window = window_of(module, getattr(module, "config", None), sliding_window)
+    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=window)
     return attended[None], None
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ktqueue.operators.experts import activation_name, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
 from ktqueue.operators.native import ActivationName
+from ktqueue.operators.window import window_of
 
 CLASSES = (
     "LlamaForCausalLM",
@@ -134,12 +135,9 @@ def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
     names = {activation_name(getattr(part, "act_fn", None)) for part in parts}
     if len(names) != 1 or (activation := names.pop()) is None:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
-    window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
-    if getattr(config, "layer_types", None) and config.layer_types[layer.self_attn.layer_idx] == "full_attention":
-        window = None
     return LayerFacts(
         name=name,
-        sliding_window=window or 0,
+        sliding_window=window_of(layer.self_attn, config),
         experts=mlp.gate.num_experts if routed else 0,
         experts_per_token=mlp.gate.top_k if routed else 0,
         renormalise=routed and _renormalises(mlp.gate),

@@ -34,6 +34,7 @@ COMMON = {
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
 LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
     "qwen2_moe": {**ROUTED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
@@ -48,8 +49,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
     "biogpt": {"intermediate_size": 96},
     "diffllama": {"intermediate_size": 96},
-    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
     "xglm": {"ffn_dim": 96},
+    "exaone4": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED},
+    "ministral": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 7, "layer_types": MIXED},
+    "smollm3": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED, "pad_token_id": 0},
+    "gemma3n_text": {
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": [*MIXED, *MIXED],
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 384,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "granitemoehybrid": {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 96},
     "gpt2": {},
     "openai-gpt": {},
 }

@@ -172,11 +172,12 @@ def test_what_the_model_does_not_use_changes_nothing(
     assert_equals_transformers(model, expected)
 
 
-def test_what_a_config_makes_of_other_keys_stays() -> None:
+def test_what_a_config_makes_of_other_keys_gives_way_to_the_file() -> None:
     """ModernBERT's decoder has no such field either, and makes the window of another number."""
     given = {"model_type": "modernbert-decoder", "local_attention": 12}
-    assert (own := build_config(given, "folder").sliding_window) is not None
-    assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own
+    assert build_config(given, "folder").sliding_window == 6
+    own = transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict({**given, "sliding_window": 3})
+    assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own.sliding_window == 3
 
 
 def test_rotary_pairs_that_lie_apart(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,39 @@ def test_a_model_that_no_step_could_compute(
     ("model_type", "words"),
     [
         ("diffllama", "layer 0 attends 2 times in a step"),
-        ("minimax", "layer 1 attends 0 times in a step"),
         ("xglm", "layer 0 attends 0 times in a step"),
         ("openai-gpt", "layer 0 attends 0 times in a step"),  # it has positions among its buffers, whole numbers
     ],
 )
 def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
-    """They run, and would compute nonsense: of two attentions the cache keeps one, and of a state nothing."""
+    """They run, and would compute nonsense: of two attentions the cache keeps one, and of one of its own nothing."""
     with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, must be once"):
         load_model(str(make_model(model_type)))
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "granitemoehybrid"])
+def test_models_with_layers_of_several_kinds(
+    model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """Exaone 4's full layers say that they have a window, SmolLM3's sliding ones that they have none, as its config has
+    it; Gemma 3n's last layers share keys; of Granite 4 there are models that keep no other state, though its class may.
+    """
+    folder = make_model(model_type)
+    model = load_model(str(folder))
+    assert model.attention.windows == ({0} if model_type == "granitemoehybrid" else {0, 7})
+    assert_equals_transformers(model, folder)
+
+
+def test_a_mistral_with_layers_of_several_kinds_is_a_ministral(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """So transformers has it."""
+    folder = make_model("ministral")
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    assert_equals_transformers(load_model(str(copy)), folder)
 
 
 def test_a_model_whose_layers_have_a_short_name(
@@ -271,8 +296,14 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
         ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
         ({"model_type": None}, "model_type None is unknown"),
         ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is no causal language model"),
-        ({"model_type": "qwen3_next"}, "a qwen3_next keeps more than keys and values, which is not supported"),
-        ({"model_type": "mamba"}, "a mamba keeps more than keys and values"),
+        ({"model_type": "recurrent_gemma"}, "a recurrent_gemma keeps more than keys and values"),
+        (
+            {"model_type": "qwen3_next"},
+            "layer_types must be full_attention or sliding_attention, got 'linear_attention'",
+        ),
+        ({"model_type": "mamba"}, "full_attention or sliding_attention, got 'linear_attention'"),
+        ({"model_type": "llama4_text"}, "full_attention or sliding_attention, got 'chunked_attention'"),
+        ({"model_type": "gptj"}, "a gptj attends in a way of its own"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
