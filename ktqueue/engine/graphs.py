@@ -74,7 +74,7 @@ class GraphRunner:
                 self._graphs.insert(0, Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
                 if progress is not None:
                     progress(done, len(buckets), "decode graphs")
-            if overlap == "on" or (overlap == "auto" and self._device.type != "cpu"):  # nothing waits for a CPU
+            if overlap != "off":
                 self._overlap(overlap, kv)
         self.graph_bytes = max(0, capturer.used() - before) if buckets else 0  # something else may have been freed
         """Device memory that the captured steps hold."""

@@ -52,6 +52,9 @@ def make_parts(
         return Parts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
     kv = KVCache(layout, num_pages, device, scratch=True)
     rows = min(config.max_num_seqs, config.step_tokens)
+    overlap = cast(Overlap, config.two_batch_overlap)
+    # Nothing can be won where the caller computes the step.
+    overlaps = device_model(model).takes_turns and (on_gpu or overlap == "on")
     graphs = GraphRunner(
         model,
         vocabulary.size,
@@ -61,7 +64,7 @@ def make_parts(
         device=device,
         buckets=buckets_up_to(rows) if config.cuda_graphs else [],
         max_pages=-(-max_model_len // layout.page_size),
-        overlap=cast(Overlap, config.two_batch_overlap) if device_model(model).takes_turns else "off",
+        overlap=overlap if overlaps else "off",
         progress=progress,
     )
     return Parts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)

@@ -132,15 +132,30 @@ def test_padding_may_fill_a_half(model):
     assert halving.live == [[1, 1, 0], [3, 3, 0], [4, 3, 1]]
 
 
-@pytest.mark.parametrize("overlap", ["on", "auto", "off"])
-def test_what_is_captured(model, overlap):
-    captured = []
+@pytest.mark.parametrize(
+    ("overlap", "found", "keys"),
+    [
+        ("on", {}, [None, 0, 0, 0]),
+        ("auto", {2: 0, 4: 500, 8: 900}, [None, 0, 500, 900]),
+        ("auto", {2: 300, 4: None}, [None, 300, None, None]),  # and 8 is not tried
+        ("auto", {2: None}, [None] * 4),
+        ("off", {}, [None] * 4),
+    ],
+)
+def test_what_is_cut(model, overlap, found, keys, monkeypatch):
+    """As many rows as the trial says that it pays for, from two on; what does not pay is given up."""
+    captured, kept = [], []
 
     class Recorder(Again):
         def capture(self, function):
             captured.append(function)
             return function
 
+    def trial(bucket, *_):
+        kept.append(bucket.rows)
+        return found[bucket.rows]
+
+    monkeypatch.setattr("ktqueue.engine.graphs.keys_to_overlap", trial)
     runner = GraphRunner(
         ByParts(model),
         97,
@@ -148,14 +163,23 @@ def test_what_is_captured(model, overlap):
         TorchPlanner(4),
         Recorder(),
         device="cpu",
-        buckets=[1, 2, 4],
+        buckets=[1, 2, 4, 8],
         max_pages=8,
         overlap=overlap,
     )
-    # On a CPU nothing can be won, so nothing is tried.
-    assert len(captured) == {"on": 5, "auto": 3, "off": 3}[overlap] <= steps_to_capture(4, overlap=overlap)
-    assert [one.overlapped_keys for one in runner._graphs] == [None, *(2 * [0 if overlap == "on" else None])]
-    assert steps_to_capture(4, overlap=overlap) == (3 if overlap == "off" else 5)
+    assert kept == list(found)
+    assert [one.overlapped_keys for one in runner._graphs] == keys
+    assert [one._halves is not None for one in runner._graphs] == [one is not None for one in keys]
+    assert len(captured) == 4 + (3 if overlap == "on" else len(found)) <= steps_to_capture(8, overlap=overlap)
+    assert steps_to_capture(8, overlap=overlap) == (4 if overlap == "off" else 7)
+
+
+def test_on_a_cpu_nothing_is_tried(model, vocabulary, make_engine, run, monkeypatch):
+    monkeypatch.setattr("ktqueue.engine.graphs.keys_to_overlap", lambda *_: pytest.fail("nothing can be won"))
+    engine = make_engine(ByParts(model), vocabulary, max_num_seqs=4, two_batch_overlap="auto")
+    engine.add("r", PROMPT, SamplingParams(temperature=0.0, max_tokens=3))
+    run(engine)
+    assert engine.stats().overlapped_steps == 0 < engine.stats().replayed_steps
 
 
 class Slow:
