@@ -32,7 +32,7 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan of a model without loading its weights: module, operator, device, bytes; a GPU's memory."""
+    """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
     from ktqueue.loading.inspect import inspect as examine
     from workers.gpu import host_memory_before_loading, plan_before_loading
     from workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
