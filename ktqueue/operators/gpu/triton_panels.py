@@ -275,6 +275,8 @@ def launch(
     permuted = block_m > 16
     if permuted:
         x = _permuted(x)
+    elif x.stride(1) != 1:  # rows may lie apart, not their columns
+        x = x.contiguous()
     # The more rows of weights a warp has, the less it loads of x for each; with one token all warps must have some.
     block_n = (64 if exact else 128) if permuted else (32 if pairs <= 16 else 64)
     if activation:

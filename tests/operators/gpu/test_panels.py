@@ -132,6 +132,13 @@ def test_all_pairs_on_one_expert(kernels, random_weights):
         assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
+def test_columns_that_lie_apart(kernels, random_weights):
+    pool = make_pool(random_weights, "Q8_0", 3, 64, 32)
+    for tokens in (3, 130):
+        x, (ids, weights) = activations(64, tokens).T, route(tokens, 3, 2)
+        assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
+
+
 def test_refuses_what_does_not_fit(random_weights):
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     ids = torch.zeros(2, 1, dtype=torch.int64)
