@@ -61,6 +61,40 @@ def test_two_slots_at_once(gpu, layers, run_layer, tokens):
             assert torch.equal(gpu.memory[slot].out[:tokens], run_layer(layers[slot], *given[slot]))
 
 
+def test_two_slots_in_turns(gpu, layers, run_layer):
+    """As the halves of a step have them: one asks for its next layer while the other's is computed. Whole steps that
+    predict come in between, and in some steps one half fails in its second layer."""
+    numbers = [gpu.service.add_layer(layer) for layer in layers]
+
+    def ask(slot: int, number: int) -> None:
+        gpu.write(*given[slot][number], slot=slot)
+        gpu.request(request_word(number, 2 - slot), slot)
+
+    for replay in range(20):
+        given = [[inputs(2 - slot, 100 * replay + 10 * slot + number) for number in numbers] for slot in (0, 1)]
+        expected = [[run_layer(layers[number], *rows[number]) for number in numbers] for rows in given]
+        failing = replay % 4  # 2, 3: none
+        if failing < 2:
+            given[failing][1][1][0, 0] = EXPERTS
+            expected[failing][1][:] = torch.nan
+        for slot in (0, 1):
+            ask(slot, numbers[0])
+        for number in numbers:
+            for slot in (0, 1):
+                gpu.wait(request_word(number, 2 - slot), slot)
+                found = gpu.memory[slot].out[: 2 - slot].clone()
+                torch.testing.assert_close(found, expected[slot][number], rtol=0, atol=0, equal_nan=True)
+                if number != numbers[-1]:
+                    ask(slot, number + 1)
+        error = gpu.service.take_error()
+        assert (error is None) == (failing > 1)
+        assert error is None or f"on {2 - failing} tokens" in error
+        whole = inputs(3, replay)
+        for number in numbers:
+            assert torch.equal(gpu.run(number, *whole, predicts=True), run_layer(layers[number], *whole))
+    assert gpu.service.statistics.tasks == 20 * 9 - 10 and gpu.service.statistics.failed == 10
+
+
 def test_counts_what_it_ran(gpu, layers):
     number = gpu.service.add_layer(layers[0])
     x, _, weights = inputs(2)
