@@ -104,19 +104,19 @@ def _check_groups(config: Any, source: str) -> None:
     sigmoid = config.model_type == "deepseek_v3"  # its routers know one method
     method = "group_limited_greedy" if sigmoid else config.topk_method
     if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointError(
-            f"{source}: topk_method must be greedy or group_limited_greedy for {config.model_type}, got {method!r}"
-        )
+        raise _refusal(source, "topk_method", "greedy or group_limited_greedy", method)
     if method == "greedy":
         return
     experts, chosen = config.n_routed_experts, config.num_experts_per_tok
     groups, used = config.n_group or 0, config.topk_group or 0
-    if groups < 1 or experts % groups or not 1 <= used <= groups or chosen > experts // groups * used:
-        raise CheckpointError(
-            f"{source}: {chosen} of {experts} experts a token do not fit {used} of {groups} groups of experts"
-        )
+    if groups < 1 or experts % groups:
+        raise _refusal(source, "n_group", f"a divisor of n_routed_experts, {experts}", groups)
     if sigmoid and experts == groups:  # a group's score is the sum of its best two
-        raise CheckpointError(f"{source}: {groups} groups of one expert each are not supported")
+        raise _refusal(source, "n_group", f"below {experts}, since a group has two experts or more", groups)
+    if not 1 <= used <= groups:
+        raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)
+    if chosen > (most := experts // groups * used):
+        raise _refusal(source, "num_experts_per_tok", f"at most {most}, the experts of topk_group groups", chosen)
 
 
 def _check_count(value: Any, name: str, least: int, source: str) -> None:

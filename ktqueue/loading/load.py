@@ -190,7 +190,10 @@ def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
     found = len({match[1] for name in checkpoint.names() if (match := _LAYER.search(name))})
     if not isinstance(stated, int) or stated > found:
         raise CheckpointError(
-            f"{checkpoint.path}: num_hidden_layers is {stated!r}, there are tensors of {found} layers"
+            f"{checkpoint.path}: num_hidden_layers is {stated!r}, there are tensors of {found} layers",
+            param="num_hidden_layers",
+            limit=found,
+            value=repr(stated),
         )
 
 

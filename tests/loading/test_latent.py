@@ -224,11 +224,11 @@ def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("deepseek_v2", {**GROUPS, "n_group": 3}, "2 of 8 experts a token do not fit 2 of 3 groups"),
-        ("deepseek_v2", {**GROUPS, "n_group": 8, "topk_group": 1}, "2 of 8 experts a token do not fit 1 of 8 groups"),
-        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "2 of 8 experts a token do not fit 5 of 4 groups"),
-        ("deepseek_v3", {"n_group": 0}, "do not fit 2 of 0 groups"),
-        ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "8 groups of one expert each"),
+        ("deepseek_v2", {**GROUPS, "n_group": 3}, "n_group must be a divisor of n_routed_experts, 8, got 3"),
+        ("deepseek_v2", {**GROUPS, "n_group": 8, "topk_group": 1}, "num_experts_per_tok must be at most 1, .* got 2"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "topk_group must be from 1 to n_group, 4, got 5"),
+        ("deepseek_v3", {"n_group": 0}, "n_group must be a divisor of n_routed_experts, 8, got 0"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "n_group must be below 8, .* got 8"),
         (
             "deepseek_v2",
             {"topk_method": "noaux_tc"},
@@ -249,7 +249,7 @@ def test_groups_that_cannot_be_chosen_from(
 
 def test_groups_of_a_file_that_cannot_be_chosen_from() -> None:
     config = config_of({**metadata_of("deepseek_v2", **GROUPS), "deepseek2.expert_group_count": 3})
-    with pytest.raises(CheckpointError, match="file: 2 of 8 experts a token do not fit 2 of 3 groups"):
+    with pytest.raises(CheckpointError, match="file: n_group must be a divisor of n_routed_experts, 8, got 3"):
         build_config(config, "file")
 
 
