@@ -61,12 +61,15 @@ class KVCache:
         """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's type;
         of a latent cache there is a key only.
 
-        What float8 cannot hold is stored as the nearest number that it can.
+        What float8 cannot hold is stored as the nearest number that it can. Raises ValueError for other heads than the
+        cache's.
         """
         for tensors, states in ((self.keys, key), (self.values, value)):
             if states is None:
                 continue
             cache = tensors[layer].flatten(0, 1)
+            if states.shape[1:] != cache.shape[1:]:
+                raise ValueError(f"[kv_heads, head_dim] must be {[*cache.shape[1:]]}, got {[*states.shape[1:]]}")
             if cache.dtype.itemsize == 1:
                 limit = torch.finfo(cache.dtype).max  # the cast makes NaN of more
                 states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)

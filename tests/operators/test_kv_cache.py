@@ -1,5 +1,6 @@
 """The paged cache."""
 
+import pytest
 import torch
 
 from ktqueue.operators.kv_cache import KVCache, KVLayout
@@ -22,6 +23,12 @@ def test_write_puts_tokens_at_their_slots():
     assert torch.equal(kv.values[1][1, 2], value[2])
     assert not kv.keys[0].any()
     assert kv.keys[1].ne(0).sum() == key.numel()
+
+
+def test_other_heads_are_refused_even_where_their_numbers_would_fit():
+    states = torch.zeros(1, 2, 12)
+    with pytest.raises(ValueError, match=r"\[kv_heads, head_dim\] must be \[3, 8\], got \[2, 12\]"):
+        KVCache(LAYOUT, 5).write(0, torch.tensor([3]), states, states)
 
 
 def test_copy_page_copies_every_layer_and_leaves_the_rest():
