@@ -4,6 +4,7 @@ A captured step has a fixed number of rows, its bucket (bucket.py). The planner 
 the host, before the step is launched.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,8 @@ from ktqueue.engine.staging import Staging
 from ktqueue.operators.gpu.attention import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 """progress(done, total, what)"""
@@ -113,7 +116,13 @@ class GraphRunner:
         for bucket in self._graphs:
             if bucket.rows == 1:
                 continue
-            bucket.cut()
+            try:
+                bucket.cut()
+            except torch.OutOfMemoryError as error:
+                if overlap == "on":
+                    raise
+                logger.warning("decode steps of %d rows and more run whole: %s", bucket.rows, error)
+                break
             bucket.overlapped_keys = 0 if overlap == "on" else keys_to_overlap(bucket, kv, self._vocab, self.wait)
             if bucket.overlapped_keys is None:
                 bucket.join()

@@ -174,6 +174,40 @@ def test_what_is_cut(model, overlap, found, keys, monkeypatch):
     assert steps_to_capture(8, overlap=overlap) == (4 if overlap == "off" else 7)
 
 
+@pytest.mark.parametrize("overlap", ["on", "auto"])
+def test_halves_for_which_there_is_no_memory(model, overlap, monkeypatch, caplog):
+    """Steps stay whole, unless halves were asked for."""
+    halving = ByParts(model)
+
+    class Full(Again):
+        """After five captured steps."""
+
+        left = 5
+
+        def capture(self, function):
+            if self.left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.left -= 1
+            return function
+
+    def make():
+        kv = KVCache(LAYOUT, 64, scratch=True)
+        given = {"device": "cpu", "buckets": [1, 2, 4, 8], "max_pages": 8, "overlap": overlap}
+        return GraphRunner(halving, 97, kv, TorchPlanner(4), Full(), **given), kv
+
+    monkeypatch.setattr("ktqueue.engine.graphs.keys_to_overlap", lambda *_: 0)
+    if overlap == "on":
+        with pytest.raises(torch.OutOfMemoryError):
+            make()
+        return
+    runner, kv = make()
+    assert "decode steps of 4 rows and more run whole: CUDA out of memory" in caplog.text
+    for rows in (2, 3, 8):
+        batch = trial_batch(rows, 1, kv, 90)
+        assert runner.execute(batch).shape == (rows, 97)
+        assert runner.overlapped == 1
+
+
 def test_on_a_cpu_nothing_is_tried(model, vocabulary, make_engine, run, monkeypatch):
     monkeypatch.setattr("ktqueue.engine.graphs.keys_to_overlap", lambda *_: pytest.fail("nothing can be won"))
     engine = make_engine(ByParts(model), vocabulary, max_num_seqs=4, two_batch_overlap="auto")
