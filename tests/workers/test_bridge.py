@@ -166,7 +166,8 @@ async def test_abort_cancels_our_job(client: Any, bridge: Bridge, start_worker: 
     pool = await client()
     async with start_worker():
         job = await pool.enqueue_job("generate", ENDLESS, _job_id="endless")
-        await until(lambda: broker.journal.replay("endless") if bridge.job_tasks else False)
+        await until(lambda: jobs_of(broker))
+        await until(lambda: broker.journal.replay("endless"))
         assert await job.abort(timeout=10, poll_delay=0.02)
         await until(lambda: is_ended(broker, "endless"))
     assert await state_of(broker, "endless") is JobState.CANCELLED
