@@ -1,6 +1,7 @@
 """A vocabulary of byte strings and a model whose next token is a hash of everything in its cache."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,6 +225,26 @@ def run() -> Callable[..., dict[tuple[str, int], Result]]:
         return results
 
     return go
+
+
+@pytest.fixture
+def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Engine], dict[str, list[int]]]:
+    """Step an engine until it has no work; the tokens of each request, none of which may fail."""
+
+    def go(engine: Engine) -> dict[str, list[int]]:
+        results = run(engine)
+        assert all(one.error is None for one in results.values())
+        return {request: one.token_ids for (request, _), one in results.items()}
+
+    return go
+
+
+@pytest.fixture
+def by_decoder(tmp_path: Path) -> str:
+    """Rules that put GpuDecoder in on whatever device."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    return str(rules)
 
 
 @pytest.fixture

@@ -247,7 +247,7 @@ def test_a_gpu_needs_a_planner(model, vocabulary):
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_demo_model_says_the_same(graphs):
+def test_the_demo_model_says_the_same(graphs, answered):
     """As CpuDecoder, of which the device's runner knows nothing."""
     loaded, tokenizer = load_model("demo"), load_tokenizer("demo")
     layout = loaded.kv_layout(16)
@@ -259,21 +259,14 @@ def test_the_demo_model_says_the_same(graphs):
             prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
             temperature = (0.0, 0.8, 1.0)[i % 3]
             engine.add(str(i), prompt, SamplingParams(temperature=temperature, top_p=0.9, seed=i, max_tokens=12))
-        found: dict[str, list[int]] = {}
-        while engine.has_work:
-            for one in engine.step():
-                assert one.error is None
-                found.setdefault(one.request_id, []).extend(one.token_ids)
-        answers.append(found)
+        answers.append(answered(engine))
         assert (engine.stats().replayed_steps > 0) == (graphs and planner is not None)
     assert answers[0] == answers[1]
 
 
-def test_what_is_deferred_is_the_same_with_and_without_graphs(tmp_path):
+def test_what_is_deferred_is_the_same_with_and_without_graphs(by_decoder, answered):
     """Rows come and go, and what pads a captured step defers nothing of theirs."""
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
-    loaded, tokenizer = load_model("demo", rules=str(rules)), load_tokenizer("demo")
+    loaded, tokenizer = load_model("demo", rules=by_decoder), load_tokenizer("demo")
     answers = []
     for deferred, graphs in ((2, True), (2, False), (0, True)):
         loaded.module.prepare_device(GpuSettings(max_tokens=64, expert_streaming="off", deferred_experts=deferred))
@@ -283,12 +276,7 @@ def test_what_is_deferred_is_the_same_with_and_without_graphs(tmp_path):
         for i in range(6):
             prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
             engine.add(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=10 + 2 * i))
-        found: dict[str, list[int]] = {}
-        while engine.has_work:
-            for one in engine.step():
-                assert one.error is None
-                found.setdefault(one.request_id, []).extend(one.token_ids)
-        answers.append(found)
+        answers.append(answered(engine))
         assert (engine.stats().replayed_steps > 0) == graphs
         engine.close()
     assert answers[0] == answers[1] != answers[2]

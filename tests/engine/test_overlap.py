@@ -292,12 +292,10 @@ def test_a_trial_is_a_step_like_any_other(model, rows, keys):
 
 
 @pytest.mark.parametrize(("memory", "fetched", "keys"), [(0, 0.0, 0), (2 << 20, 0.0, 150), (0, 0.5, 150)])
-def test_the_demo_model_says_the_same(tmp_path, memory, fetched, keys):
+def test_the_demo_model_says_the_same(by_decoder, answered, memory, fetched, keys):
     """Rows come and go, some experts are on the other side, some come to the step; steps are whole or in halves, in any
     order."""
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
-    loaded, tokenizer = load_model("demo", rules=str(rules)), load_tokenizer("demo")
+    loaded, tokenizer = load_model("demo", rules=by_decoder), load_tokenizer("demo")
     answers = []
     for overlap in ("on", "off"):
         streaming = "auto" if fetched else "off"
@@ -313,12 +311,7 @@ def test_the_demo_model_says_the_same(tmp_path, memory, fetched, keys):
             prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
             temperature = (0.0, 0.8)[i % 2]
             engine.add(str(i), prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=8 + 2 * i))
-        found: dict[str, list[int]] = {}
-        while engine.has_work:
-            for one in engine.step():
-                assert one.error is None
-                found.setdefault(one.request_id, []).extend(one.token_ids)
-        answers.append(found)
+        answers.append(answered(engine))
         stats = engine.stats()
         assert (stats.overlapped_steps > 0) == (overlap == "on")
         assert keys == 0 or stats.overlapped_steps < stats.replayed_steps - 4  # the last ones have one row

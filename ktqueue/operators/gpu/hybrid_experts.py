@@ -127,7 +127,7 @@ class StepExperts:
         self._layers = layers
         self._where = where
         self._handoff = handoff
-        self._only_slot = slot
+        self._own_slot = slot
         self._defers = defers
         self._predicts = predicts
 
@@ -140,7 +140,7 @@ class StepExperts:
 
     def _slot(self, index: int) -> int:
         """While the GPU fills one, the CPU may still read the other."""
-        return index % 2 if self._defers else self._only_slot
+        return index % 2 if self._defers else self._own_slot
 
     def run(
         self,
