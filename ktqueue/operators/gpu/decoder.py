@@ -139,9 +139,9 @@ class GpuDecoder(Operator):
         return self._experts.statistics if self._experts else None
 
     def statistics(self) -> dict[str, float]:
-        """What is to be watched: `experts`, `experts_on_gpu`, `expert_fetched_share` and `expert_hit_rate` (if known)
-        tell how things stand; `expert_moves`, `expert_streamed_bytes`, `expert_predictions` and, of these, what was
-        used, `expert_prediction_hits`, only grow.
+        """What is to be watched. `experts`, `experts_on_gpu`, `expert_hit_rate` (if known), `expert_fetched_share_one`
+        (in steps of one token) and `expert_fetched_share_several` tell how things stand; `expert_moves`,
+        `expert_streamed_bytes`, `expert_predictions` and, of these, what was used, `expert_prediction_hits`, only grow.
         """
         told = self.expert_statistics
         if told is None:
@@ -156,7 +156,8 @@ class GpuDecoder(Operator):
             "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._routed),
             "expert_moves": told.moves,
             "expert_streamed_bytes": told.streamed_bytes,
-            "expert_fetched_share": told.fetched_share,
+            "expert_fetched_share_one": told.fetched_shares.one,
+            "expert_fetched_share_several": told.fetched_shares.several,
         }
 
     def device_bytes(self) -> dict[str, int]:
@@ -184,7 +185,7 @@ class GpuDecoder(Operator):
         if step.parts:
             rows = [len(part.slot_mapping) for part in step.parts]
             given = zip(torch.split(residual, rows), torch.split(positions, rows), step.parts, strict=True)
-            experts = self._experts.parts(len(rows))
+            experts = self._experts.parts(rows)
             works = [self._layers_of(*one, None, its) for one, its in zip(given, experts, strict=True)]
             return self._logits(torch.cat(take_turns(works)))
         tokens, scored = len(positions), len(logits_to_keep)

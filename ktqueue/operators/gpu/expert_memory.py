@@ -1,12 +1,13 @@
 """ExpertMemory: everything that the routed experts of a model need on a device, from the first step to the last."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ktqueue.operators.gpu.expert_pool import ExpertPool, slots_that_fit
-from ktqueue.operators.gpu.fetch_probe import measure_share
-from ktqueue.operators.gpu.fetching import FetchedExperts, Fetcher
+from ktqueue.operators.gpu.fetch_probe import measure_shares
+from ktqueue.operators.gpu.fetching import FetchedExperts, FetchedShares, Fetcher
 from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.placement import Placement
@@ -22,7 +23,7 @@ from ktqueue.operators.gpu.streaming_steps import StreamingSteps
 class ExpertStatistics:
     """Since the start. on_gpu: experts that have a place in GPU memory, of `experts`; hit_rate: share of late uses that
     found theirs there, None: not known; moves: experts that came in for others; streamed_steps, streamed_bytes: what
-    long steps copied beside; fetched_share: of the experts that short steps use and the GPU has not, what comes."""
+    long steps copied beside; fetched_shares: of the experts that short steps use and the GPU has not, what comes."""
 
     experts: int
     on_gpu: int
@@ -30,7 +31,7 @@ class ExpertStatistics:
     moves: int
     streamed_steps: int
     streamed_bytes: int
-    fetched_share: float
+    fetched_shares: FetchedShares
 
 
 class ResidentExperts:
@@ -85,7 +86,7 @@ class ExpertMemory:
         self._handoff: Handoff | None = None
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
-        self._fetched_share = 0.0
+        self._shares = FetchedShares(0.0, 0.0)
         self._defers = on_cpu and settings.deferred_experts > 0
         self._predicts = False
         if on_cpu:
@@ -112,23 +113,30 @@ class ExpertMemory:
             if pinned:
                 self._fetched = self._fetch(hidden, dtype, settings)
 
-    def _fetch(self, hidden: int, dtype: torch.dtype, settings: GpuSettings) -> FetchedExperts | None:
-        """For short steps; None: nothing comes to them."""
+    def _fetch(self, hidden: int, dtype: torch.dtype, settings: GpuSettings) -> FetchedExperts:
+        """For short steps, once it is known how much comes to them."""
         fetcher, plain = (
             Fetcher(self._layers, self._pool, self._copies),
             ResidentExperts(self._pool, self._layers, None),
         )
 
         def step(share: float) -> StepExperts:
-            fetcher.share = share
+            fetcher.shares = FetchedShares(share, share)
             where = FetchedExperts(fetcher, plain) if share > 0 else plain
             return StepExperts(self._layers, where, self._handoff)
 
-        share = settings.fetched_share
-        if share is None:
-            share = measure_share(step, self._layers, hidden, dtype, self._copies.device, settings.max_tokens)
-        self._fetched_share = fetcher.share = share
-        return FetchedExperts(fetcher, self._resident) if share > 0 else None
+        if settings.fetched_share is None:
+            self._shares = measure_shares(step, self._layers, hidden, dtype, self._copies.device, settings.max_tokens)
+        else:
+            self._shares = FetchedShares(settings.fetched_share, settings.fetched_share)
+        fetcher.shares = self._shares
+        return FetchedExperts(fetcher, self._resident)
+
+    def _short(self, tokens: int) -> ExpertPlaces:
+        """Where the experts are for a step of so many tokens that does not stream."""
+        if self._fetched is None or self._shares.of(tokens) == 0:
+            return self._resident
+        return self._fetched
 
     @property
     def bytes(self) -> int:
@@ -151,7 +159,7 @@ class ExpertMemory:
             moves=placement.moves if placement else 0,
             streamed_steps=streaming.steps if streaming else 0,
             streamed_bytes=streaming.bytes if streaming else 0,
-            fetched_share=self._fetched_share,
+            fetched_shares=self._shares,
         )
 
     @property
@@ -159,14 +167,13 @@ class ExpertMemory:
         """Whether parts of a step may take turns (`parts`)."""
         return self._handoff is not None and not self._defers
 
-    def parts(self, count: int) -> list[StepExperts]:
+    def parts(self, rows: Sequence[int]) -> list[StepExperts]:
         """The experts for each part, two at most, of a captured step that decodes. While the CPU works for one, the
         stream goes on with the other: so it has no time to fetch anything ahead."""
         assert self._handoff is not None
         self._handoff.begin()
         return [
-            StepExperts(self._layers, self._fetched or self._resident, self._handoff, slot=slot)
-            for slot in range(count)
+            StepExperts(self._layers, self._short(tokens), self._handoff, slot=slot) for slot, tokens in enumerate(rows)
         ]
 
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
@@ -174,11 +181,11 @@ class ExpertMemory:
         each is the only one of its row, and scored; `captured`: the step has to be like all others of its size."""
         if self._handoff is not None:
             self._handoff.begin()
-        where: ExpertPlaces = self._fetched or self._resident
+        where = short = self._short(tokens)
         defers = decodes and self._defers
         if self._streaming is not None and self._streaming.takes(tokens) and not captured and not defers:
             where = self._streaming.begin(self._resident, tokens, scored)
-        predicts = decodes and self._predicts and where is (self._fetched or self._resident)
+        predicts = decodes and self._predicts and where is short
         return StepExperts(self._layers, where, self._handoff, defers=defers, predicts=predicts)
 
     @torch.inference_mode()

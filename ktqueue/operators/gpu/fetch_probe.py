@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from ktqueue.operators.gpu.fetching import FetchedShares
 from ktqueue.operators.gpu.fused import add_rms_norm
 from ktqueue.operators.gpu.hybrid_experts import RoutedLayer, StepExperts
 from ktqueue.operators.gpu.turns import take_turns
@@ -14,37 +15,44 @@ from ktqueue.operators.gpu.turns import take_turns
 logger = logging.getLogger(__name__)
 
 SHARES = (0.0, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5)
-TOKENS = (1, 8)
+TOKENS = 8  # for all steps of several tokens: the best share is the same from 2 to 64
 LAYERS = 16  # that are run one after the other: more than a cache holds
 ROUNDS = 5
 WORTH = 0.97  # of what steps take without: a share that comes no nearer is left
 
 
-def measure_share(
+def measure_shares(
     step: Callable[[float], StepExperts],
     layers: Sequence[RoutedLayer],
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
     max_tokens: int,
-) -> float:
-    """The share with the fastest steps of TOKENS tokens (`max_tokens` at most) of random routing; 0 where none is worth
-    it, and on a CPU.
+) -> FetchedShares:
+    """The shares with the fastest steps of one token and of several (`max_tokens` at most) of random routing; 0 where
+    none is worth it, and on a CPU.
 
     `step(share)`: the experts of a step that fetches so much. Steps are captured, as those of decode are: launched one
     by one they would take what their launches take.
     """
     if device.type == "cpu":
-        return 0.0
-    counts = {min(tokens, max_tokens) for tokens in TOKENS}
-    with torch.inference_mode():
-        relative = [_relative_seconds(step, layers, hidden, dtype, device, tokens) for tokens in counts]
-    together = {share: sum(one[share] for one in relative) / len(relative) for share in SHARES}
-    best = min(together, key=together.__getitem__)
-    chosen = best if together[best] < WORTH else 0.0
-    told = ", ".join(f"{share:g}: {seconds:.2f}" for share, seconds in together.items())
-    logger.info("short steps fetch %g of the absent experts that they use; time by share: %s", chosen, told)
-    return chosen
+        return FetchedShares(0.0, 0.0)
+    chosen = []
+    for tokens in (1, min(TOKENS, max_tokens)):
+        with torch.inference_mode():
+            relative = _relative_seconds(step, layers, hidden, dtype, device, tokens)
+        share = fastest(relative)
+        told = ", ".join(f"{one:g}: {seconds:.2f}" for one, seconds in relative.items())
+        logger.info("steps of %d tokens fetch %g of the absent experts; time by share: %s", tokens, share, told)
+        chosen.append(share)
+    return FetchedShares(*chosen)
+
+
+def fastest(relative: dict[float, float]) -> float:
+    """The share whose steps take least; 0 where none is worth it. relative: what they take, beside those that fetch
+    nothing."""
+    best = min(relative, key=relative.__getitem__)
+    return best if relative[best] < WORTH else 0.0
 
 
 def _relative_seconds(

@@ -5,6 +5,7 @@ Long steps stream instead (streamer.py), whose staging memory this uses: no step
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,19 @@ from ktqueue.operators.gpu.expert_pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.fetched import divide, fetch, parts_of
 from ktqueue.operators.gpu.hybrid_experts import ExpertPlaces, Places, RoutedLayer
 from ktqueue.operators.gpu.side_copies import CopyStream
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedShares:
+    """Of the absent experts that a step uses, the part that comes to it, from 0 to 1: `one` for a step of one token,
+    whose few experts can only be divided coarsely, `several` for all others."""
+
+    one: float
+    several: float
+
+    def of(self, tokens: int) -> float:
+        """For a step of so many tokens."""
+        return self.one if tokens == 1 else self.several
 
 
 class _Layer:
@@ -27,11 +41,11 @@ class _Layer:
 
 
 class Fetcher:
-    """For `layers` that `pool` holds in part, all of whose host memory is pinned. share: of the absent experts that a
-    step uses, from 0 to 1; to be set before steps are captured."""
+    """For `layers` that `pool` holds in part, all of whose host memory is pinned. shares: what comes; to be set before
+    steps are captured."""
 
     def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
-        self.share = 0.0
+        self.shares = FetchedShares(0.0, 0.0)
         self.memory = pool.memory
         self._layers = layers
         self._pool = pool
@@ -51,24 +65,25 @@ class Fetcher:
             ids,
             self._pool.offsets[layer, : self._layers[layer].experts],
             self._held[layer].addresses,
-            self.share,
+            self.shares.of(len(ids)),
             self._pool.staging_start,
             self._layers[layer].record.bytes,
             offsets=self.places(layer).gate_up,
-            sources=self._to_come(layer, ids.numel()),
+            sources=self._to_come(layer, len(ids)),
             cpu_ids=cpu_ids,
         )
 
-    def fetch(self, layer: int, pairs: int) -> None:
-        """Let them come, for a step of so many pairs."""
+    def fetch(self, layer: int, tokens: int) -> None:
+        """Let them come, for a step of so many tokens."""
         held, record = self._held[layer], self._layers[layer].record.bytes
-        sources = self._to_come(layer, pairs)
+        sources = self._to_come(layer, tokens)
         fetch(sources, held.parts, held.sizes, self.memory, self._pool.staging_start, record)
 
-    def _to_come(self, layer: int, pairs: int) -> torch.Tensor:
+    def _to_come(self, layer: int, tokens: int) -> torch.Tensor:
         """[slots, parts]: as many as can come at most."""
         absent = self._layers[layer].experts - self._pool.slots[layer]
-        slots = max(1, min(absent, int(self.share * min(pairs, absent))))
+        used = min(tokens * self._layers[layer].experts_per_token, absent)
+        slots = max(1, min(absent, int(self.shares.of(tokens) * used)))
         key = slots, len(self._held[layer].sizes)
         if key not in self._sources:
             self._sources[key] = torch.zeros(key, dtype=torch.int64, device=self.memory.device)
@@ -82,7 +97,7 @@ class FetchedExperts:
         self.memory = fetcher.memory
         self._fetcher = fetcher
         self._resident = resident
-        self._pairs = 0
+        self._tokens = 0
 
     def places(self, layer: int) -> Places:
         """See ExpertPlaces."""
@@ -94,12 +109,12 @@ class FetchedExperts:
 
     def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
         """See ExpertPlaces."""
-        self._pairs = ids.numel()
+        self._tokens = len(ids)
         self._fetcher.choose(layer, ids, cpu_ids)
 
     def arrive(self, layer: int) -> None:
         """See ExpertPlaces."""
-        self._fetcher.fetch(layer, self._pairs)
+        self._fetcher.fetch(layer, self._tokens)
 
     def leave(self, layer: int) -> None:
         """What comes next to their place comes behind them on the same stream."""

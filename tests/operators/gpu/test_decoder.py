@@ -18,8 +18,9 @@ from decoder_families import (
 
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
-from ktqueue.operators.gpu import hybrid_experts
+from ktqueue.operators.gpu import expert_memory, hybrid_experts
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.fetching import FetchedShares
 from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.panels import experts
 from ktqueue.operators.gpu.placement import READ_EVERY
@@ -107,7 +108,25 @@ def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, f
     short, all_of_it = decoder.handoff_statistics, plain.handoff_statistics
     assert short.experts_used < (1 - share) * 2 * all_of_it.experts_used  # the CPU's part
     assert (short.experts_used == 0) == (fetched == 1.0)
-    assert decoder.statistics()["expert_fetched_share"] == fetched
+    told = decoder.statistics()
+    assert (told["expert_fetched_share_one"], told["expert_fetched_share_several"]) == (fetched, fetched)
+
+
+@pytest.mark.parametrize("shares", [FetchedShares(0.0, 1.0), FetchedShares(1.0, 0.0), FetchedShares(0.5, 1.0)])
+def test_steps_of_one_token_have_a_share_of_their_own(shares, make_decoder, monkeypatch):
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    expected = fed(make_decoder(model))
+    monkeypatch.setattr(expert_memory, "measure_shares", lambda *_: shares)
+    decoder = make_decoder(model, expert_streaming="auto")
+    assert_close(fed(decoder), expected, 1e-5)
+    cache = Cache(decoder, device=decoder.device, planner=make_planner_for)
+    with torch.inference_mode():
+        for rows, share in (({"a": [5], "b": [6, 7]}, shares.several), ({"a": [8]}, shares.one)):
+            used = decoder.handoff_statistics.experts_used
+            cache.step(rows)
+            decoder.after_step()
+            on_cpu = decoder.handoff_statistics.experts_used - used
+            assert on_cpu == 4 * (1 - share) if len(rows) == 1 else (on_cpu == 0) == (share == 1)
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])

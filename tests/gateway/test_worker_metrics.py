@@ -1,0 +1,44 @@
+"""What a worker told with its last beat, as metrics."""
+
+from ktqueue.broker.models import WorkerInfo
+from ktqueue.gateway.cluster import worker_metrics
+
+
+def worker(name: str, **stats: float) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=name,
+        model="tale",
+        max_num_seqs=4,
+        running=0,
+        host="here",
+        process="1:2:3",
+        started_at=0.0,
+        stats=stats,
+        lease_left=1.0,
+        step_age=None,
+    )
+
+
+def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
+    """By name and the values of all labels but the model's."""
+    return {
+        (sample.name, tuple(value for key, value in sample.labels.items() if key != "model_name")): sample.value
+        for metric in worker_metrics(workers)
+        for sample in metric.samples
+    }
+
+
+def test_each_worker_tells_what_it_knows():
+    on_gpu = worker("a", experts=8, expert_fetched_share_one=0.0, expert_fetched_share_several=0.25, steps=3)
+    found = samples(on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4))
+    assert found == {
+        ("ktqueue:workers", ()): 2,
+        ("ktqueue:experts", ("a",)): 8,
+        ("ktqueue:expert_fetched_share", ("a", "one")): 0.0,
+        ("ktqueue:expert_fetched_share", ("a", "several")): 0.25,
+        ("ktqueue:steps_total", ("a",)): 3,
+        ("ktqueue:step_seconds_total", ("b", "forward")): 1.5,
+        ("ktqueue:kv_cache_free_pages", ("b",)): 1,
+        ("ktqueue:kv_cache_total_pages", ("b",)): 4,
+        ("ktqueue:kv_cache_usage_perc", ("b",)): 0.75,
+    }
