@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biogpt": {"intermediate_size": 96},
     "diffllama": {"intermediate_size": 96},
     "xglm": {"ffn_dim": 96},
+    "bart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
     "exaone4": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED},
     "ministral": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 7, "layer_types": MIXED},
     "smollm3": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED, "pad_token_id": 0},

@@ -108,6 +108,13 @@ def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_m
         load_model(str(make_model(model_type)))
 
 
+def test_positions_that_a_model_counts_for_itself(make_model: Callable[..., Path]) -> None:
+    """Bart's are where a token stands in the step, whatever step says: it would compute nonsense from the second step
+    on, and of a second sequence at once."""
+    with pytest.raises(CheckpointError, match=r"BartForCausalLM cannot be run: .* depend on where it stands in a"):
+        load_model(str(make_model("bart")))
+
+
 @pytest.mark.parametrize("model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "granitemoehybrid"])
 def test_models_with_layers_of_several_kinds(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
