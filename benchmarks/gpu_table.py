@@ -4,7 +4,7 @@ from typing import Any
 
 
 def make(result: dict[str, Any]) -> list[str]:
-    """The lines of the tables."""
+    """The lines of the tables. An interrupted run has less in its result, and gets fewer."""
     facts, machine = result["environment"], result["machine"]
     gpu, packages = facts["gpu"], facts["packages"]
     lines = [
@@ -27,11 +27,12 @@ def make(result: dict[str, Any]) -> list[str]:
         f"{one['dram_gb_s']:.0f} |"
         for one in result["decode"]
     ]
-    lines += ["", "| prompt | tok/s | ms | fastest |", "|" + " ---: |" * 4]
-    lines += [
-        f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
-        for one in result["prefill"]
-    ]
+    if result.get("prefill"):
+        lines += ["", "| prompt | tok/s | ms | fastest |", "|" + " ---: |" * 4]
+        lines += [
+            f"| {one['tokens']} | {one['tokens_per_second']:.0f} | {one['ms']:.0f} | {one['fastest_ms']:.0f} |"
+            for one in result["prefill"]
+        ]
     if result.get("prefetch"):
         lines += ["", "Experts fetched into the CPU's caches while the GPU attends, in turns with none. Right: of the "]
         lines[-1] += "experts that were predicted, those that were used."
@@ -64,9 +65,9 @@ def make(result: dict[str, Any]) -> list[str]:
             f"{one['expert_fetched_share']:.0%} |"
             for one in result["deferred"]
         ]
-    if result["curve"]:
+    if result.get("curve"):
         lines += ["", "| experts in GPU memory | rows | tok/s | step | hit rate | fetched |", "|" + " ---: |" * 6]
-    for one in result["curve"]:
+    for one in result.get("curve", []):
         hits = _rate(one.get("expert_hit_rate"))
         lines.append(
             f"| {one['expert_memory_gib']:.1f} GiB | {one['rows']} | {one['tokens_per_second']:.1f} | "

@@ -1,8 +1,12 @@
-"""Figures of a GPU worker's engine: what is made of a trace."""
+"""Figures of a GPU worker's engine: what is made of a trace and of a run."""
+
+import json
 
 import pytest
 
+from benchmarks import gpu_table
 from benchmarks.gpu_profile import REST, Kernel, divide, part_of
+from benchmarks.results import RESULTS
 
 
 def test_kernels_are_known_by_their_names():
@@ -36,3 +40,15 @@ def test_a_trace_is_divided_without_remainder():
         }
     )
     assert sum(told["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
+
+
+def test_an_interrupted_run_has_tables_of_what_it_measured():
+    """It writes its result, and so the page, after each part."""
+    result = json.loads((RESULTS / "gpu-h200.json").read_text())
+    lines = gpu_table.make(result)
+    del result["deferred"]  # is empty
+    for part in ("curve", "prefetch", "prefill"):
+        del result[part]
+        before, lines = lines, gpu_table.make(result)
+        assert set(lines) < set(before), part
+    assert sum(line.startswith("| 64 |") for line in lines) == 1
