@@ -6,7 +6,7 @@ import typer
 
 from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
-from ktqueue.core.errors import ConfigError
+from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def inspect(
         _show(report)
         if plan is not None:
             _show_memory(plan, host, config.page_size)
+    if report.refusal is not None:
+        raise CheckpointError(report.refusal)
 
 
 def _size(asked: str | None) -> int:

@@ -45,7 +45,9 @@ _POSITIVE_ROPE = (
 )
 _KINDS = ("full_attention", "sliding_attention")
 """Of layers: what attention of ours computes. The others see other keys, or keep another state between steps."""
-_IGNORED = ("sliding_window", "layer_types", "rope_interleave")
+MADE = "num_key_value_heads"
+"""What GPTBigCode's config makes of another key, by which its model goes even where a file has this one too."""
+_IGNORED = ("sliding_window", "layer_types", "rope_interleave", MADE)
 
 
 def check_values(values: Mapping[str, Any], source: str) -> None:
@@ -76,6 +78,10 @@ def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
 
 def check_config(config: Any, source: str) -> None:
     """What the numbers of a transformers config have to do with each other. Raises CheckpointError."""
+    if apart := getattr(config, "per_layer_attributes", None):  # which the config as a whole then does not tell
+        raise CheckpointError(
+            f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(apart))} is not supported"
+        )
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if heads and kv_heads and config.model_type not in LATENT and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)

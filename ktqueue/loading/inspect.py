@@ -50,8 +50,9 @@ class Row:
 class Report:
     """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device.
 
-    `cache_token_bytes`: of the cache, for a token. `movable_bytes`: of experts on the CPU that a GPU may hold too;
-    `movable_layer_bytes`: of those of the largest layer.
+    `refusal`: why loading would end in an error, or None. `cache_token_bytes`: of the cache, for a token.
+    `movable_bytes`: of experts on the CPU that a GPU may hold too; `movable_layer_bytes`: of those of the largest
+    layer.
     """
 
     source: str
@@ -60,6 +61,7 @@ class Report:
     parameters: int
     rows: list[Row]
     device_bytes: dict[str, int]
+    refusal: str | None
     hidden: int
     experts_per_token: int
     cache_token_bytes: int
@@ -78,7 +80,8 @@ def inspect(
 ) -> Report:
     """The report of a model file under a rule file; `cache_dtype` if not `dtype`.
 
-    Raises CheckpointError, RuleError, ConfigError as loading would.
+    Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out or a
+    model that cannot be run: that is the report's `refusal`.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
     rows = list(_rows(prepared))
@@ -94,6 +97,7 @@ def inspect(
         parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
         rows=rows,
         device_bytes=totals,
+        refusal=None if prepared.refusal is None else prepared.refusal.message,
         hidden=int(prepared.config.hidden_size),
         experts_per_token=experts_per_token(prepared.config),
         cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,

@@ -11,6 +11,7 @@ from torch import nn
 
 from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
 from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
+from ktqueue.loading.hollow import rehearse_hollow
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
@@ -77,12 +78,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked skeleton with its plan; nothing is loaded yet."""
+    """A checked skeleton with its plan; nothing is loaded yet. `refusal`: why it cannot be, if it cannot."""
 
     checkpoint: Checkpoint
     config: Config
     skeleton: nn.Module
     plan: Plan
+    refusal: CheckpointError | RuleError | None = None
 
 
 def experts_per_token(config: Config) -> int:
@@ -128,7 +130,7 @@ def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, deferred_experts: int = 0) -> Prepared:
-    """Open, build the skeleton, compare it with the file and plan.
+    """Open, build the skeleton, compare it with the file, plan and rehearse without weights.
 
     deferred_experts: the setting of that name. Raises CheckpointError, RuleError; ConfigError where a token of the
     model has no more experts than are to be deferred.
@@ -138,9 +140,13 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
     _check_deferred(deferred_experts, experts_per_token(config))
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device, _name(dtype))
-    if kv_layout(config, 1, dtype).latent:
+    layout = kv_layout(config, 1, dtype)
+    if layout.latent:
         _check_latent_attention(skeleton, plan, rules or str(DEFAULT_RULES))
-    return Prepared(checkpoint, config, skeleton, plan)
+    try:
+        return Prepared(checkpoint, config, skeleton, rehearse_hollow(skeleton, plan, layout, checkpoint.path))
+    except (CheckpointError, RuleError) as error:
+        return Prepared(checkpoint, config, skeleton, plan, error)
 
 
 def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
@@ -211,10 +217,12 @@ def load_model(
     Raises CheckpointError naming file and tensor, RuleError naming file:line, ConfigError as `prepare` does.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
+    if prepared.refusal is not None:
+        raise prepared.refusal
+    facts = card_facts(prepared.config, prepared.checkpoint)
     attention = attention_facts(prepared.skeleton, prepared.config)
     module, operators = inject(prepared.skeleton, prepared.plan)
     materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
-    facts = card_facts(prepared.config, prepared.checkpoint)
     prepared.checkpoint.close()
     module.eval()
     if not isinstance(module, Operator):

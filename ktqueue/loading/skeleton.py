@@ -10,7 +10,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.config_check import LATENT, check_config, check_values, ignored_keys
+from ktqueue.loading.config_check import LATENT, MADE, check_config, check_values, ignored_keys
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES
 
@@ -44,7 +44,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         config: Config = config_class.from_dict(dict(values))
         if ignored := ignored_keys(values, config_class):
             config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
-            for name in ignored:
+            for name in ignored - {MADE}:
                 if hasattr(config, name):  # made of other keys, which it goes before
                     setattr(config, name, values[name])
     except Exception as error:  # each config class validates in its own way

@@ -50,6 +50,18 @@ def test_inspect_plans_the_memory_of_a_gpu(here):
     assert half["pages"] == pytest.approx(2 * memory["pages"], abs=2)
 
 
+def test_inspect_says_that_loading_will_refuse_the_plan(here, tmp_path):
+    """After the table, which tells the names that rules are written with."""
+    (tmp_path / "odd.yaml").write_text("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n")
+    words = "odd.yaml:1: model.layers.0.self_attn.q_norm: Qwen3MoeRMSNorm cannot be replaced by CpuLinear"
+    code, out, err = here("inspect", "demo", "--rules", "odd.yaml")
+    assert (code, err.count("\n")) == (2, 1) and words in err
+    assert "model.layers.*.mlp.experts" in out and "total" in out
+    code, out, err = here("inspect", "demo", "--rules", "odd.yaml", "--json")
+    assert code == 2 and words in err and words in json.loads(out)["refusal"]
+    assert json.loads(here("inspect", "demo", "--json")[1])["refusal"] is None
+
+
 def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
     monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
     code, out, _ = here("inspect", "demo")

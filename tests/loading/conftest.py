@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "diffllama": {"intermediate_size": 96},
     "xglm": {"ffn_dim": 96},
     "bart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+    "mbart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
     "exaone4": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED},
     "ministral": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 7, "layer_types": MIXED},
     "smollm3": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED, "pad_token_id": 0},
@@ -67,6 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 96},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "intermediate_size": 32, "head_dim": 16},
+    "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt2": {},
     "openai-gpt": {},
 }

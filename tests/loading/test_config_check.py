@@ -155,6 +155,11 @@ def test_a_window_that_no_layer_uses_may_be_anything(changed: Callable[..., Path
         ("deepseek_v2", {"sliding_window": 3}),
         ("deepseek_v2", {"rope_interleave": False}),
         ("deepseek_v2", {"head_dim": 64}),
+        pytest.param(
+            *("gpt_bigcode", {"num_key_value_heads": 2}),
+            marks=pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # transformers' own
+        ),
+        ("gpt2", {"num_key_value_heads": 2}),
     ],
 )
 def test_what_the_model_does_not_use_changes_nothing(
