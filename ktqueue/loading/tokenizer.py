@@ -67,8 +67,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
-        ids: list[int] = self._model.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return tokenizer_models.encode(self._model, text, add_special_tokens=add_special_tokens)
 
     def encode_request(self, request: GenerationRequest) -> list[int]:
         """The prompt's token ids: messages through the chat template, text, or the ids given.

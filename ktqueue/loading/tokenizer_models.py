@@ -1,5 +1,6 @@
 """Builds runnable tokenizers (the door to the tokenizers library) from plain vocabulary data or a tokenizer.json."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def from_json(path: Path) -> Model:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def encode(model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of `text`. Other threads run meanwhile: `Tokenizer.encode` would hold the interpreter's lock for the
+    seconds that a text of megabytes takes, in which a worker neither steps nor beats."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text: a pool of threads is of no use, and of harm
+    ids: list[int] = model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def build(data: VocabularyData, source: str) -> Model:

@@ -3,6 +3,9 @@
 import json
 import lzma
 import shutil
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,35 @@ def test_bytes_rebuild_any_text() -> None:
     for text in ODD_TEXTS[4:6] + ODD_TEXTS[7:]:
         ids = tokenizer.encode(text)
         assert b"".join(tokenizer.token_bytes(i) for i in ids).decode() == text
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    """A worker must step and beat meanwhile. With such a switch interval a thread has its turn only where another one
+    gives the interpreter's lock away by itself."""
+    tokenizer = load_tokenizer("demo")
+    turns, over = 0, False
+    running = threading.Event()
+
+    def turn() -> None:
+        nonlocal turns
+        while not over:
+            running.set()
+            time.sleep(0)
+            turns += 1
+
+    thread = threading.Thread(target=turn)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        running.wait()
+        before = turns
+        tokenizer.encode("\N{LLAMA}" * 10_000)
+        assert turns > before
+    finally:
+        over = True
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_bytes_of_special_unused_and_unknown_ids(tiny_gguf: Path) -> None:
