@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
 
 OUTAGE_LEASES = 30  # a worker waits so many lease times for Redis to come back; the scripts bridge no longer gap
-MAX_EVENTS = 1_000  # in one script call; a longer commit is several
+MAX_EVENTS = 1_000  # in one script call, and decoded in one go; a longer commit is several
 MAILBOX_BYTES = 1 << 17  # a request that is handed over, and wake-ups
 
 
@@ -137,8 +137,9 @@ class Lease:
     async def _readable(self, jobs: Iterable[Sequence[Any]]) -> list[Claim]:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
-        for job_id, request, attempt, futile, deadline, rank, entries in jobs:
-            numbered = [(int(key.split(b"-")[0]), fields[1]) for key, fields in entries]
+        for place, (job_id, request, attempt, futile, deadline, rank, entries) in enumerate(jobs):
+            if place:
+                await asyncio.sleep(0)  # a beat may be due
             try:
                 claims.append(
                     Claim(
@@ -146,13 +147,13 @@ class Lease:
                         request=decode_request(request),
                         attempt=attempt,
                         futile=futile,
-                        events=[decode_event(seq, event) for seq, event in numbered],
+                        events=await _decoded(entries),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
                     )
                 )
             except KtqueueError as fault:
-                tail = numbered[-1][0] if numbered else 0
+                tail = _seq(entries[-1][0]) if entries else 0
                 last = TokenEvent(seq=tail + 1, state=JobState.FAILED, error=fault.info())
                 unreadable.append((job_id.decode(), last))
         if unreadable:
@@ -253,6 +254,21 @@ class Lease:
             raise LeaseLost(f"the lease of {self.id} has lapsed: {error}") from error
         except Refused as refused:  # a hole in a journal: the server has lost what it had acknowledged
             raise LeaseLost(f"the journal does not fit: {refused}") from refused
+
+
+async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
+    """A journal's entries as events, with breaths: those of many long journals take longer than a lease. Raises
+    CodecError."""
+    events: list[TokenEvent] = []
+    for start in range(0, len(entries), MAX_EVENTS):
+        if start:
+            await asyncio.sleep(0)
+        events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
+    return events
+
+
+def _seq(key: bytes) -> int:
+    return int(key.split(b"-")[0])
 
 
 def _end(event: TokenEvent) -> str:

@@ -1,7 +1,7 @@
 """What a client asks: a GenerationRequest with its SamplingParams. Immutable, valid once made."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 100  # either way
 
 _Slotted = TypeVar("_Slotted", "SamplingParams", "GenerationRequest")
@@ -40,6 +41,11 @@ def _number(param: str, value: Any, low: float, high: float, limit: str) -> None
 def _integer(param: str, value: Any, low: int, high: int, limit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refuse(param, value, limit)
+
+
+def are_token_ids(values: Collection[Any]) -> bool:
+    """Whether there are any, all plain integers from 0 to MAX_TOKEN_ID. Fast: a prompt may hold a million."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +160,9 @@ class GenerationRequest:
         if self.prompt_token_ids is not None:
             if not isinstance(self.prompt_token_ids, tuple) or not self.prompt_token_ids:
                 raise _refuse("prompt_token_ids", self.prompt_token_ids, "a list of at least one token id")
-            for token_id in self.prompt_token_ids:
-                _integer("prompt_token_ids", token_id, 0, 2**31 - 1, "a list of token ids")
+            if not are_token_ids(self.prompt_token_ids):
+                for token_id in self.prompt_token_ids:
+                    _integer("prompt_token_ids", token_id, 0, MAX_TOKEN_ID, "a list of token ids")
         if not isinstance(self.sampling, SamplingParams):
             raise _refuse("sampling", self.sampling, "SamplingParams")
         try:

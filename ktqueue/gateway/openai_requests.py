@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest
+from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
 from ktqueue.gateway.openai_errors import must_be, parse
 from ktqueue.gateway.openai_fields import MAX_ID, CommonFields, FreeObject
 from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
@@ -20,7 +20,7 @@ Prompt = str | list[int]
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one <= MAX_ID for one in value)
+    return isinstance(value, list) and are_token_ids(value)
 
 
 def _prompt(value: Any) -> Any:

@@ -1,10 +1,13 @@
 """What a worker is given: rows, not jobs; interactive jobs beyond the free rows."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.core.codec import decode_event
+from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import JobClass, SamplingParams
 
 
@@ -69,3 +72,35 @@ async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(broker,
         assert wire.lost == 1
         assert ids(await lease.claim(0, 3)) == names[3:]
         await lease.close()
+
+
+async def test_long_journals_are_decoded_with_breaths(broker, card, make_request, monkeypatch):
+    """Those of a dead worker's jobs may take longer than a lease, which must be renewed meanwhile."""
+    lease = await Lease.register(broker, card)
+    for job_id in ("a", "b", "c"):
+        await broker.jobs.submit(make_request(), job_id=job_id)
+    await lease.claim(3)
+    events = [TokenEvent(seq=seq, token_ids=(1,), text="x") for seq in range(1, 1_501)]
+    await lease.commit([(job_id, event) for job_id in ("a", "b", "c") for event in events])
+    await lease.release(["a", "b", "c"])
+    turns = 0
+    decoded: Counter[int] = Counter()
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def decode(seq: int, data: bytes) -> TokenEvent:
+        decoded[turns] += 1
+        return decode_event(seq, data)
+
+    monkeypatch.setattr("ktqueue.broker.lease.decode_event", decode)
+    turning = asyncio.create_task(turn())
+    claims = await lease.claim(3)
+    turning.cancel()
+    assert [(claim.job_id, claim.events) for claim in claims] == [(job_id, events) for job_id in ("a", "b", "c")]
+    assert max(decoded.values()) <= 1_000
+    assert len(decoded) == 6
+    await lease.close()
