@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,19 @@ class RecordFile:
                 yield value
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line at once; the disk has it within a second or so."""
+        """Write one line at once, whole or not at all; the disk has it within a second or so. Raises OSError."""
         data = memoryview(dumps(record) + b"\n")
-        while data:
-            data = data[os.write(self._handle, data) :]
-        now = time.monotonic()
-        if now - self._synced > SYNC_SECONDS:
-            os.fdatasync(self._handle)
-            self._synced = now
+        before = os.fstat(self._handle).st_size
+        try:
+            while data:
+                data = data[os.write(self._handle, data) :]
+            now = time.monotonic()
+            if now - self._synced > SYNC_SECONDS:
+                os.fdatasync(self._handle)
+                self._synced = now
+        except OSError as error:  # the disk is full: others may append before the run has ended
+            os.ftruncate(self._handle, before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def clear(self) -> None:
         """Forget every line."""
@@ -99,13 +105,39 @@ class RecordFile:
             os.write(self._handle, b"\n")
 
 
+@dataclass(frozen=True, slots=True)
+class OutputPaths:
+    """Where a batch writes: answers, failures, the run's name, and a draft of that."""
+
+    answers: Path
+    failures: Path
+    run: Path
+    draft: Path
+
+    @classmethod
+    def of(cls, path: Path) -> "OutputPaths":
+        """The files of the output `path`."""
+        return cls(
+            answers=path,
+            failures=path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}"),
+            run=path.with_name(f"{path.name}.run"),
+            draft=path.with_name(f"{path.name}.run.new"),
+        )
+
+    def check_spare(self, source: Path) -> None:
+        """Raises BatchFault where one of them is the input: it would be lost."""
+        for path in (self.answers, self.failures, self.run, self.draft):
+            if path.exists() and path.samefile(source):
+                raise BatchFault(f"{path}: is the input, and would be written to: choose another output")
+
+
 class BatchOutput:
     """The files of one batch. `answered` and `failed` count what they hold, of earlier runs too."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
         """Open the files and read which custom_ids they hold. Raises BatchFault, OSError."""
-        self._run_path = path.with_name(path.name + ".run")
-        self.error_path = path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}")
+        self._paths = OutputPaths.of(path)
+        self.error_path = self._paths.failures
         self._answers = RecordFile(path, mend=not overwrite)
         try:
             self._errors = RecordFile(self.error_path, mend=not overwrite)
@@ -143,38 +175,39 @@ class BatchOutput:
 
     def answer(self, record: dict[str, Any]) -> None:
         """Add an answer, once for each custom_id."""
-        if self.ids.add(record["custom_id"]):
+        if record["custom_id"] not in self.ids:
             self._answers.append(record)
+            self.ids.add(record["custom_id"])
             self.answered += 1
 
     def fail(self, record: dict[str, Any]) -> None:
         """Add a failure, once for each custom_id."""
-        if self.ids.add(record["custom_id"]):
+        if record["custom_id"] not in self.ids:
             self._errors.append(record)
+            self.ids.add(record["custom_id"])
             self.failed += 1
 
     def close(self, *, finished: bool) -> None:
         """Close the files. A finished batch needs its run's name no more."""
         if finished:
-            self._run_path.unlink(missing_ok=True)
+            self._paths.run.unlink(missing_ok=True)
         self._answers.close()
         self._errors.close(remove_if_empty=True)
 
     def _known_run(self) -> str | None:
         """The name of the run that was interrupted here."""
         try:
-            return str(loads(self._run_path.read_bytes())["run"])
+            return str(loads(self._paths.run.read_bytes())["run"])
         except FileNotFoundError:
             return None
         except (CodecError, TypeError, KeyError) as error:
-            raise BatchFault(f"{self._run_path}: not a batch run's name (delete it to start anew)") from error
+            raise BatchFault(f"{self._paths.run}: not a batch run's name (delete it to start anew)") from error
 
     def _fresh_run(self) -> str:
         run = secrets.token_hex(RUN_NAME_BYTES)
-        draft = self._run_path.with_name(self._run_path.name + ".new")
-        with draft.open("wb") as file:
+        with self._paths.draft.open("wb") as file:
             file.write(dumps({"run": run}))
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(self._run_path)
+        self._paths.draft.replace(self._paths.run)
         return run

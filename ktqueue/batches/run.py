@@ -14,7 +14,9 @@ from ktqueue.batches.input import BatchLine
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.work import Work, failed, failure_record, work_id
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import (
+    IdempotencyConflict,
     InvalidRequest,
     JobNotFound,
     JournalRegressed,
@@ -34,6 +36,8 @@ MAX_ATTEMPTS = 3  # a job whose journal is gone is run again so often
 LEAST_WINDOW, LARGEST_WINDOW = 16, 1024
 KEPT_DELAYS = 10_000
 SKIPS_PER_BREATH = 1_000
+
+Told = tuple[float, list[TokenEvent]]  # of one job: when it was made (Unix seconds), and all that it told
 
 
 async def window_for(broker: Broker) -> int:
@@ -111,7 +115,8 @@ class BatchRun:
         try:
             await self._answer(line)
         except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
-            self._output.fail(failure_record(work_id(line, self._output.run), line.custom_id, error.info()))
+            name = work_id(line, self._output.run, self._model)
+            self._output.fail(failure_record(name, line.custom_id, error.info()))
         finally:
             self.statistics.in_flight -= 1
             self._window.release()
@@ -119,7 +124,9 @@ class BatchRun:
     async def _answer(self, line: BatchLine) -> None:
         work = Work(line, self._output.run, model=self._model, job_class=self._job_class)
         jobs = [self._job(work, place, request) for place, request in enumerate(work.requests)]
-        results = await asyncio.gather(*jobs)
+        # All are waited for: where one is refused, the others are in the queue all the same, and in the window.
+        ends = await asyncio.gather(*jobs, return_exceptions=True)
+        results = [_told(end) for end in ends]
         for _, journal in results:
             fault = failed(journal[-1])
             if fault is not None:
@@ -128,13 +135,13 @@ class BatchRun:
         events = [(place, event) for place, (_, journal) in enumerate(results) for event in journal]
         self._output.answer(work.answer(events, created=int(results[0][0])))
 
-    async def _job(self, work: Work, place: int, request: GenerationRequest) -> tuple[float, list[TokenEvent]]:
+    async def _job(self, work: Work, place: int, request: GenerationRequest) -> Told:
         """Run one job to its end: when it was made, and all its events."""
         for attempt in range(MAX_ATTEMPTS):
             job_id = work.job_id(place, attempt)
             began = time.monotonic()
-            created = await self._submit(request, job_id)
             try:
+                created = await self._submit(request, job_id)
                 events = await self._follow(job_id, began)
             except (JobNotFound, JournalRegressed):  # it ended so long ago, or Redis lost it
                 continue
@@ -146,7 +153,7 @@ class BatchRun:
         pause = FIRST_PAUSE
         while True:
             try:
-                record = await self._broker.jobs.submit(request, job_id=job_id)
+                record = await self._record(request, job_id)
             except QueueFull as error:
                 await asyncio.sleep(error.retry_after or pause)
             except Unavailable:
@@ -160,6 +167,12 @@ class BatchRun:
                 return record.created_at
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    async def _record(self, request: GenerationRequest, job_id: str) -> JobRecord:
+        try:
+            return await self._broker.jobs.submit(request, job_id=job_id)
+        except IdempotencyConflict:  # an earlier try submitted it in another class: its answer is the same
+            return await self._broker.jobs.get(job_id)
+
     async def _follow(self, job_id: str, began: float) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         async for event in self._broker.journal.follow(job_id):
@@ -169,3 +182,9 @@ class BatchRun:
                 self.statistics.tokens += len(event.token_ids)
             events.append(event)
         return events
+
+
+def _told(end: Told | BaseException) -> Told:
+    if isinstance(end, BaseException):
+        raise end
+    return end

@@ -29,9 +29,9 @@ class Work:
     def __init__(self, line: BatchLine, run: str, *, model: str | None, job_class: JobClass) -> None:
         """`run` names the batch run, `model` stands in for the line's own. Raises InvalidRequest."""
         self.custom_id = line.custom_id
-        self.id = work_id(line, run)
+        self.id = work_id(line, run, model)
         self._chat = line.url == CHAT_URL
-        body = {**line.body, "model": model} if model is not None else line.body
+        body = _body(line, model)
         asked = (parse_chat(body).request(),) if self._chat else parse_completion(body).requests()
         self.requests: tuple[GenerationRequest, ...] = tuple(replace(one, job_class=job_class) for one in asked)
 
@@ -50,10 +50,14 @@ class Work:
         return record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
 
 
-def work_id(line: BatchLine, run: str) -> str:
-    """A line's name in its run; another body under the same custom_id has another name."""
-    digest = blake2b(dumps([line.custom_id, line.url, line.body]), digest_size=8)
+def work_id(line: BatchLine, run: str, model: str | None) -> str:
+    """A line's name in its run; another body, or model, under the same custom_id has another name."""
+    digest = blake2b(dumps([line.custom_id, line.url, _body(line, model)]), digest_size=8)
     return f"batch-{run}-{digest.hexdigest()}"
+
+
+def _body(line: BatchLine, model: str | None) -> dict[str, Any]:
+    return line.body if model is None else {**line.body, "model": model}
 
 
 def record(name: str, custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:

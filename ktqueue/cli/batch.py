@@ -79,8 +79,6 @@ def run(
     """
     if not source.is_file():
         raise UsageFault(f"{source}: no such file")
-    if target.exists() and target.samefile(source):
-        raise UsageFault(f"{target}: is the input")
     job = BatchJob(
         source=source,
         target=target,
@@ -97,7 +95,7 @@ def run(
         _show(summary)
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    if summary.failed:
+    if summary.failed or summary.answered < summary.total:  # fewer where the input became shorter meanwhile
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -106,9 +104,10 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     import asyncio
 
     from ktqueue.batches.input import survey
-    from ktqueue.batches.output import BatchOutput
+    from ktqueue.batches.output import BatchOutput, OutputPaths
     from ktqueue.cli.batch_session import session
 
+    OutputPaths.of(job.target).check_spare(job.source)
     found = survey(job.source, model=job.model)
     output = BatchOutput(job.target, overwrite=job.overwrite, retry_failed=job.retry_failed)
     try:

@@ -1,6 +1,7 @@
 """Input and output files of a batch: faults by line, torn ends, exactly one record a custom_id."""
 
 import json
+import resource
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from ktqueue.batches.faults import BatchFault
 from ktqueue.batches.id_set import IdSet
-from ktqueue.batches.input import LineFault, read_lines, survey
-from ktqueue.batches.output import BatchOutput, RecordFile
+from ktqueue.batches.input import BatchLine, LineFault, read_lines, survey
+from ktqueue.batches.output import BatchOutput, OutputPaths, RecordFile
+from ktqueue.batches.work import work_id
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
 
@@ -143,6 +145,42 @@ def test_each_custom_id_has_one_record(tmp_path):
     assert again.run != output.run
     again.close(finished=False)
     assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_a_record_for_which_the_disk_has_no_room_is_not_written_at_all(tmp_path):
+    path = tmp_path / "out.jsonl"
+    output = BatchOutput(path)
+    output.answer({"custom_id": "a"})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"out\.jsonl"):
+            output.answer({"custom_id": "b", "response": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (output.answered, len(output.ids)) == (1, 1)
+    output.answer({"custom_id": "c"})  # of a line that had ended already
+    output.close(finished=False)
+    again = BatchOutput(path)
+    assert (again.answered, again.run) == (2, output.run)
+    assert "b" not in again.ids
+    again.close(finished=False)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl", "out.jsonl.run", "out.jsonl.run.new"])
+def test_no_output_may_be_the_input(tmp_path, name):
+    source = tmp_path / "in.jsonl"
+    source.write_text(_line())
+    paths = OutputPaths.of(tmp_path / "out.jsonl")
+    paths.check_spare(source)
+    (tmp_path / name).symlink_to(source)
+    with pytest.raises(BatchFault, match=name.replace(".", r"\.") + ": is the input"):
+        paths.check_spare(source)
+
+
+def test_a_line_has_another_name_for_another_model():
+    line = BatchLine(1, "a", "/v1/chat/completions", {"model": "demo", "messages": []})
+    assert work_id(line, "run", None) == work_id(line, "run", "demo") != work_id(line, "run", "other")
 
 
 @pytest.mark.parametrize("text", ["dear diary\n", "dear diary", '{"custom_id":"a"}\ndear diary', "[1]\n"])

@@ -138,6 +138,34 @@ def test_ctrl_c_waits_for_the_lines_in_flight(ktqueue, start, stack, tmp_path):
     assert len({record["custom_id"] for record in _records(output)}) == len(_records(output)) == 24
 
 
+def test_what_was_begun_in_another_class_is_found_again(ktqueue, start, stack, tmp_path):
+    source = _write(tmp_path / "in.jsonl", 24, tokens=40)
+    output = tmp_path / "out.jsonl"
+    process = start("batch", "run", source, "-o", output, "--max-concurrency", 4, *stack.flags, cwd=tmp_path)
+    while not output.exists() or not output.stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    run = json.loads((tmp_path / "out.jsonl.run").read_text())["run"]
+    with output.open("wb"):
+        pass  # as if no answer had come yet: all are found in Redis
+    done = ktqueue("batch", "run", source, "-o", output, "--class", "interactive", *stack.flags)
+    assert done.returncode == 0, done.stderr
+    assert len(_records(output)) == 24
+    assert len(_jobs(ktqueue, stack, run)) == 30
+
+
+def test_the_input_is_never_taken_for_an_output(ktqueue, stack, tmp_path):
+    source = _write(tmp_path / "out.errors.jsonl", 2, tokens=4)
+    text = source.read_text()
+    done = ktqueue("batch", "run", source, "-o", "out.jsonl", "--overwrite", *stack.flags)
+    assert done.returncode == 2
+    assert "out.errors.jsonl: is the input" in done.stderr
+    assert source.read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["out.errors.jsonl"]
+
+
 def test_a_second_ctrl_c_leaves_at_once(ktqueue, start, stack, tmp_path):
     source = _write(tmp_path / "in.jsonl", 8, tokens=1500, ignore_eos=True)
     process = start("batch", "run", source, "-o", "out.jsonl", *stack.flags, cwd=tmp_path)

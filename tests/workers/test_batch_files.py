@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from ktqueue.batches.faults import OutputLocked
+from ktqueue.batches.input import BatchLine
 from ktqueue.batches.output import BatchOutput
+from ktqueue.batches.run import BatchRun
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, ControlConfig
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.events import JobState
 from workers.arq_worker import Retry
 from workers.control import Control
 
@@ -139,6 +142,16 @@ async def test_retention_removes_what_is_old(broker: Broker, config: Config, fol
     assert await control._files.purge({}) == 3
     await control.leave()
     assert files(folder) == sorted([*names[:4], "out/new.jsonl"])
+
+
+async def test_a_line_that_failed_leaves_no_prompt_behind(broker: Broker, start_worker: Any, tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": ["x" * 4000, "The tale"], "max_tokens": 60, "ignore_eos": True}
+    output = BatchOutput(tmp_path / "out.jsonl")
+    async with await Broker.open(replace(broker.config, max_request_bytes=2000)) as narrow, start_worker():
+        await BatchRun(narrow, output, window=1).run([BatchLine(1, "a", "/v1/completions", body)])
+        states = [job.state for job in await broker.jobs.list()]
+    assert (output.failed, states) == (1, [JobState.DONE])
+    output.close(finished=True)
 
 
 async def test_the_clock_starts_chores_once(broker: Broker, config: Config, folder: Path) -> None:
