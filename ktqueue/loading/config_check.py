@@ -94,6 +94,19 @@ def check_config(config: Any, source: str) -> None:
         _check_groups(config, source)
 
 
+def longest_context(config: Any) -> int:
+    """Tokens that a sequence of the model may have, so that what is computed of one does not depend on the others of a
+    step. Where rotary embeddings have divisors or scales of their own for long sequences (longrope), transformers takes
+    these for all that are computed together with a long one: then only short ones are served.
+    """
+    most = int(config.max_position_embeddings)
+    for rope in _rope_parameters({"rope_parameters": getattr(config, "rope_parameters", None)}):
+        differ = any(rope.get(f"short_{what}") != rope.get(f"long_{what}") for what in ("factor", "mscale"))
+        if differ and rope.get("rope_type") not in (None, "default"):
+            most = min(most, int(rope["original_max_position_embeddings"]))
+    return most
+
+
 def _check_window(config: Any, source: str) -> None:
     """Of attention that looks back only so far: in the layers of layer_types that say so, in all where there are no
     kinds of layers."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
 from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
+from ktqueue.loading.config_check import longest_context
 from ktqueue.loading.hollow import rehearse_hollow
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
@@ -35,7 +36,7 @@ _ATTEND_LATENTS = ("LatentAttention", "GpuDecoder")
 @dataclass(frozen=True, slots=True)
 class CardFacts:
     """What the model card says of the weights. `quantization`: the type that most expert bytes are stored in (of a
-    model without experts: most bytes)."""
+    model without experts: most bytes). `max_position_embeddings`: see longest_context."""
 
     architecture: str
     quantization: str
@@ -194,6 +195,11 @@ def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
     """A wrong layer count would build a skeleton of any size."""
     stated = getattr(config, "num_hidden_layers", None)
     found = len({match[1] for name in checkpoint.names() if (match := _LAYER.search(name))})
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint.path}: there are no tensors of layers named layers.N or h.N, as supported models have them; "
+            f"model_type is {config.model_type}"
+        )
     if not isinstance(stated, int) or stated > found:
         raise CheckpointError(
             f"{checkpoint.path}: num_hidden_layers is {stated!r}, there are tensors of {found} layers",
@@ -240,8 +246,8 @@ def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
         return CardFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             quantization=stored.most_common(1)[0][0],
-            max_position_embeddings=int(config.max_position_embeddings),
+            max_position_embeddings=longest_context(config),
             vocab_size=int(config.vocab_size),
         )
-    except (AttributeError, TypeError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{checkpoint.path}: the config is not complete: {error}") from error

@@ -22,7 +22,7 @@ def check(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises CheckpointError naming the tensors that are missing, surplus or wrongly shaped.
     """
     tied = tied_names(model)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    wanted = {name: _stored_shape(tensor) for name, tensor in model.state_dict().items() if name not in tied}
     present = set(checkpoint.names()) - tied.keys()  # a second copy of a tied tensor is never read
     problems = [
         *_listed("missing", sorted(wanted.keys() - present)),
@@ -78,6 +78,11 @@ def materialize(
     report.next()
 
 
+def _stored_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of checkpoints, where a number is a vector of one."""
+    return tuple(tensor.shape) or (1,)
+
+
 def _load(operator: Operator, weights: CheckpointWeights, checkpoint: Checkpoint) -> None:
     try:
         operator.load(weights)
@@ -118,10 +123,11 @@ def _fill(model: nn.Module, name: str, checkpoint: Checkpoint, source: str, devi
     module = model.get_submodule(parent)
     if leaf in module._parameters:
         kept = module.get_parameter(leaf)
-        value = checkpoint.dense(source, kept.dtype).to(device)
+        value = checkpoint.dense(source, kept.dtype).view(kept.shape).to(device)
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     else:
-        module._buffers[leaf] = checkpoint.dense(source, module.get_buffer(leaf).dtype).to(device)
+        buffer = module.get_buffer(leaf)
+        module._buffers[leaf] = checkpoint.dense(source, buffer.dtype).view(buffer.shape).to(device)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_header import map_file
+from ktqueue.loading.hub_names import to_modules
 from ktqueue.loading.quants import Bytes
 from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
@@ -20,7 +21,6 @@ MAX_HEADER = 100 << 20  # bytes; the format's own limit
 _TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_RENAMED = ((".block_sparse_moe.", ".mlp."),)  # Mixtral's hub names to transformers' modules
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 
@@ -31,12 +31,11 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     maps: list[Bytes] = []
     extra = _layers_that_predict_more(config)
+    renamed = to_modules(config)
     for file in _files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
-            name = tensor.name
-            for old, new in _RENAMED:
-                name = name.replace(old, new)
+            name = renamed(tensor.name)
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} is given twice")
             layer = _LAYER.match(name)

@@ -26,7 +26,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    step: StepContext,
+    step: StepContext | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -34,9 +34,11 @@ def paged_attention(
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] ->
     ([1, tokens, heads, head_dim], None). The mask is the step's own; `attention_mask` must be None.
-    Raises ValueError for a mask, for an option that changes scores (softcap, sinks), or for a step that
-    does not fit the cache.
+    Raises ValueError for a mask, for an option that changes scores (softcap, sinks), where there is no step, or for one
+    that does not fit the cache.
     """
+    if step is None:
+        raise ValueError(f"{type(module).__name__} is not given the step: the model does not pass it on")
     if attention_mask is not None:
         raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
     for name in ("softcap", "s_aux"):

@@ -232,3 +232,29 @@ def test_a_file_that_turns_part_of_a_head_is_refused(tiny: Path) -> None:
     assert config_from_metadata(family, metadata, "file")["head_dim"] == metadata[key] == 32
     with pytest.raises(CheckpointError, match=f"{key} must be the width of a head, 32, got 16"):
         config_from_metadata(family, {**metadata, key: 16}, "file")
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "context"),
+    [
+        ("phi3", {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 16),
+        ("phi3", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}, 256),
+        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}, 16),
+        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.3, "long_mscale": 1.3}, 256),
+    ],
+)
+def test_sequences_that_would_change_what_others_are(
+    model_type: str,
+    rope: dict[str, Any],
+    context: int,
+    make_model: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    """Rotary embeddings of transformers' are those of the longest sequence of a step: a longer one is not served."""
+    folder = make_model(model_type, rope_parameters={**LONG, **rope})
+    model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
+    assert model.card_facts.max_position_embeddings == context
+    assert_equals_transformers(model, folder, range(3, 3 + min(context, 40)))

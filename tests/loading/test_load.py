@@ -140,6 +140,35 @@ def test_a_mistral_with_layers_of_several_kinds_is_a_ministral(
     assert_equals_transformers(load_model(str(copy)), folder)
 
 
+@pytest.mark.parametrize("model_type", ["granitemoe", "phimoe", "ernie4_5_moe", "exaone_moe", "hy_v3", "gpt_neox"])
+def test_files_whose_names_are_not_those_of_modules(
+    model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """As on the hub, whose names transformers writes, too."""
+    folder = make_model(model_type)
+    assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
+
+
+def test_parameters_that_are_single_numbers(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """Apertus learns those of its activation."""
+    folder = make_model("apertus")
+    assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("bert", "no tensors of layers named layers.N or h.N, .*; model_type is bert"),
+        ("stablelm", "StableLmAttention is not given the step: the model does not pass it on"),
+    ],
+)
+def test_models_that_are_built_in_other_ways(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        load_model(str(make_model(model_type)))
+
+
 def test_a_model_whose_layers_have_a_short_name(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
