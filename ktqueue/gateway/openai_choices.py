@@ -53,8 +53,10 @@ class Choice:
         """Take one event of this choice."""
         if event.text:
             self._text.append(event.text)
+        left = len(event.logprobs) if event.finish_reason is not None else 0
         for position in event.logprobs:
-            token = self._decoder.decode(position.chosen.token_bytes)
+            left -= 1  # the last token of all takes on what half a character became at its end
+            token = self._decoder.decode(position.chosen.token_bytes, final=left == 0)
             self._positions.append(Position(token, self._offset, position))
             self._offset += len(token)
         if event.finish_reason is not None:

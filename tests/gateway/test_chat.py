@@ -95,6 +95,21 @@ async def test_text_held_back_makes_no_empty_chunk(worker, stream, tools, confor
     assert [len(one["top_logprobs"]) for one in positions] == [2] * 4
 
 
+async def test_half_a_character_at_the_end_is_in_the_logprobs_too(http, worker, tools):
+    async def cut(claim):
+        yield {"token_ids": (1,), "logprobs": (tools.logprob(b"a\xe2"),), "text": "a"}
+        yield {
+            "token_ids": (2,), "logprobs": (tools.logprob(b"\x82"),), "text": "\ufffd",
+            "finish_reason": FinishReason.LENGTH,
+        }  # fmt: skip
+        yield tools.ended(claim)
+
+    worker.script = cut
+    choice = (await http.post(PATH, json={**BODY, "logprobs": True})).json()["choices"][0]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["a", "\ufffd"]
+    assert choice["message"]["content"] == "a\ufffd"
+
+
 async def test_logprobs_of_a_whole_answer(http, worker, conforms):
     body = (await http.post(PATH, json={**BODY, "logprobs": True, "top_logprobs": 2})).json()
     conforms(body, "CreateChatCompletionResponse")
