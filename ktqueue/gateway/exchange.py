@@ -70,7 +70,7 @@ async def submit(
     except BaseException as error:
         gateway.abandon(record.id for record in records)
         if isinstance(error, KtqueueError):
-            gateway.metrics.failures.labels(generations[0].model, error.info().code).inc()
+            gateway.metrics.failed(generations[0].model, error.info().code)
         raise
     return records
 

@@ -9,7 +9,7 @@ from typing import Any
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
-from ktqueue.core.errors import KtqueueError, RateLimitExceeded, TenantLimitReached, Unavailable
+from ktqueue.core.errors import KtqueueError, QueueFull, RateLimitExceeded, TenantLimitReached, Unavailable
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.auth import Keys, Tenant
 from ktqueue.gateway.faults import ShuttingDown
@@ -58,6 +58,10 @@ class Gateway:
         except (TenantLimitReached, RateLimitExceeded) as error:
             self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
             raise
+        except QueueFull:
+            self.metrics.serves(generation.model)  # only a known model has a queue
+            raise
+        self.metrics.serves(generation.model)
         if record.standing is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record

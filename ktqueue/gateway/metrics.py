@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+OTHER = "other"  # in place of a name that no worker serves
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -44,7 +45,8 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self.failures = Counter(
+        self._served: set[str] = set()
+        self._failures = Counter(
             "ktqueue:request_failure",
             "Requests that ended in an error.",
             ["model_name", "code"],
@@ -66,6 +68,14 @@ class Metrics:
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "From submission to the last event.", LATENCY)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
+
+    def serves(self, model: str) -> None:
+        """A worker serves this model, or did a while ago: its name is no invention of a client."""
+        self._served.add(model)
+
+    def failed(self, model: str, code: str) -> None:
+        """A request ended in an error. Names that clients made up share one series, or there would be ever more."""
+        self._failures.labels(model if model in self._served else OTHER, code).inc()
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"ktqueue:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self._registry)

@@ -45,4 +45,4 @@ class Stopwatch:
         """The request ends in an error."""
         if self._metrics is None:
             return
-        self._metrics.failures.labels(self._model, error.info().code).inc()
+        self._metrics.failed(self._model, error.info().code)

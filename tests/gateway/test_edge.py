@@ -124,6 +124,17 @@ async def test_metrics(http, worker):
     assert "_created" not in text
 
 
+async def test_names_that_clients_make_up_are_one_series(http, worker):
+    assert (await http.post(CHAT, json=BODY)).status_code == 200
+    for model in ("made-up", "up-made"):
+        assert (await http.post(CHAT, json={**BODY, "model": model})).status_code == 404
+    assert (await http.post(CHAT, json={**BODY, "user": "x" * 5_000_000})).status_code == 413
+    text = (await http.get("/metrics")).text
+    assert 'ktqueue:request_failure_total{code="model_not_found",model_name="other"} 2.0' in text
+    assert 'ktqueue:request_failure_total{code="request_too_large",model_name="tale"} 1.0' in text
+    assert "made-up" not in text
+
+
 async def test_without_redis_the_gateway_says_so(http, worker, monkeypatch):
     from ktqueue.core.errors import Unavailable
 
