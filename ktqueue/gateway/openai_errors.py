@@ -14,6 +14,11 @@ from ktqueue.core.errors import InvalidRequest
 Body = TypeVar("Body", bound=BaseModel)
 SHOWN = 80  # characters of a value that an error repeats
 
+
+def _number(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:.15g}"  # six digits would name another limit
+
+
 _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "missing": lambda _: "present",
     "string_type": lambda _: "a string",
@@ -25,10 +30,10 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "list_type": lambda _: "a list",
     "dict_type": lambda _: "an object",
     "model_type": lambda _: "an object",
-    "greater_than": lambda ctx: f"greater than {ctx['gt']:g}",
-    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
-    "less_than": lambda ctx: f"less than {ctx['lt']:g}",
-    "less_than_equal": lambda ctx: f"at most {ctx['le']:g}",
+    "greater_than": lambda ctx: f"greater than {_number(ctx['gt'])}",
+    "greater_than_equal": lambda ctx: f"at least {_number(ctx['ge'])}",
+    "less_than": lambda ctx: f"less than {_number(ctx['lt'])}",
+    "less_than_equal": lambda ctx: f"at most {_number(ctx['le'])}",
     "too_short": lambda ctx: f"a list of at least {ctx['min_length']} entries",
     "too_long": lambda ctx: f"at most {ctx['max_length']} entries",
     "string_too_short": lambda ctx: f"at least {ctx['min_length']} characters",

@@ -23,6 +23,7 @@ from ktqueue.gateway.faults import UnsupportedParameter
 from ktqueue.gateway.openai_errors import must_be
 
 MAX_ID = 2**31 - 1
+MAX_DIGITS = 20  # of a token id: Python itself refuses to read thousands
 MAX_DEPTH = 32  # levels of lists and objects inside a free-form field
 MAX_METADATA = 16
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -46,7 +47,7 @@ def _logit_bias(value: Any) -> Any:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise must_be(f"an object of at most {MAX_LOGIT_BIAS} token ids", value)
     for key, bias in value.items():
-        if not key.isdecimal() or int(key) > MAX_ID:
+        if not key.isdecimal() or len(key) > MAX_DIGITS or int(key) > MAX_ID:
             raise must_be("an object whose keys are token ids, strings are not supported", key)
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise must_be("an object whose values are numbers from -100 to 100", bias)

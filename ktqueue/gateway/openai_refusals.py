@@ -48,7 +48,16 @@ _REFUSED: Mapping[str, tuple[Neutral, str]] = {
     "json_schema": (_absent, "output cannot be constrained"),
     "regex": (_absent, "output cannot be constrained"),
     "ebnf": (_absent, "output cannot be constrained"),
+    "structural_tag": (_absent, "output cannot be constrained"),
     "bad_words": (_absent, "use logit_bias"),
+    "allowed_token_ids": (_absent, "use logit_bias"),
+    "logits_processors": (_absent, "use logit_bias"),
+    "include_stop_str_in_output": (_absent, "the stop string is never in the text"),
+    "skip_special_tokens": (_is(True), "special tokens are never in the text"),
+    "return_token_ids": (_absent, "the events of /v1/jobs have them"),
+    "return_tokens_as_token_ids": (_absent, "the events of /v1/jobs have them"),
+    "chat_template": (_absent, "the model's own is used"),
+    "documents": (_absent, "give them in chat_template_kwargs"),
     "use_beam_search": (_absent, "there is no beam search"),
     "length_penalty": (_is(1, 1.0), "there is no beam search"),
     "truncate_prompt_tokens": (_absent, "prompts are not cut"),
@@ -60,10 +69,15 @@ _REFUSED: Mapping[str, tuple[Neutral, str]] = {
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter for the first field that asks for what we cannot do."""
+def refuse_unsupported(body: Mapping[str, Any], *, special_tokens: bool) -> None:
+    """Raises UnsupportedParameter for the first field that asks for what we cannot do.
+
+    `special_tokens`: whether the tokenizer adds its own to such a prompt; a chat template has them already.
+    """
+    always = f"it is always {str(special_tokens).lower()} here"
+    rules = {**_REFUSED, "add_special_tokens": (_is(special_tokens), always)}
     for name, value in body.items():
-        rule = _REFUSED.get(name)
+        rule = rules.get(name)
         if rule is None or value is None:
             continue
         neutral, advice = rule
@@ -86,4 +100,4 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 def refused_fields() -> tuple[str, ...]:
     """The names of all fields that may be refused, for the documentation."""
-    return (*sorted(_REFUSED), "best_of")
+    return (*sorted(_REFUSED), "add_special_tokens", "best_of")

@@ -124,11 +124,11 @@ class ChatBody(CommonFields):
 
 def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     """A validated chat body. Raises InvalidRequest."""
-    refuse_unsupported(body)
+    refuse_unsupported(body, special_tokens=False)
     return parse(ChatBody, dict(body))
 
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
     """A validated completion body. Raises InvalidRequest."""
-    refuse_unsupported(body)
+    refuse_unsupported(body, special_tokens=True)
     return parse(CompletionBody, dict(body))

@@ -57,6 +57,7 @@ WRONG_CHAT = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"logit_bias": {"the": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": []}, "logit_bias"),
     ({"seed": 2**70}, "seed"),
     ({"seed": "x"}, "seed"),
@@ -92,6 +93,13 @@ WRONG_CHAT = [
     ({"guided_json": {"a": 1}}, "guided_json"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"continue_final_message": True}, "continue_final_message"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"return_token_ids": True}, "return_token_ids"),
 ]
 
 
@@ -104,6 +112,7 @@ async def test_wrong_chat_fields(http, worker, conforms):
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
         assert param.split(".")[-1] in error["message"]
+        assert "Value error" not in error["message"]  # Python's words, not ours
         assert "limit" in error
         assert len(response.content) < 1000
     assert (await http.post(CHAT, json=BODY)).status_code == 200
@@ -128,6 +137,7 @@ WRONG_COMPLETION = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"add_special_tokens": False}, "add_special_tokens"),
 ]
 
 
@@ -136,6 +146,23 @@ async def test_wrong_completion_fields(http, worker):
         response = await http.post(COMPLETE, json={"model": "tale", "prompt": "x", **change})
         assert response.status_code == 400, change
         assert response.json()["error"]["param"] == param
+
+
+async def test_limits_are_told_exactly(http, worker):
+    for change, words in (
+        ({"seed": 2**63}, f"at most {2**63 - 1}, got {2**63}"),
+        ({"top_k": 2**31}, f"at most {2**31 - 1}, got"),
+        ({"temperature": 3}, "at most 2, got 3"),
+        ({"expires_in": 1e9}, "at most 31622400, got"),
+    ):
+        assert words in (await http.post(CHAT, json={**BODY, **change})).json()["error"]["message"]
+
+
+async def test_what_is_so_anyway_may_be_asked_for(http, worker):
+    asked = {"skip_special_tokens": True, "allowed_token_ids": None, "include_stop_str_in_output": False}
+    assert (await http.post(CHAT, json={**BODY, **asked, "add_special_tokens": False})).status_code == 200
+    complete = {"model": "tale", "prompt": "x", **asked, "add_special_tokens": True}
+    assert (await http.post(COMPLETE, json=complete)).status_code == 200
 
 
 async def test_missing_fields(http, worker):
