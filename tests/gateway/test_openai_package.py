@@ -210,10 +210,11 @@ def test_error_classes(client, model, stack):
     with pytest.raises(openai.UnprocessableEntityError):
         create(max_completion_tokens=1, seed=2, extra_headers=headers)
     with pytest.raises(openai.InternalServerError) as late:
-        create(max_completion_tokens=200, n=8, extra_body={"expires_in": 0.05, "ignore_eos": True})
+        create(max_completion_tokens=200, n=32, extra_body={"expires_in": 0.05, "ignore_eos": True})
     assert late.value.status_code == 504
     with pytest.raises(openai.APIError, match="deadline"):
-        for _ in create(max_completion_tokens=240, n=16, stream=True, extra_body={"expires_in": 1, "ignore_eos": True}):
+        late_body = {"expires_in": 0.3, "ignore_eos": True}
+        for _ in create(max_completion_tokens=240, n=32, stream=True, extra_body=late_body):
             pass
     assert create(max_completion_tokens=2).choices[0].message.content
 
