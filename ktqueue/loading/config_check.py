@@ -78,6 +78,11 @@ def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
 
 def check_config(config: Any, source: str) -> None:
     """What the numbers of a transformers config have to do with each other. Raises CheckpointError."""
+    if getattr(config, "num_hidden_layers", None) is None and (text := getattr(config, "text_config", None)):
+        raise CheckpointError(
+            f"{source}: a {config.model_type} is made of several models, which is not supported; its {text.model_type} "
+            f"alone may be"
+        )
     if apart := getattr(config, "per_layer_attributes", None):  # which the config as a whole then does not tell
         raise CheckpointError(
             f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(apart))} is not supported"

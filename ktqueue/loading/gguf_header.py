@@ -22,6 +22,7 @@ MAX_DIMENSIONS = 4
 MAX_NAME = 64 << 10  # bytes; keys and tensor names are far shorter in practice
 DEFAULT_ALIGNMENT = 32
 
+_POINTER = b"version https://git-lfs"  # what a repository has in the place of a large file
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 
@@ -53,6 +54,8 @@ def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise CheckpointError(f"{path}: the file is empty")
+            if file.read(len(_POINTER)) == _POINTER:
+                raise CheckpointError(f"{path}: a pointer of Git LFS, not the file itself: git lfs pull fetches that")
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error

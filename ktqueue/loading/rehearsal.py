@@ -1,4 +1,4 @@
-"""Two tokens through a model that runs by transformers' modules: what they cannot do with attention and operators of
+"""Three tokens through a model that runs by transformers' modules: what they cannot do with attention and operators of
 ours is found before anything is served, not by the first request."""
 
 from collections import Counter
@@ -10,7 +10,8 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
-_TOKEN, _POSITION = 1, 1
+_TOKENS, _POSITIONS = (1, 2, 1), (1, 0, 1)
+_SAME = (0, 2)  # of these rows the numbers must be the same
 _NEAR = {torch.float32: 1e-3}  # of the largest number; of the other types
 _NEAR_HALF = 3e-2
 
@@ -31,34 +32,38 @@ class _Tally:
             raise ValueError(f"a query has {query.shape[2]} dimensions, a key of the cache {kv.layout.head_dim}")
         self.layers[layer] += 1
         keys, values = kv.keys[layer][:, 0], kv.values[layer][:, 0]  # a page is a token's
-        self.differs |= not all(_alike(states) for states in (query, keys, values))
+        self.differs |= not all(_alike(states[[*_SAME]]) for states in (query, keys, values))
         return values.repeat_interleave(query.shape[1] // kv.layout.kv_heads, dim=1).to(query.dtype)
 
 
 def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
-    """Run a step of two rows over a cache of `layout`, on the device of the module's first parameter: the same token at
-    the same position in two sequences.
+    """Run a step of three rows over a cache of `layout`, on the device of the module's first parameter: the same token
+    at the same position in two sequences, and between them another. The logits of the two are asked for.
 
     Raises CheckpointError where that fails; where a layer does not attend just once: it would keep something else
-    between steps, or nothing, or leave in the cache what it had attended to first; and where the rows do not come out
-    the same: the model counts positions for itself, or lets one sequence see another.
+    between steps, or nothing, or leave in the cache what it had attended to first; and where the two rows do not come
+    out the same: the model counts positions for itself, or lets one sequence see another.
     """
     name, device = type(module).__name__, next(module.parameters()).device
-    token, position = (torch.full((1, 2), one, device=device) for one in (_TOKEN, _POSITION))
-    rows = torch.arange(2, device=device)
+    tokens, positions = (torch.tensor([one], device=device) for one in (_TOKENS, _POSITIONS))
+    rows = torch.arange(len(_TOKENS), device=device)
+    same = torch.tensor(_SAME, device=device)
     tally = _Tally()
     step = StepContext(
-        torch.arange(3, dtype=torch.int32, device=device),
-        torch.ones(2, dtype=torch.int32, device=device),
+        torch.arange(len(_TOKENS) + 1, dtype=torch.int32, device=device),
+        torch.ones(len(_TOKENS), dtype=torch.int32, device=device),
         rows[:, None].to(torch.int32),
         rows,
-        KVCache(layout, 2, str(device)),
+        KVCache(layout, len(_TOKENS), str(device)),
         attention=tally,
     )
     try:
         with torch.inference_mode():
-            out = module(input_ids=token, position_ids=position, use_cache=False, logits_to_keep=rows, step=step)
-            tally.differs |= not _alike(out.logits[0])
+            out = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=same, step=step)
+            logits = out.logits[0]
+            if len(logits) != len(same):
+                raise ValueError(f"{len(same)} rows of logits are asked for, it gives {len(logits)}")
+            tally.differs |= not _alike(logits)
     except Exception as error:  # a model is a program: it can fail in any way
         raise CheckpointError(f"{source}: {name} cannot be run: {type(error).__name__}: {error}") from error
     for layer in range(layout.layers):

@@ -98,11 +98,13 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredT
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
-        good = whole and min(shape, default=1) > 0 and isinstance(kind, str)
+        good = whole and min(shape, default=1) >= 0 and isinstance(kind, str)
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
+    if min(shape, default=1) == 0:
+        raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
     tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
     if tensor.data.size != end - begin:
         raise CheckpointError(
@@ -120,11 +122,14 @@ def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, St
         module, _, part = name.rpartition(".")
         if match := _EXPERT.fullmatch(name):
             parts = single.setdefault(match["module"], {"gate": {}, "up": {}, "down": {}})
-            parts[_PARTS[match["part"]]][int(match["index"])] = tensor
+            if (twin := parts[_PARTS[match["part"]]].setdefault(int(match["index"]), tensor)) is not tensor:
+                raise CheckpointError(f"{folder}: tensors {twin.name!r} and {name!r} are the same of one expert")
         elif module.endswith(".experts") and part in (GATE_UP, DOWN):
             fused.setdefault(module, {})[part] = tensor
         else:
             dense[name] = tensor
+    if both := sorted(single.keys() & fused.keys()):
+        raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and all in one")
     experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
     experts.update({module: _from_fused(folder, module, parts) for module, parts in fused.items()})
     return dense, experts

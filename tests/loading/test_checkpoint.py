@@ -156,6 +156,7 @@ def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> Non
         ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "12 bytes stored, its shape needs 16"),
         ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "truncated or corrupt"),
         ({"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}, "corrupt header entry"),
+        ({"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}, r"has an empty dimension: \[0, 4\]"),
         ({"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}, "corrupt header entry"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [-1 << 70, 16]}, "needs bytes|corrupt"),
         ({"shape": [4]}, "corrupt header entry"),
@@ -190,6 +191,31 @@ def test_missing_experts_are_named(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts: no up weights for experts \[5\]"):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("experts.03.gate_proj.weight", r"experts.0?3.gate_proj.*experts.0?3.gate_proj.* are the same of one expert"),
+        ("experts.down_proj", "layers.1.mlp.experts has its weights twice, expert by expert and all in one"),
+    ],
+)
+def test_experts_that_are_given_twice_are_named(name: str, words: str, tiny: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    weights[f"model.layers.1.mlp.{name}"] = torch.zeros(32, 64)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_pointers_of_git_lfs_are_named(name: str, tiny: Path, tmp_path: Path) -> None:
+    """What is there after a clone without it."""
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (file := tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:5f\nsize 23\n")
+    with pytest.raises(CheckpointError, match=f"{name}: a pointer of Git LFS, not the file itself"):
+        open_checkpoint(str(file if name.endswith("gguf") else tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

@@ -42,6 +42,7 @@ def test_a_module_whose_weights_are_read_is_left_as_it_is(
         ("diffllama", "layer 0 attends 2 times in a step"),
         ("bart", "depend on where it stands in a step"),
         ("mbart", "depend on where it stands in a step"),
+        ("whisper", "ValueError: 2 rows of logits are asked for, it gives 3"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -89,7 +90,13 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
     assert made_up(160, 5120, 3072)[::16, ::64, ::64].unique().numel() > 400
 
 
-def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
+def test_several_models_in_one_are_refused() -> None:
+    words = "a gemma3 is made of several models, which is not supported; its gemma3_text alone may be"
+    with pytest.raises(CheckpointError, match=words):
+        build_config({"model_type": "gemma3"}, "folder")
+
+
+def test_layers_that_differ_are_refused() -> None:
     """Gemma 4's full layers have wider heads; a cache has one width."""
     with pytest.raises(CheckpointError, match="a gemma4_text whose layers differ in head_dim is not supported"):
         build_config({"model_type": "gemma4_text"}, "folder")
