@@ -1,6 +1,7 @@
 """A transformers model without weights (the door to transformers): config, module tree on the meta device, what
 it shares and what it computes for itself. Knows no file format and no rules."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,17 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
         raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)
+    _keep_in_float32(model, dtype)
     return model.eval().requires_grad_(False)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give tensors that the model wants in float32 that type, as transformers does when it loads one in another: what
+    corrects a router's scores, which in bfloat16 would choose other experts."""
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept)
 
 
 def _unknown(config: Config, error: KeyError, source: str) -> CheckpointError:

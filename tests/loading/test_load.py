@@ -284,6 +284,22 @@ def test_bfloat16(
     assert (got - expected).norm() / expected.norm() < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["exaone_moe", "hy_v3", "ernie4_5_moe", "deepseek_v3"])
+def test_what_a_model_keeps_in_float32(model_type: str, dtype: torch.dtype, make_model: Callable[..., Path]) -> None:
+    """Routers choose by scores that are corrected by little."""
+    folder = make_model(model_type)
+    kept = {}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    ours = load_model(str(folder), dtype=dtype).module.state_dict()
+    for name in ours.keys() & theirs.keys():
+        assert ours[name].dtype == theirs[name].dtype, name
+        if ours[name].dtype == torch.float32:
+            kept[name] = ours[name]
+            torch.testing.assert_close(ours[name], theirs[name], atol=0, rtol=0)
+    assert any("correction_bias" in name for name in kept)
+
+
 def test_nothing_is_left_on_meta_and_progress_counts_bytes(tiny_gguf: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     model = load_model(str(tiny_gguf), progress=lambda done, total, name: seen.append((done, total, name)))
