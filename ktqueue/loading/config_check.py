@@ -45,6 +45,8 @@ _POSITIVE_ROPE = (
 )
 _KINDS = ("full_attention", "sliding_attention")
 """Of layers: what attention of ours computes. The others see other keys, or keep another state between steps."""
+_CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
+"""Of any model: transformers' masks go by these."""
 MADE = "num_key_value_heads"
 """What GPTBigCode's config makes of another key, by which its model goes even where a file has this one too."""
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", MADE)
@@ -87,6 +89,9 @@ def check_config(config: Any, source: str) -> None:
         raise CheckpointError(
             f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(apart))} is not supported"
         )
+    for name, causal in _CAUSAL.items():
+        if bool(stated := getattr(config, name, causal)) is not causal:
+            raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if heads and kv_heads and config.model_type not in LATENT and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)

@@ -226,6 +226,18 @@ def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> No
         open_checkpoint(str(tmp_path))
 
 
+def test_one_file_goes_before_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As in transformers, where a model was saved twice into one folder."""
+    shutil.copytree(make_model("llama", shard="100KB"), tmp_path, dirs_exist_ok=True)
+    weights = safetensors.torch.load_file(make_model("llama") / "model.safetensors")
+    weights["model.norm.weight"] = torch.full((64,), 3.0)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    found = open_checkpoint(str(tmp_path)).dense("model.norm.weight", torch.float32)
+    torch.testing.assert_close(found, _state(tmp_path)["model.norm.weight"], atol=0, rtol=0)
+    assert found[0] == 3
+
+
 def test_index_may_not_leave_the_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}

@@ -234,6 +234,22 @@ def test_a_file_that_turns_part_of_a_head_is_refused(tiny: Path) -> None:
         config_from_metadata(family, {**metadata, key: 16}, "file")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "value", "limit"),
+    [
+        ("llama", "is_causal", False, "True"),
+        ("qwen3_moe", "is_causal", None, "True"),
+        ("gemma", "use_bidirectional_attention", True, "False"),
+    ],
+)
+def test_models_that_look_ahead_are_refused(
+    model_type: str, name: str, value: object, limit: str, changed: Callable[..., Path]
+) -> None:
+    """Such as make embeddings of texts. transformers heeds the first of any model."""
+    with pytest.raises(CheckpointError, match=f"{name} must be {limit}, for attention to be causal, got {value}"):
+        load_model(str(changed(model_type, **{name: value})))
+
+
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
