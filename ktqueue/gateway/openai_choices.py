@@ -98,7 +98,7 @@ class Choices:
     def whole(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
         """Every choice from all events of all jobs, in the order of their indices."""
         given = {delta.index: delta for delta in self.absorb(events)}
-        return [given.get(one.index, Delta(one.index, True, "", (), FinishReason.STOP)) for one in self._choices]
+        return [given.get(one.index, Delta(one.index, True, "", (), None)) for one in self._choices]
 
     def usage(self) -> Usage:
         """Token counts over all jobs that have ended."""
