@@ -45,7 +45,7 @@ async def answer(
         )
     records = await submit(gateway, generations, key, tenant_of(request))
     if conversation is not None:
-        await begin_turn(gateway, tenant_of(request), conversation, Turn(records[0].id, include_usage))
+        await begin_turn(gateway, tenant_of(request), conversation, Turn(records[0].id, include_usage), key)
     exchange = Exchange(
         gateway,
         request,
@@ -61,26 +61,31 @@ async def answer(
 async def submit(
     gateway: Gateway, generations: Sequence[GenerationRequest], key: str | None, tenant: Tenant
 ) -> list[JobRecord]:
-    """Submit all jobs of a request, or none: when one is refused, those before it are cancelled."""
+    """Submit all jobs of a request, or none: when one is refused, those before it are cancelled.
+
+    With an idempotency key they stay: they may be those of an earlier request, and the next one will look for them.
+    """
     records: list[JobRecord] = []
     try:
         for place, generation in enumerate(generations):
             one = key if key is None or len(generations) == 1 else f"{key}#{place}"
             records.append(await gateway.submit(tenant, generation, idempotency_key=one))
     except BaseException as error:
-        gateway.abandon(record.id for record in records)
+        if key is None:
+            gateway.abandon(record.id for record in records)
         if isinstance(error, KtqueueError):
             gateway.metrics.failed(generations[0].model, error.info().code)
         raise
     return records
 
 
-async def begin_turn(gateway: Gateway, tenant: Tenant, conversation: str, turn: Turn) -> None:
+async def begin_turn(gateway: Gateway, tenant: Tenant, conversation: str, turn: Turn, key: str | None) -> None:
     """From now on the conversation's stream is this job's; the one before it, which nobody waits for, is cancelled."""
     try:
         former = await gateway.broker.conversations.begin(tenant.name, conversation, turn)
     except BaseException:
-        gateway.abandon([turn.job_id])
+        if key is None:
+            gateway.abandon([turn.job_id])
         raise
     if former is not None and former.job_id != turn.job_id:
         gateway.abandon([former.job_id])

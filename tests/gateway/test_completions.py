@@ -1,8 +1,10 @@
 """POST /v1/completions: prompts of all kinds, several jobs in one answer, logprobs."""
 
+import asyncio
 from collections import defaultdict
 from typing import Any
 
+import httpx
 import pytest
 
 from ktqueue.core.events import FinishReason, JobState
@@ -109,3 +111,26 @@ async def test_too_many_choices(http, worker):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "n"
     assert response.json()["error"]["limit"] == 128
+
+
+async def test_a_refused_request_stops_no_job_of_its_idempotency_key(serve_with, worker, broker, tools):
+    """The job of the first prompt is there already, and the first client waits for it."""
+    go_on = asyncio.Event()
+
+    async def wait(claim):
+        while not go_on.is_set():
+            yield 0.01
+        yield tools.token("x", finish_reason=FinishReason.STOP)
+        yield tools.ended(claim)
+
+    worker.script = wait
+    headers = {"idempotency-key": "k"}
+    async with serve_with() as (server, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+        first = asyncio.create_task(http.post(PATH, json={**BODY, "prompt": ["a", "b"]}, headers=headers))
+        await worker.claimed(2)
+        other = await http.post(PATH, json={**BODY, "prompt": ["a", "c"]}, headers=headers)
+        assert other.json()["error"]["code"] == "idempotency_conflict"
+        await server.config.app.state.gateway.settle()
+        assert not any(job.cancel_requested for job in await broker.jobs.list())
+        go_on.set()
+        assert (await first).status_code == 200
