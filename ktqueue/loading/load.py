@@ -18,7 +18,7 @@ from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
 from ktqueue.loading.rehearsal import rehearse
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
-from ktqueue.loading.skeleton import Config, build_config, build_skeleton
+from ktqueue.loading.skeleton import Config, build_config, build_skeleton, tied_names
 from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
 from ktqueue.operators import experts as _experts  # noqa: F401
@@ -158,8 +158,20 @@ def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config
     config = build_config(checkpoint.config(), checkpoint.path)
     _check_depth(config, checkpoint)
     skeleton = build_skeleton(config, dtype, checkpoint.path)
+    if _has_a_head_of_its_own(skeleton, checkpoint):
+        config.tie_word_embeddings = False
+        skeleton = build_skeleton(config, dtype, checkpoint.path)
+    for name in tied_names(skeleton).keys() & set(checkpoint.names()):  # a copy, which nobody reads
+        checkpoint.leave_out(name)
     check(skeleton, checkpoint)
     return config, skeleton
+
+
+def _has_a_head_of_its_own(skeleton: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Whether the file has a tensor twice, with other numbers, that the config says to be one: the file is right then,
+    as in transformers."""
+    tied, names = tied_names(skeleton), set(checkpoint.names())
+    return any({one, other} <= names and not checkpoint.alike(one, other) for one, other in tied.items())
 
 
 def _check_deferred(deferred: int, chosen: int) -> None:

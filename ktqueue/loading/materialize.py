@@ -23,7 +23,7 @@ def check(model: nn.Module, checkpoint: Checkpoint) -> None:
     """
     tied = tied_names(model)
     wanted = {name: _stored_shape(tensor) for name, tensor in model.state_dict().items() if name not in tied}
-    present = set(checkpoint.names()) - tied.keys()  # a second copy of a tied tensor is never read
+    present = set(checkpoint.names())
     problems = [
         *_listed("missing", sorted(wanted.keys() - present)),
         *_listed("surplus", sorted(present - wanted.keys())),

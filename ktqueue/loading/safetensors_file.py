@@ -42,8 +42,6 @@ def open_folder(folder: Path) -> StoredCheckpoint:
             if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
                 tensors[name] = tensor
     dense, experts = _group(folder, tensors)
-    if config.get("tie_word_embeddings"):
-        dense.pop("lm_head.weight", None)
     return StoredCheckpoint(str(folder), config, dense, experts, maps)
 
 

@@ -199,6 +199,21 @@ class StoredCheckpoint:
         except KeyError:
             raise CheckpointError(f"{self.path}: no expert weights for {module}") from None
 
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two tensors of the file hold the same numbers. Raises CheckpointError for an unknown name."""
+        one, two = self._tensor(name), self._tensor(other)
+        if (one.quant, one.shape) != (two.quant, two.shape):
+            return torch.equal(one.tensor(torch.float32), two.tensor(torch.float32))
+        starts = range(0, one.nbytes, CHUNK_ELEMENTS)
+        return all(
+            np.array_equal(one.data[at : at + CHUNK_ELEMENTS], two.data[at : at + CHUNK_ELEMENTS]) for at in starts
+        )
+
+    def leave_out(self, name: str) -> None:
+        """Take a tensor for one that the file does not have. Raises CheckpointError for an unknown name."""
+        self._tensor(name)
+        del self._tensors[name]
+
     def expert_modules(self) -> list[str]:
         """Names of the experts modules present."""
         return list(self._experts)

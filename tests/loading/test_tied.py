@@ -1,0 +1,65 @@
+"""Two tensors that a config says to be one, in a file that has both: as in transformers, the file is right."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ktqueue.loading.convert import convert
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
+
+EXACT = str(DEFAULT_RULES.with_name("exact.yaml"))
+EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
+
+
+@pytest.fixture
+def with_head(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """with_head(model_type, own, stored) -> a folder whose config says tied; the file has a head, of its own or not."""
+
+    def make(model_type: str, own: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+        source = make_model(model_type, tie_word_embeddings=True, **changes)
+        weights = safetensors.torch.load_file(source / "model.safetensors")
+        weights = {name: weight.to(dtype) for name, weight in weights.items()}
+        embedding = weights[EMBEDDINGS.get(model_type, "model.embed_tokens.weight")]
+        weights["lm_head.weight"] = (embedding.flip(0) if own else embedding).float().clone()
+        (folder := tmp_path / "model").mkdir()
+        safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((source / name).read_bytes())
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoe", "gpt2"])
+def test_a_head_of_its_own_is_used(
+    model_type: str, own: bool, with_head: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    folder = with_head(model_type, own, **({"num_key_value_heads": 4} if model_type == "gpt2" else {}))
+    (head,) = [row for row in inspect(str(folder)).rows if row.name == "lm_head"]
+    assert bool(head.file_bytes) is own
+    assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
+
+
+def test_a_copy_in_another_type_is_a_copy(with_head: Callable[..., Path]) -> None:
+    report = inspect(str(with_head("llama", own=False, dtype=torch.bfloat16)))
+    assert [row.file_bytes for row in report.rows if row.name == "lm_head"] == [0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_converted_model_has_the_head_that_its_folder_has(
+    own: bool, with_head: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = with_head("qwen3_moe", own)
+    convert(folder, tmp_path / "model.gguf", experts="f32", dense="f32")
+    model = load_model(str(tmp_path / "model.gguf"), rules=EXACT)
+    assert model.config.tie_word_embeddings is not own
+    assert_equals_transformers(model, folder)
