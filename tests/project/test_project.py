@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
         name = canonicalize_name(one.name)
         assert name in exact, f"{name} is not in constraints.txt"
         assert one.specifier.contains(exact[name]), f"{one} does not allow the pinned {exact[name]}"
+
+
+def test_what_is_said_to_need_no_extra_needs_none() -> None:
+    book = project()["project"]
+    extras = {name: book["optional-dependencies"][name] for name in ("gateway", "worker", "embedded", "arq", "gpu")}
+    optional = {Requirement(one).name for extra in extras.values() for one in extra}
+    optional -= {Requirement(one).name for one in book["dependencies"]}
+    called = {"pyyaml": "yaml", "flashinfer-python": "flashinfer"}
+    modules = {called.get(one, one.replace("-", "_")) for one in optional}
+    verbs = ("batch_session", "jobs", "submit", "top_session")
+    imports = ["import sys", "sys.modules.update(dict.fromkeys(sys.argv[1:]))", "import ktqueue.client"]
+    code = "\n".join([*imports, "import ktqueue.batches.run", *(f"import ktqueue.cli.{verb}" for verb in verbs)])
+    subprocess.run([sys.executable, "-c", code, *sorted(modules)], cwd=ROOT, check=True)
 
 
 def test_no_pin_names_a_local_build() -> None:
