@@ -18,7 +18,7 @@ from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
 from ktqueue.loading.rehearsal import rehearse
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
-from ktqueue.loading.skeleton import Config, build_config, build_skeleton, tied_names
+from ktqueue.loading.skeleton import Config, build_config, build_skeleton, passed_over, tied_names
 from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
 from ktqueue.operators import experts as _experts  # noqa: F401
@@ -161,7 +161,8 @@ def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config
     if _has_a_head_of_its_own(skeleton, checkpoint):
         config.tie_word_embeddings = False
         skeleton = build_skeleton(config, dtype, checkpoint.path)
-    for name in tied_names(skeleton).keys() & set(checkpoint.names()):  # a copy, which nobody reads
+    copies = tied_names(skeleton).keys() & set(checkpoint.names())
+    for name in (*copies, *passed_over(skeleton, checkpoint.names())):  # nobody reads them
         checkpoint.leave_out(name)
     check(skeleton, checkpoint)
     return config, skeleton

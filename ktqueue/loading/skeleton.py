@@ -2,7 +2,7 @@
 it shares and what it computes for itself. Knows no file format and no rules."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -148,6 +148,14 @@ def build_random(values: Mapping[str, Any]) -> nn.Module:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Parameters that are others under a second name: `{"lm_head.weight": "model.embed_tokens.weight"}`."""
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
+
+
+def passed_over(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of a file's names that transformers knows to have no place in the model: of layers that guess tokens ahead,
+    which it does not build."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    own = model.state_dict().keys()
+    return [name for name in names if name not in own and any(re.search(pattern, name) for pattern in patterns)]
 
 
 def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:

@@ -210,9 +210,10 @@ class StoredCheckpoint:
         )
 
     def leave_out(self, name: str) -> None:
-        """Take a tensor for one that the file does not have. Raises CheckpointError for an unknown name."""
-        self._tensor(name)
-        del self._tensors[name]
+        """Take a tensor for one that the file does not have; of experts all those of their module."""
+        if self._fused(name) is not None:
+            del self._experts[name.rpartition(".")[0]]
+        self._tensors.pop(name, None)
 
     def expert_modules(self) -> list[str]:
         """Names of the experts modules present."""

@@ -226,6 +226,22 @@ def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> No
         open_checkpoint(str(tmp_path))
 
 
+def test_layers_that_guess_ahead_are_passed_over(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """transformers has no modules for them, and knows their names."""
+    folder = make_model("exaone_moe")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    extra = {name.replace("model.", "mtp."): weights[name].clone() for name in weights if "layers.1." in name}
+    assert any(".experts." in name for name in extra)
+    safetensors.torch.save_file(weights | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_equals_transformers(load_model(str(tmp_path)), folder)
+    safetensors.torch.save_file(weights | {"mpt.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"surplus: mpt.weight"):
+        load_model(str(tmp_path))
+
+
 def test_one_file_goes_before_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """As in transformers, where a model was saved twice into one folder."""
     shutil.copytree(make_model("llama", shard="100KB"), tmp_path, dirs_exist_ok=True)
