@@ -352,4 +352,25 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (f"{CLOSED}::test_a_server_that_was_away_knows_of_no_connection",),
     ),
+    "a lease lost over long journals": Mutation(
+        "a live worker's jobs are its own, however long what it has to read",
+        "ktqueue/broker/lease.py",
+        "        if start:\n",
+        "        if False:\n",
+        ("tests/broker/test_claim.py::test_long_journals_are_decoded_with_breaths",),
+    ),
+    "a lease lost over a long prompt": Mutation(
+        "one request's fate never touches another's",
+        "ktqueue/loading/tokenizer_models.py",
+        "model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids",
+        "model.encode(text, add_special_tokens=add_special_tokens).ids",
+        ("tests/loading/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
+    ),
+    "a refusal that cancels": Mutation(
+        "only a client's own wish ends a job before its time",
+        "ktqueue/gateway/exchange.py",
+        "        if key is None:\n            gateway.abandon(record.id",
+        "        if True:\n            gateway.abandon(record.id",
+        ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),
+    ),
 }
