@@ -159,20 +159,20 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout) -> int:
     return num_pages
 
 
-def resolve_max_model_len(config: EngineConfig, trained: int, num_pages: int) -> int:
-    """The context in tokens: what is asked for, else as much as the model was trained for and the pages hold.
+def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) -> int:
+    """The context in tokens: what is asked for, else as much as the model can attend to and the pages hold.
 
     Raises ConfigError where the context asked for is longer than either.
     """
     capacity = num_pages * config.page_size
     asked = config.max_model_len
     if asked is None:
-        return min(trained, capacity)
-    if asked > trained:
+        return min(longest, capacity)
+    if asked > longest:
         raise ConfigError(
-            f"engine.max_model_len must be at most the {trained} tokens that the model was trained for, got {asked}",
+            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
             param="engine.max_model_len",
-            limit=trained,
+            limit=longest,
             value=asked,
         )
     if asked > capacity:
