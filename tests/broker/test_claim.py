@@ -10,6 +10,8 @@ from ktqueue.core.codec import decode_event
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import JobClass, SamplingParams
 
+MIB = 1 << 20
+
 
 def ids(claims):
     return [claim.job_id for claim in claims]
@@ -72,6 +74,22 @@ async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(broker,
         assert wire.lost == 1
         assert ids(await lease.claim(0, 3)) == names[3:]
         await lease.close()
+
+
+async def test_a_claim_ends_with_the_job_that_makes_it_heavy(broker, card, make_request):
+    """Redis writes the reply while all others wait. Either long prompts or what dead workers have said may be heavy."""
+    lease = await Lease.register(broker, card)
+    for job_id in ("a", "b", "c", "d"):
+        await broker.jobs.submit(make_request(prompt=3 * MIB * job_id), job_id=job_id)
+    assert ids(await lease.claim(8)) == ["a", "b", "c"]
+    assert ids(await lease.claim(5)) == ["d"]
+    events = [TokenEvent(seq=seq, token_ids=(1,), text="x") for seq in range(1, 17_001)]
+    await lease.commit([("d", event) for event in events])
+    await lease.release(["d"])
+    await broker.jobs.submit(make_request(), job_id="e")
+    assert ids(await lease.claim(5)) == ["d"]
+    assert ids(await lease.claim(4)) == ["e"]
+    await lease.close()
 
 
 async def test_long_journals_are_decoded_with_breaths(broker, card, make_request, monkeypatch):

@@ -285,6 +285,13 @@ MUTATIONS: dict[str, Mutation] = {
         "false",
         (f"{LEASE}::test_interactive_goes_first_but_batch_has_its_share",),
     ),
+    "a claim without end": Mutation(
+        "a claim's reply has a limit",
+        f"{SCRIPTS}/claim.lua",
+        " and weight < HEAVY",
+        "",
+        ("tests/broker/test_claim.py::test_a_claim_ends_with_the_job_that_makes_it_heavy",),
+    ),
     "a death is not told": Mutation(
         "a worker whose end its supervisor sees keeps its jobs no longer",
         "workers/burial.py",

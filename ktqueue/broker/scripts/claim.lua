@@ -9,12 +9,14 @@
 -- its rows are there.
 -- Among the first few of a class one that begins like a job that this worker has run goes first, and a job that came
 -- just now is left for a moment to a worker that has more of its prefix and rows for it.
+-- A claim ends with the job that makes its reply heavy: nobody else gets a word of Redis meanwhile. The next one has more.
 -- A worker that waits is parked: `submit` may give it one job as the answer to this claim, and tell it by its channel.
 -- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again, once
 -- there were some: those that `submit` gave too.
 local WINDOW = 16 -- waiting jobs of a class among which a warm one is sought
 local WORTH = 2000000 -- us of waiting that a warm prefix is worth: no job goes before one that came so much earlier
 local LEAVE = 20000 -- us for which a job is left to another worker
+local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply, and of an event, about
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local job_ttl, journal_ttl = ARGV[8], ARGV[9]
@@ -33,7 +35,7 @@ end
 if #taken == 0 then
   local interactive, batch = TAG .. 'queue:interactive:' .. field[1], TAG .. 'queue:batch:' .. field[1]
   local slots = tonumber(field[4])
-  local rows, late = 0, 0
+  local rows, late, weight = 0, 0, 0
   local knows = redis.call('EXISTS', warm) == 1
   local learnt = {}
   local lists, jobs, others = {}, {}, nil
@@ -88,7 +90,7 @@ if #taken == 0 then
     return best and list[best], list, best
   end
 
-  while rows < most and late < 256 do -- the reaper and the next claim find the other late ones
+  while rows < most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other late ones
     local queue = interactive
     local id, list, place = pick(interactive)
     if rows < free and (not id or slots % share == share - 1) then
@@ -115,6 +117,7 @@ if #taken == 0 then
       redis.call('HSET', running, id, tail)
       if tail > 0 then redis.call('HSET', job, 'from', tail) end
       taken[#taken + 1] = id
+      weight = weight + redis.call('HSTRLEN', job, 'request') + EVENT * tail
       list[place] = false
       for _, name in ipairs(look_up(id).names) do learnt[#learnt + 1] = name end
       if rows < free then slots = slots + 1 end
