@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.chaos_nemesis import Blow
 
 STAMPED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)")
-HEARD = ("workers", "ktqueue.broker")  # loggers
+HEARD = ("ktqueue.workers", "ktqueue.broker")  # loggers
 JOB = re.compile(r"\bjob-[0-9a-f]{24}\b")
 
 

@@ -25,8 +25,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from workers.child import Child
-from workers.supervise import Supervisor
+from ktqueue.workers.child import Child
+from ktqueue.workers.supervise import Supervisor
 
 CREWS = (1, 2, 4, 8)
 SUBMITTERS = 16

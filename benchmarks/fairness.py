@@ -27,7 +27,7 @@ from benchmarks.system import percentile
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from workers.supervise import Supervisor
+from ktqueue.workers.supervise import Supervisor
 
 INTERACTIVE_TOKENS = 32
 BATCH_TOKENS = 128

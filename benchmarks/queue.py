@@ -30,7 +30,7 @@ from benchmarks.results import RESULTS, write
 from benchmarks.system import percentile
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
-from workers.burial import bury
+from ktqueue.workers.burial import bury
 
 OURS = "ktqueue"
 DISTRIBUTIONS = {"streaq": ["streaq"], "saq": ["saq"], "taskiq": ["taskiq", "taskiq-redis"]}  # of each peer's Python

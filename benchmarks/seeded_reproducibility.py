@@ -17,7 +17,7 @@ from torch import nn
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from workers.startup import Built, build
+from ktqueue.workers.startup import Built, build
 
 PAGE_SIZE = 16
 LARGEST_BATCH = 512

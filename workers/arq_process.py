@@ -11,8 +11,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.server import running_url
 from ktqueue.core.config import Config, load_config
 from ktqueue.core.errors import ConfigError, Unavailable
-from workers.arq_worker import SteadyWorker
-from workers.exit_codes import DRAINED, UNUSABLE
+from ktqueue.workers.arq_worker import SteadyWorker
+from ktqueue.workers.exit_codes import DRAINED, UNUSABLE
 
 PAUSE = 0.5  # seconds between looks for a Redis that is away
 

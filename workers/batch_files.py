@@ -18,7 +18,7 @@ from ktqueue.batches.run import BatchRun, window_for
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import ControlConfig
 from ktqueue.core.errors import InvalidRequest, Unavailable
-from workers.arq_worker import Retry
+from ktqueue.workers.arq_worker import Retry
 
 MAX_RUNNING = 4  # batches of one process at once; webhooks need the other places
 LATER = 5.0  # seconds, where a batch cannot run now

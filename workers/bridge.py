@@ -1,7 +1,7 @@
 """The bridge: arq's `enqueue_job("generate", {...})` as a job of ours, its answer as arq's `Job.result()`.
 
 An arq job submits ours under its own id and waits for its end; it computes nothing. So it may die, be run again or be
-run twice: whoever runs it finds the job that is there. Also a module to execute (`python -m workers.bridge`).
+run twice: whoever runs it finds the job that is there. Also a module to execute (`python -m ktqueue.workers.bridge`).
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.openai_jobs import parse_job
 from ktqueue.gateway.openai_replies import usage_json
-from workers.arq_process import execute, serve
-from workers.arq_worker import SteadyWorker
+from ktqueue.workers.arq_process import execute, serve
+from ktqueue.workers.arq_worker import SteadyWorker
 
 MAX_ATTEMPTS = 3  # a job whose journal is gone before its end was seen is run again so often
 PAUSE = 0.5  # seconds, where a refusal does not say when to come back

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktqueue.core.errors import KtqueueError
-from workers.process import Launch, Process
+from ktqueue.workers.process import Launch, Process
 
 FIRST_PAUSE = 0.25  # seconds before the second quick restart; the first is at once, later pauses double
 LONGEST_PAUSE = 10.0  # unless said otherwise

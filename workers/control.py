@@ -2,7 +2,7 @@
 
 Chores: `webhook JOB` calls one, `batches` finds batch files, `batch FILE` runs one, `retention` removes old files.
 
-Also a module to execute (`python -m workers.control`).
+Also a module to execute (`python -m ktqueue.workers.control`).
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import JobNotFound, JournalRegressed
-from workers.arq_process import execute, serve
-from workers.arq_worker import CronJob, Function, Retry, SteadyWorker, by_clock
-from workers.batch_files import BatchFiles
-from workers.crontab import parse_entry
-from workers.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
+from ktqueue.workers.arq_process import execute, serve
+from ktqueue.workers.arq_worker import CronJob, Function, Retry, SteadyWorker, by_clock
+from ktqueue.workers.batch_files import BatchFiles
+from ktqueue.workers.crontab import parse_entry
+from ktqueue.workers.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
 
 MAX_CHORES = 32  # at once
 LOOK_SECONDS = 0.5  # between looks for ended jobs

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
-from workers.admission import reason_for
-from workers.heartbeat import EngineStalled, StepClock
-from workers.running import RunningJob
+from ktqueue.workers.admission import reason_for
+from ktqueue.workers.heartbeat import EngineStalled, StepClock
+from ktqueue.workers.running import RunningJob
 
 STATS_SECONDS = 0.25  # figures older than this are taken anew at the end of a turn
 

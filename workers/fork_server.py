@@ -2,7 +2,7 @@
 
 So a worker that died is back in a fraction of a second whatever the size of its model, and the workers of a machine
 share one copy of the weights. For models on the CPU alone: what a device holds cannot be forked.
-A module to execute (`python -m workers.fork_server`) by workers/forks.py; settings come from the environment.
+A module to execute (`python -m ktqueue.workers.fork_server`) by workers/forks.py; settings come from the environment.
 
 Over the socket that is its standard input, JSON lines: {"log": path} asks for a worker that writes there and is
 answered by {"pid": id}; {"ended": id, "code": return code} tells of its end. Workers die with this process, and this
@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ktqueue.core.config import load_config
-from workers.exit_codes import BROKEN, DRAINED
-from workers.process import die_with
-from workers.run import conclude, leave, log_to_stderr, serve
-from workers.startup import build, set_threads
+from ktqueue.workers.exit_codes import BROKEN, DRAINED
+from ktqueue.workers.process import die_with
+from ktqueue.workers.run import conclude, leave, log_to_stderr, serve
+from ktqueue.workers.startup import build, set_threads
 
 
 class ForkServer:

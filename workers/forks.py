@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.process import Command, Process
+from ktqueue.workers.process import Command, Process
 
-COMMAND = [sys.executable, "-m", "workers.fork_server"]
+COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.fork_server"]
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.tokenizer import Tokenizer
-from workers.admission import Tokeniser
-from workers.engine_thread import EngineThread
-from workers.incarnation import Incarnation
+from ktqueue.workers.admission import Tokeniser
+from ktqueue.workers.engine_thread import EngineThread
+from ktqueue.workers.incarnation import Incarnation
 
 RETRY_SECONDS = 0.25
 

@@ -33,7 +33,7 @@ from ktqueue.operators.gpu.handoff_memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
 from ktqueue.operators.gpu.streamer import AREAS
 from ktqueue.operators.kv_cache import KVLayout
-from workers.largest_step import largest_batch
+from ktqueue.workers.largest_step import largest_batch
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
 from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass
-from workers.admission import Refused, Tokeniser
-from workers.engine_thread import EngineThread
-from workers.heartbeat import Heartbeat
-from workers.outbox import Outbox
-from workers.rates import Rates
-from workers.running import RunningJob
+from ktqueue.workers.admission import Refused, Tokeniser
+from ktqueue.workers.engine_thread import EngineThread
+from ktqueue.workers.heartbeat import Heartbeat
+from ktqueue.workers.outbox import Outbox
+from ktqueue.workers.rates import Rates
+from ktqueue.workers.running import RunningJob
 
 STANDING_SECONDS = 10.0  # a batch job that has had no row for so long goes back: another worker may have one
 IDLE_SECONDS = 0.5  # a lost wake-up costs no more than this

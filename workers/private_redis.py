@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.errors import Unavailable
-from workers.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
+from ktqueue.workers.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
 
 POLL_SECONDS = 0.1
 

@@ -1,6 +1,6 @@
 """The generation worker as a process: signals, logging and exit codes around GenerationWorker.
 
-Also a module to execute (`python -m workers.run`): then the settings come from the environment alone.
+Also a module to execute (`python -m ktqueue.workers.run`): then the settings come from the environment alone.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ import uvloop
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, load_config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
-from workers.exit_codes import BROKEN, DRAINED, UNUSABLE
-from workers.generation import GenerationWorker
-from workers.startup import Built, Progress, build
-from workers.watchdog import watch
+from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
+from ktqueue.workers.generation import GenerationWorker
+from ktqueue.workers.startup import Built, Progress, build
+from ktqueue.workers.watchdog import watch
 
 SWITCH_SECONDS = 0.001  # how long the engine's thread may keep the event loop from running
 WATCH_STALLS = 2  # the heartbeat sees a step that hangs after one

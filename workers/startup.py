@@ -24,8 +24,8 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.attention import BackendName
 from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
-from workers.gpu import CudaMemory, log_memory, prepare_gpu
-from workers.largest_step import run_on_host
+from ktqueue.workers.gpu import CudaMemory, log_memory, prepare_gpu
+from ktqueue.workers.largest_step import run_on_host
 
 Progress = Callable[[int, int, str], None]
 CHOICES = {

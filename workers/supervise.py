@@ -23,12 +23,12 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
-from workers.burial import bury
-from workers.child import Child, ProcessFailed
-from workers.exit_codes import UNUSABLE
-from workers.forks import Forks
-from workers.private_redis import PrivateRedis
-from workers.process import Command, Launch
+from ktqueue.workers.burial import bury
+from ktqueue.workers.child import Child, ProcessFailed
+from ktqueue.workers.exit_codes import UNUSABLE
+from ktqueue.workers.forks import Forks
+from ktqueue.workers.private_redis import PrivateRedis
+from ktqueue.workers.process import Command, Launch
 
 GATEWAY_START_SECONDS = 30.0
 WORKER_START_SECONDS = 1_800.0  # a large model takes its time to load
@@ -37,16 +37,17 @@ POLL_SECONDS = 0.05
 # Of a forked worker, in seconds: it serves after a tenth of one. Whoever waits for its rows waits for its pauses too.
 QUICK_FORK_DEATH, LONGEST_FORK_PAUSE = 2.0, 0.5
 
-WORKER_COMMAND = [sys.executable, "-m", "workers.run"]
+WORKER_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.run"]
 GATEWAY_COMMAND = [
     sys.executable,
+    "-P",
     "-c",
     "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
     "serve(load_config(environment=os.environ))",
 ]
 
-BRIDGE_COMMAND = [sys.executable, "-m", "workers.bridge"]
-CONTROL_COMMAND = [sys.executable, "-m", "workers.control"]
+BRIDGE_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.bridge"]
+CONTROL_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.control"]
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ async def _demo(config: Config) -> bool:
     from ktqueue.cli.batch import BatchJob
     from ktqueue.cli.batch_session import session
     from ktqueue.cli.up import Waiting, served_models
-    from workers.supervise import Supervisor
+    from ktqueue.workers.supervise import Supervisor
 
     console = results()
     began = time.monotonic()

@@ -34,8 +34,8 @@ def inspect(
 ) -> None:
     """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
     from ktqueue.loading.inspect import inspect as examine
-    from workers.gpu import host_memory_before_loading, plan_before_loading
-    from workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
+    from ktqueue.workers.gpu import host_memory_before_loading, plan_before_loading
+    from ktqueue.workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
 
     config = settings(common, engine=engine).engine
     check_choices(config)

@@ -11,7 +11,7 @@ from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, se
 from ktqueue.core.config import BrokerConfig, Config
 
 if TYPE_CHECKING:
-    from workers.supervise import Supervisor
+    from ktqueue.workers.supervise import Supervisor
 
 STORY = "Tell me a story about a fox and a crow."
 
@@ -37,7 +37,7 @@ def up(
 
 
 async def _up(config: Config, workers: int) -> None:
-    from workers.supervise import Supervisor
+    from ktqueue.workers.supervise import Supervisor
 
     with Waiting() as waiting:
         supervisor = Supervisor(config, workers=workers, report=waiting.say)

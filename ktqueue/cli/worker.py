@@ -16,7 +16,7 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
     """Load a model and run jobs until told to stop; Ctrl-C drains, a second one leaves at once."""
     from ktqueue.cli.connection import ask
     from ktqueue.cli.progress import Bar
-    from workers.run import leave, run
+    from ktqueue.workers.run import leave, run
 
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away

@@ -15,7 +15,7 @@ import yaml
 from ktqueue.core.errors import RuleError
 
 KEEP = "default"  # the op that leaves a module as it is
-DEFAULT_RULES = Path(__file__).parents[2] / "rules" / "default.yaml"
+DEFAULT_RULES = Path(__file__).parents[1] / "rules" / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")

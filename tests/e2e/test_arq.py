@@ -25,7 +25,7 @@ from ktqueue.core.config import (
     GatewayConfig,
     WorkerConfig,
 )
-from workers.supervise import Supervisor
+from ktqueue.workers.supervise import Supervisor
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.fused import FEW_ROWS, add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
-from workers.gpu import sum_exactly
+from ktqueue.workers.gpu import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -22,8 +22,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, ControlConfig
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import JobState
-from workers.arq_worker import Retry
-from workers.control import Control
+from ktqueue.workers.arq_worker import Retry
+from ktqueue.workers.control import Control
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BridgeConfig, Config, config_environment
 from ktqueue.core.errors import Cancelled, InvalidRequest, KtqueueError, ModelNotFound
 from ktqueue.core.events import JobState
-from workers.bridge import Bridge
+from ktqueue.workers.bridge import Bridge
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
@@ -222,7 +222,7 @@ async def test_the_lock_of_a_running_job_is_short_and_renewed(client: Any, bridg
 async def test_no_slot_is_lost_where_jobs_cannot_be_started(
     client: Any, bridge: Bridge, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.arq_worker.AWAY_PAUSE", 0.01)
+    monkeypatch.setattr("ktqueue.workers.arq_worker.AWAY_PAUSE", 0.01)
     pool = await client()
     with redis.Redis.from_url(redis_url) as admin:
         admin.config_resetstat()
@@ -301,7 +301,7 @@ async def test_kill_9_of_the_bridge_in_mid_job_costs_nothing(
     environment = {**os.environ, **config_environment(replace(config, bridge=BridgeConfig(enabled=True)))}
 
     def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([sys.executable, "-m", "workers.bridge"], cwd=ROOT, env=environment)
+        return subprocess.Popen([sys.executable, "-m", "ktqueue.workers.bridge"], cwd=ROOT, env=environment)
 
     pool = await client()
     body = {**ENDLESS, "sampling": {"max_tokens": 200, "ignore_eos": True, "temperature": 0.0}}

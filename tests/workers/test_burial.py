@@ -11,7 +11,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.model_card import ModelCard
-from workers.burial import bury
+from ktqueue.workers.burial import bury
 
 CARD = ModelCard(
     name="tale", created=1, max_model_len=512, vocab_size=256, architecture="test", quantization="none", max_num_seqs=4

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workers import child as child_module
-from workers.child import Child, ProcessFailed
-from workers.process import Command
+from ktqueue.workers import child as child_module
+from ktqueue.workers.child import Child, ProcessFailed
+from ktqueue.workers.process import Command
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
@@ -104,8 +104,8 @@ async def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
     script.write_text(
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
-        "from workers.child import Child\n"
-        "from workers.process import Command\n"
+        "from ktqueue.workers.child import Child\n"
+        "from ktqueue.workers.process import Command\n"
         f"child = Child('thing', Command({SLEEPS!r}, os.environ), log_path=Path({str(tmp_path / 'log')!r}))\n"
         "async def main():\n"
         "    task = asyncio.create_task(child.run())\n"

@@ -11,7 +11,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from workers import incarnation
+from ktqueue.workers import incarnation
 
 ROWS, FLOOR = 8, 1  # of the conftest's engine
 

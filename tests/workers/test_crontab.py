@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import ConfigError
-from workers.crontab import parse_entry
+from ktqueue.workers.crontab import parse_entry
 
 CHORES = ("batches", "retention", "batch")
 EVERY = set(range(60))

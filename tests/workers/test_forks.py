@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from workers import child as child_module
-from workers.child import Child
-from workers.forks import Forks
+from ktqueue.workers import child as child_module
+from ktqueue.workers.child import Child
+from ktqueue.workers.forks import Forks
 
 ROOT = Path(child_module.__file__).parents[1]
 SERVER = """
 import os, signal, socket, sys, time
 from pathlib import Path
-from workers.fork_server import ForkServer
+from ktqueue.workers.fork_server import ForkServer
 
 made = os.getpid()
 

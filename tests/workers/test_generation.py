@@ -16,7 +16,7 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.operators.gpu.torch_attention import TorchPlanner
-from workers.heartbeat import EngineStalled
+from ktqueue.workers.heartbeat import EngineStalled
 
 STORY = "Once upon a time there was a king who"
 

@@ -16,7 +16,7 @@ from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.handoff_memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, Streaming
-from workers.gpu import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
+from ktqueue.workers.gpu import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 
 MIB = 1 << 20
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=100, gpu_expert_memory_bytes=5 * MIB)
@@ -99,7 +99,7 @@ def test_there_is_memory_for_halves_where_a_model_takes_turns(
     takes_turns: bool, overlap: str, graphs: int, demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1, 2 and 3 rows, and two of these in halves."""
-    monkeypatch.setattr("workers.gpu._can_be_captured", lambda model, planner: True)
+    monkeypatch.setattr("ktqueue.workers.gpu._can_be_captured", lambda model, planner: True)
     wrapped = Prepared(demo.module, lambda settings: setattr(wrapped, "takes_turns", takes_turns))
     config = replace(CONFIG, two_batch_overlap=overlap)
     gpu = prepare_gpu(replace(demo, module=wrapped), demo.kv_layout(16), config, MadeUpMemory())

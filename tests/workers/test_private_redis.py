@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ktqueue.broker.server import PrivateServer
-from workers.child import MAX_QUICK_DEATHS, ProcessFailed
-from workers.private_redis import PrivateRedis
+from ktqueue.workers.child import MAX_QUICK_DEATHS, ProcessFailed
+from ktqueue.workers.private_redis import PrivateRedis
 
 
 async def until(holds: Callable[[], bool]) -> None:

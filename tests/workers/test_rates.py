@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.rates import Rates
+from ktqueue.workers.rates import Rates
 
 
 def told(generation: float, prompt: float = 0.0) -> dict[str, float]:

@@ -11,7 +11,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
-from workers.startup import build, resolve_max_model_len, resolve_num_pages, served_name
+from ktqueue.workers.startup import build, resolve_max_model_len, resolve_num_pages, served_name
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
 
@@ -107,7 +107,7 @@ MEMORY_OF_STEPS = """
 import ctypes
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
-from workers.startup import build
+from ktqueue.workers.startup import build
 
 class Counts(ctypes.Structure):  # mallinfo2(3)
     _fields_ = [(name, ctypes.c_size_t) for name in (

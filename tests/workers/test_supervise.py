@@ -16,8 +16,8 @@ from ktqueue.core.config import (
 )
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.tenants import TenantConfig
-from workers.child import ProcessFailed
-from workers.supervise import Supervisor
+from ktqueue.workers.child import ProcessFailed
+from ktqueue.workers.supervise import Supervisor
 
 
 def test_settings_reach_a_child_through_its_environment() -> None:

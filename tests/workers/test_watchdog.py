@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from workers import watchdog
-from workers.exit_codes import BROKEN
+from ktqueue.workers import watchdog
+from ktqueue.workers.exit_codes import BROKEN
 
 ROOT = Path(watchdog.__file__).parents[1]
 PROCESS = """
 import asyncio, ctypes
-from workers.watchdog import watch
+from ktqueue.workers.watchdog import watch
 
 async def main():
     watching = asyncio.create_task(watch({seconds}))

@@ -28,8 +28,8 @@ from ktqueue.core.config import Config, ControlConfig, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.core.webhook import Webhook
-from workers.control import Control
-from workers.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
+from ktqueue.workers.control import Control
+from ktqueue.workers.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "whsec_" + base64.b64encode(b"a key of twenty-four bytes").decode()
@@ -204,7 +204,7 @@ async def test_kill_9_in_the_middle_of_a_call_and_it_is_called_again(
 ) -> None:
     def start() -> "subprocess.Popen[bytes]":
         environment = {**os.environ, **config_environment(config)}
-        return subprocess.Popen([sys.executable, "-m", "workers.control"], cwd=ROOT, env=environment)
+        return subprocess.Popen([sys.executable, "-m", "ktqueue.workers.control"], cwd=ROOT, env=environment)
 
     receiver.answers = [None, 200]
     await cancelled(broker, receiver)
