@@ -148,7 +148,7 @@ def main() -> None:
     points += [("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred]
     points += [
         ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
-        for memory in [*(count * GIB for count in gigabytes), whole]
+        for memory in ([*(count * GIB for count in gigabytes), whole] if gigabytes else [])
     ]
     result |= {"prefetch": [], "overlap": [], "deferred": [], "curve": []}
     for part, what, settings in points:

@@ -1,5 +1,6 @@
 """The tables of a GPU worker's engine, from results/gpu.json."""
 
+from statistics import median
 from typing import Any
 
 
@@ -152,3 +153,32 @@ def dense(result: dict[str, Any]) -> list[str]:
         told = " | ".join(f"{time:.2f} ms" for time in times)
         lines.append(f"| {one['dense']} | {one['dense_gb']:.2f} GB | {told} |")
     return lines
+
+
+def attention(result: dict[str, Any]) -> list[str]:
+    """The lines of the tables that compare the attention backends."""
+    facts, machine, figures = result["environment"], result["machine"], result["figures"]
+    columns = [f"{one['backend']}, {one['cache']}" for one in figures]
+    lines = [
+        "### Attention backends",
+        f"Microseconds of one layer of Qwen3-30B-A3B's shape (32 heads, 4 of keys, 128 wide); in brackets the GB/s of "
+        f"keys and values, or TFLOP/s. Decode is captured in a CUDA graph, but for torch. {facts['gpu']['name']}, "
+        f"torch {facts['packages']['torch']}, triton {facts['packages']['triton']}, FlashInfer "
+        f"{facts['packages']['flashinfer-python']}; commit {machine['commit']}, {machine['taken']}. "
+        f"`{result['command']}`",
+    ]
+    for part, sizes, rate in (("decode", ("rows", "keys"), "gb_s"), ("prefill", ("tokens",), "tflop_s")):
+        cells = [{tuple(row[size] for size in sizes): row for row in one[part]} for one in figures]
+        lines += ["", f"| {' | '.join([*sizes, *columns])} |", "|" + " ---: |" * (len(sizes) + len(columns))]
+        for key in cells[0]:
+            row = [f"{one[key]['layer_us']:.1f} ({one[key][rate]:.0f})" if key in one else "-" for one in cells]
+            lines.append(f"| {' | '.join([*map(str, key), *row])} |")
+    hosts = [
+        f"{column} {median(row['plan_us'] for row in one['decode']):.0f}"
+        for column, one in zip(columns, figures, strict=True)
+    ]
+    return [
+        *lines,
+        "",
+        f"Host's time for the plan of a decode step, median, in us: {'; '.join(hosts)}.",
+    ]

@@ -41,6 +41,7 @@ def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
             {
                 "gpu*": gpu_table.make,
                 "profile*": gpu_table.profile,
+                "attention*": gpu_table.attention,
                 "dense-*": gpu_table.dense,
                 "served-*": gpu_table.served,
                 "endurance-*": endurance_table.make,
