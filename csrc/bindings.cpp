@@ -108,6 +108,7 @@ NB_MODULE(_kernels, module) {
             return kernels_named(isa).tile_tokens[static_cast<size_t>(parse_quant(quant))];
         },
         nb::arg("quant"), nb::arg("isa"));
+    module.def("set_batch_invariant", &set_batch_invariant, nb::arg("on"));
     module.def("default_threads", &default_threads);
     module.def("threads", [] { return shared_pool()->threads(); });
     module.def("nodes", [] { return shared_pool()->nodes(); });

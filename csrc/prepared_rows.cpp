@@ -25,7 +25,7 @@ float tile_unit(float bound) {
 
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens, float unit) {
     const auto index = static_cast<size_t>(quant);
-    if (precision == Precision::Fast && kernels.tiles[index] && tokens >= kernels.tile_tokens[index]) {
+    if (precision == Precision::Fast && kernels.tiles[index] && tokens >= tile_threshold(kernels, quant)) {
         if (is_float(quant)) return {Kind::Narrow, {}, 0};
         if (unit > 0) return {Kind::Shuffled, {}, unit};
     }

@@ -61,6 +61,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     """
     _check(config)
     config = replace(config, threads=set_threads(config))
+    native.set_batch_invariant(not on_gpu(config) if config.batch_invariant is None else config.batch_invariant)
     dtype = compute_dtype(config)
     try:
         model = load_model(

@@ -98,6 +98,15 @@ class EngineFlags:
             "--pin-threads", say="Keep CPU threads on their cores: auto, on or off.", default="auto", panel="Engine"
         ),
     ] = None
+    batch_invariant: Annotated[
+        bool | None,
+        _option(
+            "--batch-invariant/--no-batch-invariant",
+            say="Compute a token alike in every batch; without it AMX reads prompts faster.",
+            default="on a CPU",
+            panel="Engine",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         _option("--max-model-len", say="Context in tokens.", default="the model's", metavar="N", panel="Engine"),

@@ -94,6 +94,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     threads: int | None = None
     pin_threads: str = "auto"  # auto | on | off
+    batch_invariant: bool | None = None  # a token's result is the same in every batch; None: on a CPU yes, on a GPU no
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int | None = None  # of one step; None: 512 on a CPU, 8,192 on a GPU

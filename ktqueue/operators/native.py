@@ -25,7 +25,7 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
 """Of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1)."""
 ActivationType = Literal["int8", "float32"]
 """How activations are held while they are multiplied: int8 with a scale for 32, or float32. For F32, F16 and BF16
-weights int8 means float32 too. On AMX it means bf16 where many rows share weights: see `tile_rows`."""
+weights int8 means float32 too. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
 
 
 def isa() -> str:
@@ -47,6 +47,15 @@ def tile_rows(quant: str, isa: str) -> int:
     Raises ValueError if the CPU has no such instruction set or the format is not one of QUANTS.
     """
     return int(_kernels.tile_rows(quant, isa))
+
+
+def set_batch_invariant(on: bool) -> None:
+    """Whether a token's result is the same bit for bit in every batch, for all kernels of this process.
+
+    Without it AMX tiles multiply where enough rows share weights: faster, rounded otherwise than for few rows. With it
+    quantised formats are multiplied without tiles and BF16 always with them.
+    """
+    _kernels.set_batch_invariant(on)
 
 
 def default_threads() -> int:

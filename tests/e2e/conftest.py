@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import json
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ import httpx
 import pytest
 
 from ktqueue.core.config import BridgeConfig, BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
-from ktqueue.operators import native
 from ktqueue.workers.supervise import Supervisor
 
 
@@ -112,15 +110,6 @@ class Stack:
 
 
 StartStack = Callable[..., AbstractAsyncContextManager[Stack]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def batch_invariant_kernels() -> Iterator[None]:
-    """Keep AMX tiles out: with them a token may change by rounding with its batch, so runs could not be compared."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "KTQUEUE_ISA" not in os.environ and native.isas()[-1] == "amx":
-            patch.setenv("KTQUEUE_ISA", "avx512")
-        yield
 
 
 @pytest.fixture(scope="session")
