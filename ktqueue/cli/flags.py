@@ -65,7 +65,7 @@ class EngineFlags:
         _option(
             "--model",
             "-m",
-            say="A .gguf file, a Hugging Face folder, or demo (built in).",
+            say="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo (built in).",
             default=_ENGINE.model,
             metavar="MODEL",
             panel="Engine",
