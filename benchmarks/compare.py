@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import machine, peer
 from benchmarks.footprint import of_file
-from ktqueue.loading.checkpoint import resolve
+from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer import load_tokenizer
 
 PROMPTS = (

@@ -3,6 +3,7 @@
 Everything that can be wrong with the settings is found here, before the worker takes a job. Knows no Redis.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention import BackendName
@@ -38,6 +40,8 @@ CHOICES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_SPIN_MICROSECONDS = 2000
+log = logging.getLogger(__name__)
+
 SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
 
 
@@ -60,6 +64,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     tensor at fault.
     """
     _check(config)
+    config = on_this_machine(config, log.info)
     config = replace(config, threads=set_threads(config))
     native.set_batch_invariant(not on_gpu(config) if config.batch_invariant is None else config.batch_invariant)
     dtype = compute_dtype(config)

@@ -10,6 +10,7 @@ import typer
 from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.failures import UsageFault
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.model import with_model
 
 if TYPE_CHECKING:
     from ktqueue.bench.engine import Decode, Prefill
@@ -56,7 +57,7 @@ def engine(
     from ktqueue.workers.startup import build
 
     row_counts, lengths = _numbers("--rows", rows, 1), [n for n in _numbers("--prefill", prefill, 0) if n]
-    given = settings(common, engine=engine).engine
+    given = with_model(settings(common, engine=engine)).engine
     config = _sized(given, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
     with Bar("loading", in_bytes=True) as bar:

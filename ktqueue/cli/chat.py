@@ -12,9 +12,11 @@ import typer
 from ktqueue.cli.console import results, write
 from ktqueue.cli.failures import ExitCode, UsageFault, line
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.model import with_model
 from ktqueue.cli.requests import SamplingFlags
 from ktqueue.cli.wrapped import Wrapped
 from ktqueue.core.errors import KtqueueError
+from ktqueue.core.hub_model import served_name
 from ktqueue.core.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ def _talker(config: "Config", model: str | None, *, local: bool, base_url: str |
     from ktqueue.cli import talkers
 
     if local:
-        return talkers.local_talker(config.engine)
+        return talkers.local_talker(with_model(config).engine)
+    model = served_name(model) if model else None
     if base_url is not None:
         return talkers.HttpTalker(base_url, model, api_key)
     from ktqueue.cli.connection import client, only_model

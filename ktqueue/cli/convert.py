@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.model import say
+from ktqueue.core.config import EngineConfig
 from ktqueue.core.units import format_bytes
 
 
@@ -26,8 +28,9 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hugging Face folder with config.json and safetensors; or synthetic:SHAPE:QUANT, such as "
-            "synthetic:qwen3-30b-a3b:q4_k_m: random weights in that shape, to measure with.",
+            help="Hugging Face folder with config.json and safetensors; hf:OWNER/NAME to download one; or "
+            "synthetic:SHAPE:QUANT, such as synthetic:qwen3-30b-a3b:q4_k_m: random weights in that shape, to measure "
+            "with.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="File to write.")],
@@ -47,6 +50,7 @@ def convert(
     from ktqueue.cli.progress import Bar
     from ktqueue.loading import synthetic
     from ktqueue.loading.convert import convert as convert_model
+    from ktqueue.loading.model_path import on_this_machine
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
@@ -55,10 +59,13 @@ def convert(
         raise UsageFault("--experts and --dense do not go with a synthetic model: its name says the quantisation")
     if layers and not made_up:
         raise UsageFault("--layers goes with a synthetic model only")
+    folder = Path() if made_up else Path(on_this_machine(EngineConfig(model=source), say).model)
+    if folder.is_file():
+        raise UsageFault(f"{source} is a GGUF file already; convert reads a Hugging Face folder")
     with Bar("converting") as bar:
         if made_up:
             synthetic.write(source, target, layers=layers, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
-            convert_model(Path(source), target, **types, progress=bar.update)
+            convert_model(folder, target, **types, progress=bar.update)
     notes().print(f"{target}  {format_bytes(target.stat().st_size)}", markup=False)

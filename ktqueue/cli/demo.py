@@ -11,6 +11,7 @@ import typer
 from ktqueue.cli.console import results, write
 from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.model import with_model
 from ktqueue.cli.wrapped import Wrapped
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, Unavailable
@@ -47,7 +48,7 @@ def demo(common: CommonFlags, engine: EngineFlags) -> None:
     import asyncio
 
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
-    config = settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0))
+    config = with_model(settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0)))
     config = replace(config, gateway=replace(config.gateway, api_keys=(), tenants=()))  # its own, for a minute
     if asyncio.run(_demo(config)):
         raise typer.Exit(ExitCode.INTERRUPTED)

@@ -1,11 +1,13 @@
 """`ktqueue inspect`: what a model is made of and where each part would go."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.model import with_model
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.core.units import format_bytes, parse_bytes
 
@@ -22,7 +24,11 @@ def inspect(
     engine: EngineFlags,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A .gguf file, a Hugging Face folder, or demo.", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo.",
+            show_default=False,
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -37,11 +43,11 @@ def inspect(
     from ktqueue.workers.gpu import host_memory_before_loading, plan_before_loading
     from ktqueue.workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
 
-    config = settings(common, engine=engine).engine
+    config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
     check_choices(config)
     dtype = compute_dtype(config)
     report = examine(
-        name or config.model,
+        config.model,
         rules=config.rules,
         device=config.device,
         dtype=dtype,

@@ -21,6 +21,7 @@ from ktqueue.cli import (
     inspect,
     jobs,
     keys,
+    model,
     submit,
     top,
     up,
@@ -69,6 +70,7 @@ def application() -> typer.Typer:
     app.command("chat", rich_help_panel=using)(chat.chat)
     app.command("demo", rich_help_panel=using)(demo.demo)
     app.command("convert", rich_help_panel=models)(convert.convert)
+    app.command("pull", rich_help_panel=models)(model.pull)
     app.command("inspect", rich_help_panel=models)(inspect.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)

@@ -10,6 +10,7 @@ from ktqueue.cli.failures import ExitCode, UsageFault
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.cli.requests import SamplingFlags, read_messages, read_text
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.hub_model import served_name
 from ktqueue.core.request import GenerationRequest, JobClass
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def submit(
         if system is not None:
             raise UsageFault("--system needs --chat")
         asked["prompt"] = read_text(prompt or "")
-    request = GenerationRequest(model=model or only_model(config), **asked)
+    request = GenerationRequest(model=served_name(model) if model else only_model(config), **asked)
     with client(config) as connected:
         record = connected.submit(request, job_id=job_id)
         if detach:

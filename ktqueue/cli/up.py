@@ -8,6 +8,7 @@ import typer
 
 from ktqueue.cli.console import notes, results
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.model import with_model
 from ktqueue.core.config import BrokerConfig, Config
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def up(
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
 
-    config = settings(common, engine=engine, gateway=gateway)
+    config = with_model(settings(common, engine=engine, gateway=gateway))
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
     if control:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.model import with_model
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
@@ -20,6 +21,7 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
 
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away
+    config = with_model(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     with ExitStack() as bars:
         shown: dict[str, Bar] = {}  # one after the other

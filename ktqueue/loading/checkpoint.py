@@ -1,17 +1,14 @@
 """One face for all model files: which parameters there are, and how to get at them."""
 
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_checkpoint import open_gguf
+from ktqueue.loading.model_path import resolve
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.synthetic import PREFIX, open_synthetic
 from ktqueue.operators.packed import ExpertWeights, PackedMatrix
-
-DEMO = "demo"
 
 
 class Checkpoint(Protocol):
@@ -44,20 +41,6 @@ class Checkpoint(Protocol):
     def release(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def resolve(path: str) -> Path:
-    """`demo` to the built-in model's file; any other path as it is. Raises CheckpointError where nothing is there."""
-    if path == DEMO:
-        found = sorted((Path(__file__).parent.parent / "demo").glob("*.gguf"))
-        if not found:
-            raise CheckpointError("the built-in demo model is not part of this installation")
-        return found[0]
-    if not Path(path).exists():
-        raise CheckpointError(
-            f"{path}: no such file or folder; a .gguf file, a Hugging Face folder or 'demo' is expected"
-        )
-    return Path(path)
 
 
 def open_checkpoint(path: str) -> Checkpoint:

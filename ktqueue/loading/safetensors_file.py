@@ -13,6 +13,8 @@ from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_header import map_file
 from ktqueue.loading.hub_names import to_modules
+from ktqueue.loading.json_file import read_json
+from ktqueue.loading.quantization_config import check_quantization
 from ktqueue.loading.quants import Bytes
 from ktqueue.loading.stored import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
@@ -28,6 +30,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 def open_folder(folder: Path) -> StoredCheckpoint:
     """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
     config = read_json(folder / "config.json")
+    check_quantization(config, str(folder))
     tensors: dict[str, StoredTensor] = {}
     maps: list[Bytes] = []
     extra = _layers_that_predict_more(config)
@@ -50,19 +53,6 @@ def _layers_that_predict_more(config: dict[str, Any]) -> range:
     for them."""
     first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError."""
-    try:
-        value = loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except CodecError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected")
-    return value
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.config_check import LATENT, MADE, check_config, check_values, ignored_keys
+from ktqueue.loading.quantization_config import check_quantization
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES
 
@@ -35,10 +36,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(
             f"{source}: multi-head latent attention of {model_type} is not supported; that of {known} is"
         )
-    if values.get("quantization_config"):
-        raise CheckpointError(
-            f"{source}: checkpoints with a quantization_config are not supported; use F16, BF16 or GGUF"
-        )
+    check_quantization(values, source)
     check_values(values, source)
     try:
         values = Config._decode_special_floats(dict(values))  # as transformers writes what JSON has no numbers for

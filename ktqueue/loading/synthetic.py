@@ -16,13 +16,14 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.families import family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf_checkpoint import MAX_LAYERS, assemble
 from ktqueue.loading.gguf_file import TOKEN_CONTROL, TOKEN_NORMAL, Writer, quantize
+from ktqueue.loading.model_path import SYNTHETIC
 from ktqueue.loading.quants import BLOCKS, Bytes
 from ktqueue.loading.random_blocks import GROUP, random_blocks
 from ktqueue.loading.stored import StoredCheckpoint, StoredTensor
 from ktqueue.loading.synthetic_shapes import MIX, SHAPES, Tensor, tensors_of
 from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, to_metadata
 
-PREFIX = "synthetic:"
+PREFIX = SYNTHETIC
 Progress = Callable[[int, int, str], None]  # as convert's
 
 # Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as

@@ -8,9 +8,9 @@ from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading import tokenizer_files, tokenizer_models
 from ktqueue.loading.chat_template import ChatTemplate
-from ktqueue.loading.checkpoint import resolve
 from ktqueue.loading.gguf_checkpoint import read_parts
 from ktqueue.loading.gguf_file import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFINED
+from ktqueue.loading.model_path import resolve
 from ktqueue.loading.synthetic import PREFIX, synthetic_vocabulary
 from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, from_metadata
 

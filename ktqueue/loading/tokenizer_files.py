@@ -17,8 +17,8 @@ from ktqueue.loading.gguf_file import (
     TOKEN_UNUSED,
     TOKEN_USER_DEFINED,
 )
+from ktqueue.loading.json_file import read_json
 from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
-from ktqueue.loading.safetensors_file import read_json
 from ktqueue.loading.vocabulary_data import VocabularyData
 
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,12 +75,13 @@ class Stack:
     flags: tuple[str, ...]
 
 
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., "subprocess.Popen[str]"]) -> Iterator[Stack]:
-    """`ktqueue up` on a free port. Ctrl-C must end it with 0."""
-    folder = tmp_path_factory.mktemp("up")
+@contextmanager
+def serving(
+    start: Callable[..., "subprocess.Popen[str]"], folder: Path, *words: str, env: dict[str, str] | None = None
+) -> Iterator[Stack]:
+    """`ktqueue up` on a free port, with more flags. Ctrl-C must end it with 0."""
     state_dir = folder / "state"
-    process = start("up", "--state-dir", state_dir, "--port", 0, cwd=folder)
+    process = start("up", "--state-dir", state_dir, "--port", 0, *words, cwd=folder, env=env)
     assert process.stdout is not None
     head = ""
     while "ready" not in head or "\n" not in head:
@@ -92,6 +95,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., "subpro
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
     assert "draining" in err
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., "subprocess.Popen[str]"]) -> Iterator[Stack]:
+    """`ktqueue up` with the demo model."""
+    with serving(start, tmp_path_factory.mktemp("up")) as running:
+        yield running
+
+
+@pytest.fixture
+def up_with(
+    tmp_path: Path, start: Callable[..., "subprocess.Popen[str]"]
+) -> Callable[..., AbstractContextManager[Stack]]:
+    """A context: `ktqueue up` with these flags and variables."""
+    return partial(serving, start, tmp_path)
 
 
 class Terminal:

@@ -1,0 +1,138 @@
+"""Which files of a Hugging Face repository a model's name means. Pure: asks no server and no disk."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.hub_model import PART, PREFIX, HubModel
+from ktqueue.core.units import format_bytes
+
+SAFETENSORS = "safetensors"
+"""What selects the folder in a repository that has GGUF files, too."""
+MAX_CHOICES = 40
+_QUANTISATION = re.compile(
+    r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|MXFP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
+)
+_NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
+_FOLDER_FILES = frozenset(
+    ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+)
+_WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re.compile(r"model-\d{5}-of-\d{5}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository: `path` in it, `size` in bytes."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The files to have, small ones first. `entry`: the path of the GGUF file to open; empty: the folder."""
+
+    files: tuple[HubFile, ...]
+    entry: str
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(file.size for file in self.files)
+
+
+def select(model: HubModel, files: Iterable[HubFile]) -> Selection:
+    """The files that `model` means, out of all that its repository has.
+
+    Raises ConfigError, which lists the choices with their sizes, where there is none or more than one.
+    """
+    choices = _choices(sorted(files, key=lambda file: file.path))
+    if model.variant is not None:
+        fitting = {name: choice for name, choice in choices.items() if _fits(model.variant, name, choice)}
+    else:
+        fitting = choices
+    if len(fitting) == 1:
+        return _complete(model, next(iter(fitting.values())))
+    if not choices:
+        raise ConfigError(
+            f"{model}: the repository has neither .gguf files nor a model in safetensors (pickled weights such as .bin "
+            "and .pt are not read)",
+            param="engine.model",
+            value=str(model),
+        )
+    shown = [
+        f"{PREFIX}{model.repository}:{name}  {format_bytes(choice.size)}"
+        for name, choice in list(_short(fitting or choices).items())[:MAX_CHOICES]
+    ]
+    why = "has more than one model; choose one" if fitting else f"has no model {model.variant!r}; there are"
+    raise ConfigError(
+        f"{PREFIX}{model.repository} {why}:\n" + "\n".join(shown),
+        param="engine.model",
+        limit=", ".join(_short(choices)),
+        value=str(model),
+    )
+
+
+def _choices(files: Sequence[HubFile]) -> dict[str, Selection]:
+    """Each model of a repository by name: the path of its GGUF file without ending and part number; the folder."""
+    by_stem: dict[str, list[HubFile]] = {}
+    for file in files:
+        if file.path.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file.path).stem):
+            by_stem.setdefault(PART.sub("", file.path.removesuffix(".gguf")), []).append(file)
+    choices = {stem: Selection(tuple(parts), parts[0].path) for stem, parts in by_stem.items()}
+    top = {file.path: file for file in files if "/" not in file.path}
+    weights = [file for file in top.values() if _SHARD.match(file.path) and file.path.endswith(".safetensors")]
+    if _WHOLE in top:
+        weights = [top[_WHOLE]]
+    elif weights and _INDEX in top:
+        weights.insert(0, top[_INDEX])
+    else:
+        weights = []
+    if weights and "config.json" in top:
+        small = [top[name] for name in sorted(_FOLDER_FILES & top.keys())]
+        choices[SAFETENSORS] = Selection((*small, *weights), "")
+    return choices
+
+
+def _fits(variant: str, name: str, choice: Selection) -> bool:
+    """Whether a variant as typed means the choice: a quantisation in any case, or a file."""
+    if variant in (choice.entry, PurePosixPath(choice.entry).name, name, PurePosixPath(name).name):
+        return True
+    return variant.lower() in (_quantisation(name).lower(), name.lower() if name == SAFETENSORS else None)
+
+
+def _quantisation(name: str) -> str:
+    """The last word of a file's name if it is that of a quantisation, else the empty string."""
+    match = _QUANTISATION.search(PurePosixPath(name).name)
+    return match["quant"] if match else ""
+
+
+def _short(choices: dict[str, Selection]) -> dict[str, Selection]:
+    """By what is to be typed: the quantisation where that is one choice's alone, else the file."""
+    quants = [_quantisation(name) for name in choices]
+    return {
+        quant if quant and quants.count(quant) == 1 else choice.entry or name: choice
+        for quant, (name, choice) in zip(quants, choices.items(), strict=True)
+    }
+
+
+def _complete(model: HubModel, selection: Selection) -> Selection:
+    """The selection, of which no part may be missing, nor the tokenizer of a folder. Raises ConfigError."""
+    parts: dict[int, set[int]] = {}
+    for file in selection.files:
+        if match := PART.search(PurePosixPath(file.path).stem):
+            parts.setdefault(int(match["count"]), set()).add(int(match["number"]))
+    for count, found in parts.items():
+        if missing := set(range(1, count + 1)) - found:
+            raise ConfigError(
+                f"{model}: parts {sorted(missing)[:8]} of {count} are missing", param="engine.model", value=str(model)
+            )
+    if not selection.entry and "tokenizer.json" not in {file.path for file in selection.files}:
+        raise ConfigError(
+            f"{model}: the repository has no tokenizer.json, which a model in safetensors needs; look for a GGUF of it",
+            param="engine.model",
+            value=str(model),
+        )
+    return selection

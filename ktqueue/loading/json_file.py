@@ -1,0 +1,20 @@
+"""JSON objects from files, as the checkpoints of Hugging Face have them."""
+
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.codec import CodecError, loads
+from ktqueue.core.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError."""
+    try:
+        value = loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except CodecError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return value
