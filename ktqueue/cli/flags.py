@@ -76,7 +76,14 @@ class EngineFlags:
         _option("--served-model-name", say="Name that clients ask for.", metavar="NAME", panel="Engine"),
     ] = None
     rules: Annotated[
-        str | None, _option("--rules", say="Rules that replace modules.", metavar="FILE.yaml", panel="Engine")
+        str | None,
+        _option(
+            "--rules",
+            say="Rules that replace modules: a YAML file, or a shipped one by name.",
+            default="default",
+            metavar="NAME|FILE",
+            panel="Engine",
+        ),
     ] = None
     tokenizer: Annotated[
         str | None,

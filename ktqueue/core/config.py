@@ -88,7 +88,7 @@ class EngineConfig:
 
     model: str = "demo"  # "demo", a .gguf file, or a Hugging Face folder
     served_model_name: str | None = None
-    rules: str | None = None  # YAML file; None: rules/default.yaml
+    rules: str | None = None  # name of a shipped rule file, or a path; None: default
     tokenizer: str | None = None  # HF folder; None: from the model
     device: str = "cpu"
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16

@@ -17,7 +17,7 @@ from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
 from ktqueue.loading.rehearsal import rehearse
-from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, passed_over, tied_names
 from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
@@ -140,10 +140,11 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
     config, skeleton = checked_skeleton(checkpoint, dtype)
     _check_deferred(deferred_experts, experts_per_token(config))
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
-    plan = make_plan(modules, load_rules(rules or DEFAULT_RULES, registry), device, _name(dtype))
+    file = rules_file(rules)
+    plan = make_plan(modules, load_rules(file, registry), device, _name(dtype))
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
-        _check_latent_attention(skeleton, plan, rules or str(DEFAULT_RULES))
+        _check_latent_attention(skeleton, plan, str(file))
     try:
         return Prepared(checkpoint, config, skeleton, rehearse_hollow(skeleton, plan, layout, checkpoint.path))
     except (CheckpointError, RuleError) as error:
@@ -231,7 +232,7 @@ def load_model(
     deferred_experts: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a .gguf file, a Hugging Face folder or `demo`; `rules` None: rules/default.yaml.
+    """Load a .gguf file, a Hugging Face folder or `demo`; `rules`: see rules_file.
 
     Raises CheckpointError naming file and tensor, RuleError naming file:line, ConfigError as `prepare` does.
     """

@@ -15,7 +15,8 @@ import yaml
 from ktqueue.core.errors import RuleError
 
 KEEP = "default"  # the op that leaves a module as it is
-DEFAULT_RULES = Path(__file__).parents[1] / "rules" / "default.yaml"
+SHIPPED_RULES = Path(__file__).parents[1] / "rules"
+DEFAULT_RULES = SHIPPED_RULES / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
@@ -46,6 +47,28 @@ class Rule:
             and self.on_device in (None, device.partition(":")[0])
             and self.dtype in (None, dtype)
         )
+
+
+def rules_file(rules: str | None) -> Path:
+    """The rule file that a setting names: one of the shipped ones by its name alone (`exact`), or a path.
+
+    None is the default. Raises RuleError, which lists the shipped names, where there is no such file.
+    """
+    if rules is None:
+        return DEFAULT_RULES
+    shipped = {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
+    if rules in shipped:
+        return shipped[rules]
+    if Path(rules).is_file():
+        return Path(rules)
+    close = difflib.get_close_matches(Path(rules).stem, shipped, n=1, cutoff=0.6)
+    hint = f"did you mean --rules {close[0]}? " if close else ""
+    raise RuleError(
+        f"{rules}: there is no such rule file; {hint}known by name: {', '.join(shipped)}; or give the path of a file",
+        param="engine.rules",
+        limit=", ".join(shipped),
+        value=rules,
+    )
 
 
 def load_rules(path: str | Path, operators: Iterable[str]) -> list[Rule]:

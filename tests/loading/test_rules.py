@@ -8,7 +8,7 @@ from torch import nn
 from ktqueue.core.errors import RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.plan import make_plan
-from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+from ktqueue.loading.rules import DEFAULT_RULES, SHIPPED_RULES, load_rules, rules_file
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
@@ -73,6 +73,31 @@ def test_errors_have_file_and_line(text: str, line: int, words: str, tmp_path: P
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"none.yaml:1: "):
         load_rules(tmp_path / "none.yaml", OPERATORS)
+
+
+def test_a_shipped_file_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert rules_file(None) == DEFAULT_RULES
+    for name in ("default", "exact", "modules", "quantised"):
+        assert rules_file(name) == SHIPPED_RULES / f"{name}.yaml"
+        load_rules(rules_file(name), WHOLE)
+    (tmp_path / "mine.yaml").write_text("[]")
+    assert rules_file("mine.yaml") == Path("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [("exakt", "did you mean --rules exact"), ("rules/exact.yaml", "mean --rules exact"), ("nil", "")],
+)
+def test_an_unknown_name_lists_the_shipped_files(
+    rules: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuleError) as caught:
+        rules_file(rules)
+    assert words in str(caught.value)
+    assert "default, exact, modules, quantised" in str(caught.value)
+    assert caught.value.param == "engine.rules"
 
 
 def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
