@@ -40,8 +40,7 @@ class BatchFiles:
         """Names of the inputs. Raises OSError."""
         if self._root is None:
             return []
-        for folder in FOLDERS:
-            (self._root / folder).mkdir(parents=True, exist_ok=True)
+        self._make_folders()
         return sorted(path.name for path in (self._root / "in").glob("*.jsonl") if path.is_file())
 
     async def run(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
@@ -59,6 +58,7 @@ class BatchFiles:
             raise Retry(LATER)
         self._running += 1
         try:
+            await asyncio.to_thread(self._make_folders)
             return await self._run(source, model)
         except (OutputLocked, Unavailable) as fault:
             raise Retry(LATER) from fault
@@ -87,6 +87,11 @@ class BatchFiles:
         await asyncio.to_thread(source.replace, self._root / "done" / source.name)
         log.info("batch %s: %d answered, %d failed", source.name, output.answered, output.failed)
         return {"lines": found.lines, "answered": output.answered, "failed": output.failed}
+
+    def _make_folders(self) -> None:
+        assert self._root is not None
+        for folder in FOLDERS:
+            (self._root / folder).mkdir(parents=True, exist_ok=True)
 
     def _output(self, name: str, found: Survey) -> BatchOutput:
         assert self._root is not None

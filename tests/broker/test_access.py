@@ -119,7 +119,7 @@ async def test_a_client_shows_its_certificate(server, authority, card, make_requ
 def allowed() -> list[str]:
     """The user as the guide writes it."""
     text = (ROOT / "docs" / "guides" / "redis.md").read_text()
-    (block,) = re.findall(r"^    user ktqueue .*\n(?:      .*\n)*", text, re.MULTILINE)
+    (block,) = re.findall(r"^user ktqueue .*\n(?:  .*\n)*", text, re.MULTILINE)
     return block.split()[2:]
 
 

@@ -5,30 +5,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
+from verbs import tree
 
-from ktqueue.cli.main import application
 from ktqueue.core.config import STANDALONE, Config
 from ktqueue.core.errors import KtqueueError
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-
-
-def verbs(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every leaf of the command tree."""
-    if hasattr(command, "commands"):
-        for name, child in command.commands.items():
-            yield from verbs(child, (*path, name))
-    else:
-        yield path, command
-
-
-def tree() -> dict[tuple[str, ...], Any]:
-    return dict(verbs(typer.main.get_command(application())))
 
 
 def test_every_setting_is_told_once_with_its_flag() -> None:
@@ -56,19 +41,6 @@ def test_every_verb_is_told() -> None:
     page = (REFERENCE / "cli.md").read_text()
     told = set(re.findall(r"^\| `ktqueue ([a-z ]+)` \|", page, re.MULTILINE))
     assert told == {" ".join(path) for path in tree()}
-
-
-def test_commands_in_documents_parse() -> None:
-    leaves = tree()
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for line in re.findall(r"^ {4}(ktqueue .*?)(?: +#.*)?$", page.read_text(), re.MULTILINE):
-            words = line.split()[1:]
-            path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in leaves), None)
-            assert path is not None, f"{page.name}: {line}"
-            known = {option for one in leaves[path].params for option in (*one.opts, *one.secondary_opts)}
-            for word in words[len(path) :]:
-                if re.fullmatch(r"--?[a-z][a-z-]*", word):
-                    assert word in known, f"{page.name}: {line}: no {word}"
 
 
 def test_tests_named_in_documents_exist() -> None:

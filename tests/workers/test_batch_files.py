@@ -23,6 +23,7 @@ from ktqueue.core.config import Config, ControlConfig
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.workers.arq_worker import Retry
+from ktqueue.workers.batch_files import BatchFiles
 from ktqueue.workers.control import Control
 
 
@@ -66,6 +67,15 @@ def write(path: Path, count: int, **body: Any) -> None:
 
 def records(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_file_may_be_asked_for_before_the_first_look(broker: Broker, tmp_path: Path, start_worker: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "first.jsonl", 1)
+    async with start_worker():
+        files = BatchFiles(broker, ControlConfig(batch_dir=str(tmp_path)))
+        assert await files.run({}, "first.jsonl") == {"lines": 1, "answered": 1, "failed": 0}
+    assert (tmp_path / "done" / "first.jsonl").exists()
 
 
 async def test_files_are_found_run_and_put_away(

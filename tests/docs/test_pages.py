@@ -1,0 +1,69 @@
+"""Every page is followed from top to bottom, as a reader would, in an empty folder and from an installed ktqueue."""
+
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from page_runner import PageRunner
+from pages import PYTHON, ROOT, SHELL, blocks, pages
+
+from ktqueue.broker.server import PrivateServer
+
+STARTS = re.compile(r"^ktqueue (up|gateway)\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
+GATEWAY = "127.0.0.1:8000"  # each page has a port of its own here
+RECEIVER = "9000"  # the port of the program that webhooks call
+MODEL = "FILE.gguf"  # any model; here the built-in one by its path
+REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
+
+PROGRAMS = {
+    str(page.relative_to(ROOT)): blocks(page)
+    for page in pages()
+    if any(block.language in (SHELL, PYTHON) and block.runnable.strip() for block in blocks(page))
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def installed() -> Path:
+    """The folder of `python` and `ktqueue`."""
+    return Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def running(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A `ktqueue up`: its port, and the folder where it was started."""
+    port = free_port()
+    with PageRunner(tmp_path_factory.mktemp("up"), installed, port, {}) as runner:
+        runner.shell("ktqueue up")
+        yield port, runner.here
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_page_runs_as_printed(
+    page: str, installed: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    code = "".join(block.runnable for block in PROGRAMS[page])
+    port, folder = (free_port(), None) if STARTS.search(code) else request.getfixturevalue("running")
+    values = {
+        GATEWAY: f"127.0.0.1:{port}",
+        RECEIVER: str(free_port()),
+        MODEL: str(next((ROOT / "ktqueue" / "demo").glob("*.gguf"))),
+    }
+    server = PrivateServer()
+    if REDIS in code:
+        values[REDIS] = server.start(tmp_path_factory.mktemp("redis"), port=0)
+    try:
+        with PageRunner(tmp_path_factory.mktemp("page"), installed, port, values) as runner:
+            if folder is not None:
+                (runner.here / ".ktqueue").symlink_to(folder / ".ktqueue")
+            for block in PROGRAMS[page]:
+                runner.run(block)
+    finally:
+        server.stop()

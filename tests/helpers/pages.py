@@ -1,0 +1,94 @@
+"""The code blocks of our Markdown pages: where they are, what language they are in, and what they need to run.
+
+A block is fenced with its language, or indented by four spaces, which means shell. Two conventions, both visible to
+readers: a comment such as `# needs a GPU` keeps its line from being run, or the whole block if it stands alone in the
+block's first line; and a block whose first line is a file name in a comment, such as `# ktqueue.toml`, is that file.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHELL, PYTHON = "sh", "python"
+LANGUAGES = {SHELL, PYTHON, "toml", "yaml", "json", "text"}
+REASONS = ("a clone", "a GPU", "an idle machine", "Docker", "the internet")
+
+_FENCE = re.compile(r"( *)```(\w*)\s*$")
+_NEEDS = re.compile(r"#.*\bneeds (?P<reason>.+)$")
+_FILE = re.compile(r"# ([\w.-]+\.(?:py|toml|yaml|jsonl?))$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """`line` is that of its first line of code in the page, counted from 1."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def needs(self) -> str | None:
+        """What the whole block needs and a test does not have."""
+        first = self.text.partition("\n")[0]
+        found = _NEEDS.match(first)
+        return found["reason"] if found else None
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that the block is, by its first line."""
+        found = _FILE.match(self.text.partition("\n")[0])
+        return found[1] if found else None
+
+    @cached_property
+    def runnable(self) -> str:
+        """The lines of a block that can be run anywhere."""
+        lines = [] if self.needs else self.text.splitlines()
+        return "".join(f"{line}\n" for line in lines if self.language != SHELL or not _NEEDS.search(line))
+
+    def reasons(self) -> Iterator[str]:
+        """Everything that its lines need."""
+        for line in self.text.splitlines():
+            if found := _NEEDS.search(line):
+                yield found["reason"]
+
+    def commands(self) -> Iterator[str]:
+        """The shell's commands, each on one line and without its comment."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if command := re.sub(r"(^|\s+)#.*", "", line).strip():
+                yield command
+
+
+def pages() -> list[Path]:
+    """README.md, all of docs/, and what rule files are."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "rules" / "README.md"]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page from top to bottom."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    at = 0
+    while at < len(lines):
+        begin = at
+        if fence := _FENCE.match(lines[at]):
+            at += 1
+            while lines[at].strip() != "```":
+                at += 1
+            code = [line.removeprefix(fence[1]) for line in lines[begin + 1 : at]]
+            found.append(Block(page, begin + 2, fence[2], "\n".join(code) + "\n"))
+        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip() or lines[at - 1].startswith("#")):
+            while at + 1 < len(lines) and lines[at + 1].startswith("    "):
+                at += 1
+            code = [line[4:] for line in lines[begin : at + 1]]
+            found.append(Block(page, begin + 1, SHELL, "\n".join(code) + "\n"))
+        at += 1
+    return found
