@@ -33,9 +33,9 @@ def copy_to(folder: Path) -> None:
         check=True,
     )
     for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
+        if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     sys.path.insert(0, str(ROOT))
     kernels = importlib.util.find_spec("ktqueue._kernels")
     assert kernels is not None, "the kernels are not compiled"
@@ -74,7 +74,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         folder = Path(temporary)
         copy_to(folder)
-        where = "import ktqueue, workers; print(ktqueue.__file__, workers.__file__)"
+        where = "import ktqueue, ktqueue.workers; print(ktqueue.__file__, ktqueue.workers.__file__)"
         found = subprocess.run(
             [sys.executable, "-c", where], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)},
             capture_output=True, text=True, check=True,
