@@ -6,6 +6,7 @@ anything to show for it, and a client that reads nothing is dropped. How long a 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -73,11 +74,18 @@ class LimitedProtocol(HttpToolsProtocol):
         """Make room for another connection."""
         self._end("evicted")
 
+    def shutdown(self) -> None:
+        """The server stops: answer what is being answered, and close."""
+        if self._deaf and self._end_timer is not None:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         """The client does not read: it gets `stall_seconds`."""
         super().pause_writing()
         self._note_state()
-        self._end_within(self._settings.stall_seconds, "not_reading")
+        self._await_reading()
 
     def resume_writing(self) -> None:
         """It has read."""
@@ -188,13 +196,13 @@ class LimitedProtocol(HttpToolsProtocol):
         """The answer is written; the rest of the body, if any, is skipped for as long as a connection may be idle."""
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_within(self._settings.stall_seconds, "not_reading")
+            self._await_reading()
         self._note_state()
 
     def timeout_keep_alive_handler(self) -> None:
         """No other request came."""
         super().timeout_keep_alive_handler()
-        self._end_within(self._settings.stall_seconds, "not_reading")
+        self._await_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
@@ -243,7 +251,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
         self.transport.write_eof()
         self.flow.resume_reading()
-        self._end_within(LINGER_SECONDS, None)
+        self._end_within(LINGER_SECONDS)
 
     def _note_state(self) -> None:
         """A connection is busy while the answer to a whole request is computed or sent, and taken by the client."""
@@ -262,11 +270,27 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deaf = True
         self.transport.abort()
 
-    def _end_within(self, seconds: float, reason: str | None) -> None:
-        """End the connection then, unless it has ended or this is called off. A close alone waits for the client."""
+    def _end_within(self, seconds: float) -> None:
+        self._set_end_timer(seconds, self._end, None)
+
+    def _await_reading(self) -> None:
+        """End the connection unless the client takes some of what waits for it, each `stall_seconds`.
+
+        This is for a closed connection too: by itself it stays until the client has read everything.
+        """
+        waiting = self.transport.get_write_buffer_size()
+        self._set_end_timer(self._settings.stall_seconds, self._check_reading, waiting)
+
+    def _check_reading(self, waited: int) -> None:
+        if self.transport.get_write_buffer_size() < waited:
+            self._await_reading()
+        else:
+            self._end("not_reading")
+
+    def _set_end_timer(self, seconds: float, callback: Callable[..., None], argument: Any) -> None:
         if self._end_timer is not None:
             self._end_timer.cancel()
-        self._end_timer = self.loop.call_later(seconds, self._end, reason)
+        self._end_timer = self.loop.call_later(seconds, callback, argument)
 
     def _stop_timers(self) -> None:
         for timer in (self._header_timer, self._end_timer):
