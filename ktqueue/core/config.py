@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -146,7 +147,19 @@ class GatewayConfig:
     api_keys: tuple[str, ...] = ()  # SHA-256 hashes; none here nor of tenants: no authentication
     tenants: tuple[TenantConfig, ...] = ()
     max_body_bytes: int = 8 << 20
-    max_connections: int = 2_000
+    max_bodies_bytes: int = 256 << 20  # of bodies that are being read, in all
+    max_connections: int = 2_000  # requests that are answered at once
+    max_sockets: int | None = None  # open TCP connections; None: twice max_connections, and 64
+    max_sockets_per_address: int = 512  # 0: no limit
+    trusted_addresses: tuple[str, ...] = ("127.0.0.1", "::1")  # addresses or networks without that limit
+    probe_port: int | None = None  # a second listener, for probes and metrics alone; 0: any free port
+    max_url_bytes: int = 8 << 10
+    max_header_bytes: int = 16 << 10  # request line, headers and trailers together
+    max_headers: int = 100
+    header_timeout: float = 10.0  # from the connection, or a later request's first byte, to the end of the headers
+    body_timeout: float = 60.0  # from the end of the headers to the end of the body
+    min_body_rate: int = 1 << 10  # bytes per second that a body must come at, on average, after its first 5 s
+    keep_alive_timeout: float = 15.0  # between two requests of a connection
     heartbeat_seconds: float = 15.0
     first_event_wait: float = 2.0  # an error within this time still gets its own HTTP status
     max_mailbox_bytes: int = 1 << 20  # a slower reader replays from the journal
@@ -157,6 +170,30 @@ class GatewayConfig:
         """Raises ConfigError."""
         check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
         check_tenants(self.tenants, self.api_keys)
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "stall_seconds"):
+            _at_least(self, name, 0.01, "gateway")
+        for name in ("max_headers", "max_connections", "min_body_rate"):
+            _at_least(self, name, 1, "gateway")
+        for name in ("max_header_bytes", "max_url_bytes"):
+            _at_least(self, name, 256, "gateway")
+        _at_least(self, "max_sockets_per_address", 0, "gateway")
+        _at_least(self, "max_bodies_bytes", self.max_body_bytes, "gateway")
+        if self.max_sockets is not None:
+            _at_least(self, "max_sockets", 1, "gateway")
+        for address in self.trusted_addresses:
+            try:
+                ip_network(address, strict=False)
+            except ValueError as error:
+                raise ConfigError(
+                    f"gateway.trusted_addresses must be IP addresses or networks, got {address!r}",
+                    param="gateway.trusted_addresses",
+                    value=address,
+                ) from error
+
+    @property
+    def socket_limit(self) -> int:
+        """How many TCP connections may be open at once."""
+        return 2 * self.max_connections + 64 if self.max_sockets is None else self.max_sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

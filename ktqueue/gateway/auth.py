@@ -62,12 +62,21 @@ class Keys:
             raise AuthenticationFailed(
                 "no API key: give it as Authorization: Bearer KEY, or as X-Api-Key: KEY", param="Authorization"
             )
+        owner = self._owner(key)
+        if owner is None:
+            raise AuthenticationFailed("this API key is not known", param="Authorization")
+        return owner
+
+    def known(self, headers: Headers) -> bool:
+        """Whether a header carries a known key, or none is asked for."""
+        key = _given(headers)
+        return not self._owners or (key is not None and self._owner(key) is not None)
+
+    def _owner(self, key: str) -> Tenant | None:
         digest = sha256(key.encode()).digest()
         # Every hash is compared, in constant time: how long it takes does not tell which one was near.
         owners = [owner for known, owner in self._owners if hmac.compare_digest(digest, known)]
-        if not owners:
-            raise AuthenticationFailed("this API key is not known", param="Authorization")
-        return owners[0]
+        return owners[0] if owners else None
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -1,21 +1,19 @@
 """A request's JSON body: read in pieces with a limit, decoded, never held when it is too large."""
 
-import asyncio
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ktqueue.core.codec import CodecError, loads
-from ktqueue.core.errors import RequestTooLarge
-from ktqueue.core.units import format_bytes
-from ktqueue.gateway.faults import ClientGone, MalformedBody, SlowBody, UnsupportedMediaType
+from ktqueue.gateway.faults import MalformedBody, UnsupportedMediaType
+from ktqueue.gateway.uploads import too_large
 
 
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object, within the limits of the gateway's settings.
 
     Raises UnsupportedMediaType, RequestTooLarge (as soon as it is known), MalformedBody (also for broken
-    UTF-8, NaN and nesting beyond any use), SlowBody, ClientGone.
+    UTF-8, NaN and nesting beyond any use), and what `Uploads.read` raises.
     """
     settings = request.app.state.gateway.config.gateway
     content_type = request.headers.get("content-type")
@@ -28,8 +26,8 @@ async def read_json(request: Request) -> dict[str, Any]:
         )
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > settings.max_body_bytes:
-        raise _too_large(int(announced), settings.max_body_bytes)
-    data = await _read(request, settings.max_body_bytes, settings.stall_seconds)
+        raise too_large(int(announced), settings.max_body_bytes)
+    data = await request.app.state.gateway.uploads.read(request)
     try:
         value = loads(bytes(data))
     except CodecError as error:
@@ -41,38 +39,6 @@ async def read_json(request: Request) -> dict[str, Any]:
     return value
 
 
-async def _read(request: Request, max_bytes: int, stall_seconds: float) -> bytearray:
-    data = bytearray()
-    pieces = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(stall_seconds):
-                piece = await anext(pieces, None)
-        except TimeoutError:
-            raise SlowBody(
-                f"no more of the body came within {stall_seconds:g} seconds",
-                param="body",
-                limit=stall_seconds,
-                value=len(data),
-            ) from None
-        except ClientDisconnect as error:
-            raise ClientGone("the client left while sending its body") from error
-        if piece is None:
-            return data
-        data += piece
-        if len(data) > max_bytes:
-            raise _too_large(len(data), max_bytes)
-
-
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _too_large(size: int, max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(
-        f"the body must be at most {max_bytes} bytes ({format_bytes(max_bytes)}), got {size} or more",
-        param="body",
-        limit=max_bytes,
-        value=size,
-    )

@@ -11,12 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.auth import OPEN_PATHS
-from ktqueue.gateway.faults import InternalError, TooManyConnections
+from ktqueue.gateway.faults import InternalError, RouteNotFound, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.headers import request_id
 from ktqueue.gateway.replies import error_response
 
 logger = logging.getLogger(__name__)
+
+PROBES = OPEN_PATHS | {"/metrics"}  # let in whatever happens, or an overload would look like a death
 
 
 class Edge:
@@ -25,7 +27,7 @@ class Edge:
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
-        self._active = 0
+        self.active = 0  # requests that are being answered, without those whose body is still coming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
@@ -44,7 +46,6 @@ class Edge:
             await send(message)
 
         begun = time.monotonic()
-        self._active += 1
         self._gateway.metrics.http_in_progress.inc()
         try:
             await self._serve(scope, headers, receive, send_with_id)
@@ -55,7 +56,6 @@ class Edge:
             refusal = InternalError(f"the gateway made a mistake; its log tells of request {id_}")
             await error_response(refusal)(scope, receive, send_with_id)
         finally:
-            self._active -= 1
             self._gateway.metrics.http_in_progress.dec()
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if route != "other" else "other"
@@ -63,15 +63,76 @@ class Edge:
             self._gateway.metrics.http_duration.labels(route).observe(time.monotonic() - begun)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        limit = self._gateway.config.gateway.max_connections
+        place = _Place(self)
+        path = scope["path"]
         try:
-            # Probes and metrics are let in, or an overload would look like a death.
-            if self._active > limit and scope["path"] not in (OPEN_PATHS | {"/metrics"}):
-                raise TooManyConnections(
-                    f"this gateway serves at most {limit} requests at once", limit=limit, value=self._active
-                )
-            scope["tenant"] = self._gateway.keys.tenant(scope["path"], headers)
+            scope["tenant"] = self._gateway.keys.tenant(path, headers)
+            if path not in PROBES:
+                self._check_connection(scope)
+                if _has_body(scope, headers):
+                    self.check_room()
+                    receive = place.taken_with_body(receive)
+                else:
+                    place.take()
         except KtqueueError as error:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            place.free()
+
+    def _check_connection(self, scope: Scope) -> None:
+        """What the connection's own state says: see protocol.py."""
+        state = scope.get("state", {})
+        if state.get("refusal") is not None:
+            raise state["refusal"]
+        if state.get("probes_only"):
+            raise RouteNotFound("this port is for /healthz, /readyz and /metrics", param="path", value=scope["path"])
+
+    def check_room(self) -> None:
+        """Raises TooManyConnections if as many requests are being answered as may be."""
+        limit = self._gateway.config.gateway.max_connections
+        if self.active >= limit:
+            raise TooManyConnections(
+                f"this gateway serves at most {limit} requests at once", limit=limit, value=self.active
+            )
+
+
+class _Place:
+    """A request's place among those that are answered. It is taken once the body is there: whoever sends a body slowly
+    keeps nobody out."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._taken = False
+
+    def take(self) -> None:
+        """Raises TooManyConnections."""
+        if not self._taken:
+            self._edge.check_room()
+            self._edge.active += 1
+            self._taken = True
+
+    def taken_with_body(self, receive: Receive) -> Receive:
+        """`receive`, which takes the place with the body's last piece, and then raises what `take` raises."""
+
+        async def receive_and_take() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                self.take()
+            return message
+
+        return receive_and_take
+
+    def free(self) -> None:
+        """The request is over."""
+        if self._taken:
+            self._edge.active -= 1
+            self._taken = False
+
+
+def _has_body(scope: Scope, headers: Headers) -> bool:
+    """Whether a body follows that the application will read."""
+    announced = headers.get("content-length", "0")
+    return scope["method"] == "POST" and ("transfer-encoding" in headers or announced != "0")

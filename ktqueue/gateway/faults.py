@@ -64,17 +64,58 @@ class MethodNotAllowed(KtqueueError):
     status = 405
 
 
+class MalformedRequest(KtqueueError):
+    """The bytes are no HTTP request."""
+
+    code = "malformed_request"
+    status = 400
+
+
 class SlowBody(KtqueueError):
-    """The client stopped sending in the middle of its body."""
+    """The body came too slowly, or stopped coming."""
 
     code = "request_timeout"
     status = 408
 
 
+class SlowHeaders(KtqueueError):
+    """The headers did not end in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class UrlTooLong(KtqueueError):
+    """The request's target has too many bytes."""
+
+    code = "url_too_long"
+    status = 414
+
+
+class HeadersTooLarge(KtqueueError):
+    """There are too many headers, or too many bytes of them."""
+
+    code = "headers_too_large"
+    status = 431
+
+
 class TooManyConnections(Unavailable):
-    """The gateway serves as many requests at once as it may."""
+    """The gateway has as many connections, or answers as many requests at once, as it may."""
 
     code = "too_many_connections"
+
+
+class TooManyFromAddress(KtqueueError):
+    """One address has as many connections as it may."""
+
+    code = "too_many_connections_from_address"
+    status = 429
+
+
+class TooManyBodyBytes(Unavailable):
+    """The bodies that are being read together have too many bytes."""
+
+    code = "too_many_body_bytes"
 
 
 class ShuttingDown(Unavailable):

@@ -15,6 +15,7 @@ from ktqueue.gateway.auth import Keys, Tenant
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.metrics import Metrics
+from ktqueue.gateway.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Gateway:
         self.config = config
         self.metrics = Metrics()
         self.keys = Keys(config.gateway)
+        self.uploads = Uploads(config.gateway)
         self.draining = False
         self._broker = broker
         self._feeds: set[Feed] = set()

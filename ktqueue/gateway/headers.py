@@ -19,7 +19,12 @@ Place = tuple[int, float]  # in a numbered stream: seq of an event, and how many
 def request_id(headers: Headers) -> str:
     """The client's `X-Request-Id` if it is a plain short word, else a new one."""
     given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else f"req-{uuid4().hex}"
+    return given if _ID.fullmatch(given) else new_request_id()
+
+
+def new_request_id() -> str:
+    """An id for a request that brought none."""
+    return f"req-{uuid4().hex}"
 
 
 def idempotency_key(headers: Headers) -> str | None:

@@ -20,13 +20,18 @@ async def healthz(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """200 if a request would find a worker. Raises Unavailable without broker or live worker."""
+    """200 if a request would find a worker. Raises Unavailable without broker or live worker.
+
+    Once there are keys, only who has one hears which models are served.
+    """
     gateway: Gateway = request.app.state.gateway
     if gateway.draining:
         raise ShuttingDown("the gateway is shutting down")
     workers = await gateway.broker.models.workers()
     if not workers:
         raise Unavailable("no worker is alive", retry_after=2)
+    if not gateway.keys.known(request.headers):
+        return json_response({"status": "ok"})
     return json_response(
         {"status": "ok", "workers": len(workers), "models": sorted({worker.model for worker in workers})}
     )

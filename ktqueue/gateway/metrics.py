@@ -38,6 +38,13 @@ class Metrics:
         self.http_in_progress = Gauge(
             "ktqueue:http_requests_in_progress", "HTTP requests being answered.", registry=self._registry
         )
+        self.connections = Gauge("ktqueue:open_connections", "Open TCP connections.", registry=self._registry)
+        self.connections_ended = Counter(
+            "ktqueue:connections_ended",
+            "Connections that the gateway closed for what their client sent or did not send or read.",
+            ["reason"],
+            registry=self._registry,
+        )
         self.streams = Gauge("ktqueue:open_streams", "SSE streams being sent.", registry=self._registry)
         self.success = Counter(
             "ktqueue:request_success",

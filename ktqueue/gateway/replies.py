@@ -16,9 +16,8 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def error_response(error: KtqueueError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error with its status, and with Retry-After where another try may help."""
+    """An error with its status, and with Retry-After where another try may help. The connection ends after a 408."""
     info = error.info()
     status = status_of(info)
-    return json_response(
-        error_body(info), status=status, headers={**retry_headers(status, error.retry_after), **(headers or {})}
-    )
+    more = {"connection": "close"} if status == 408 else retry_headers(status, error.retry_after)
+    return json_response(error_body(info), status=status, headers={**more, **(headers or {})})

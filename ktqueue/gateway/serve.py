@@ -2,19 +2,29 @@
 
 import asyncio
 import gc
+import logging
 import resource
 import socket
+import sys
+from dataclasses import replace
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
+from ktqueue.gateway.connections import OVERFLOW, Connections
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.protocol import LimitedProtocol
 
 GARBAGE = 20_000  # new objects between two looks for cycles: a token makes some, and none of them in a cycle
-CONNECTIONS_PER_REQUEST = 2  # idle keep-alive connections beside the active ones, before new ones are refused
+OTHER_FILES = 256  # open files that are no client's connection: those to Redis, logs, libraries
+PROBE_CONNECTIONS = 64  # of the listener for probes
+ADDRESS_IN_USE = 3  # exit code, as uvicorn's own
+logger = logging.getLogger(__name__)
 
 
 class GatewayServer(uvicorn.Server):
@@ -26,6 +36,29 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, for probes too where they have a port of their own. Ends the process with 3 where that can't be."""
+        await super().startup(sockets)
+        settings = self._gateway.config.gateway
+        if settings.probe_port is None or self.should_exit:
+            return
+        protocol = partial(
+            LimitedProtocol,
+            gateway=self._gateway,
+            connections=Connections(PROBE_CONNECTIONS),
+            probes_only=True,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        try:
+            loop = asyncio.get_running_loop()
+            self.servers.append(await loop.create_server(protocol, settings.host, settings.probe_port))
+        except OSError as error:
+            logger.error("gateway.probe_port %d cannot be listened on: %s", settings.probe_port, error)
+            await self.lifespan.shutdown()
+            sys.exit(ADDRESS_IN_USE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the stop, or hurry it; unlike the parent's, the process then exits with 0."""
@@ -49,21 +82,26 @@ def build_server(config: Config) -> GatewayServer:
     """A server for `config`, not yet running."""
     settings = config.gateway
     app = create_app(config)
+    gateway: Gateway = app.state.gateway
+    connections = Connections(
+        settings.socket_limit, per_address=settings.max_sockets_per_address, trusted=settings.trusted_addresses
+    )
+    protocol: Any = partial(LimitedProtocol, gateway=gateway, connections=connections, probes_only=False)
     server_config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=protocol,
         ws="none",
         lifespan="on",
         access_log=False,
         log_level="info",
         server_header=False,
-        limit_concurrency=CONNECTIONS_PER_REQUEST * settings.max_connections + 64,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a number of seconds all the same
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
     )
-    return GatewayServer(server_config, app.state.gateway)
+    return GatewayServer(server_config, gateway)
 
 
 def serve(config: Config) -> None:
@@ -72,8 +110,7 @@ def serve(config: Config) -> None:
     Ends the process with 3 when the address cannot be listened on.
     """
     asyncio.run(_check_broker(config))
-    _allow_files(2 * CONNECTIONS_PER_REQUEST * config.gateway.max_connections)
-    server = build_server(config)
+    server = build_server(_within_files(config))
     gc.freeze()  # what is there now stays; looking through it again and again took a fifth of the time
     gc.set_threshold(GARBAGE)
     server.run()
@@ -84,9 +121,23 @@ async def _check_broker(config: Config) -> None:
     await (await Broker.open(config.broker, patience=config.broker.connect_timeout)).close()
 
 
-def _allow_files(wanted: int) -> None:
-    """Raise the limit of open files, each connection being one, as far as the system lets us."""
+def _within_files(config: Config) -> Config:
+    """Raise the limit of open files, each connection being one; what the system does not let us have is no socket."""
+    wanted = config.gateway.socket_limit
+    files = _allow_files(wanted + OVERFLOW + PROBE_CONNECTIONS + OTHER_FILES)
+    possible = max(1, files - OVERFLOW - PROBE_CONNECTIONS - OTHER_FILES)
+    if possible >= wanted:
+        return config
+    logger.warning("%d open files are allowed, so gateway.max_sockets is %d instead of %d", files, possible, wanted)
+    return replace(config, gateway=replace(config.gateway, max_sockets=possible))
+
+
+def _allow_files(wanted: int) -> int:
+    """Raise the limit of open files as far as the system lets us; what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
+    if soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(soft, allowed)

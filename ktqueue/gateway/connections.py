@@ -1,0 +1,134 @@
+"""The open connections of a listener: how many there may be, in all and from one address, and which one goes first.
+
+A connection whose request is being answered is busy and stays. All others, whether they are silent, in the middle of a
+request or do not read their answer, can be closed to make room for a new one.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Protocol
+
+from ktqueue.core.errors import KtqueueError
+from ktqueue.gateway.faults import TooManyConnections, TooManyFromAddress
+
+OVERFLOW = 64  # connections beyond the limits: each may send one request, which is refused unless it is a probe
+
+
+class Connection(Protocol):
+    """What is asked of a connection. It is hashable by identity."""
+
+    def evict(self) -> None:
+        """Close at once, without a reply."""
+
+
+class Connections:
+    """Counts connections by address. IPv6 addresses of one /64 count as one, since one client has them all."""
+
+    def __init__(self, limit: int, *, per_address: int = 0, trusted: Sequence[str] = ()) -> None:
+        """`limit`: in all. `per_address`: of an address that is not `trusted`; 0: no limit."""
+        self._limit = limit
+        self._per_address = per_address
+        self._trusted = [ip_network(one, strict=False) for one in trusted]
+        self._addresses: dict[Connection, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._idle: dict[str, dict[Connection, None]] = {}  # of each address, the longest idle first; none is empty
+        self._overflow: dict[Connection, None] = {}
+        self.evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._addresses) + len(self._overflow)
+
+    def enter(self, connection: Connection, host: str) -> KtqueueError | None:
+        """Count a new connection, which is idle at first.
+
+        Where a limit is reached, the connection that was idle longest is closed: of this address for its own limit, of
+        the address with most connections for the limit in all. Where none is idle, what is returned says why the
+        requests of the new one must be refused.
+        """
+        address, trusted = self._group(host)
+        refusal: KtqueueError | None = None
+        if self._per_address and not trusted and self._counts[address] >= self._per_address:
+            if not self._evict_one(address):
+                refusal = TooManyFromAddress(
+                    f"one address may have {self._per_address} connections (gateway.max_sockets_per_address)",
+                    limit=self._per_address,
+                    value=self._counts[address],
+                )
+        elif len(self._addresses) >= self._limit:
+            fullest = max(self._idle, key=self._counts.__getitem__, default=None)
+            if fullest is None or not self._evict_one(fullest):
+                refusal = TooManyConnections(
+                    f"this gateway has at most {self._limit} connections (gateway.max_sockets)",
+                    limit=self._limit,
+                    value=len(self._addresses),
+                )
+        if refusal is not None:
+            if len(self._overflow) >= OVERFLOW:
+                self._evict(next(iter(self._overflow)))
+            self._overflow[connection] = None
+            return refusal
+        self._addresses[connection] = address
+        self._counts[address] += 1
+        self.idle(connection)
+        return None
+
+    def idle(self, connection: Connection) -> None:
+        """Nothing is being answered on this connection: it may be closed for a new one."""
+        address = self._addresses.get(connection)
+        if address is not None:
+            self._idle.setdefault(address, {}).setdefault(connection)
+
+    def busy(self, connection: Connection) -> None:
+        """A request of this connection is being answered."""
+        address = self._addresses.get(connection)
+        if address is not None:
+            self._not_idle(connection, address)
+
+    def leave(self, connection: Connection) -> None:
+        """The connection is closed. Once more is no error."""
+        self._overflow.pop(connection, None)
+        address = self._addresses.pop(connection, None)
+        if address is not None:
+            self._not_idle(connection, address)
+            self._counts[address] -= 1
+            if not self._counts[address]:
+                del self._counts[address]
+
+    def _not_idle(self, connection: Connection, address: str) -> None:
+        idle = self._idle.get(address)
+        if idle is not None:
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[address]
+
+    def _evict_one(self, address: str) -> bool:
+        idle = self._idle.get(address)
+        if not idle:
+            return False
+        self._evict(next(iter(idle)))
+        return True
+
+    def _evict(self, connection: Connection) -> None:
+        self.leave(connection)
+        self.evicted += 1
+        connection.evict()
+
+    def _group(self, host: str) -> tuple[str, bool]:
+        """What a peer's address counts as, and whether it is trusted."""
+        address = _parse(host)
+        if address is None:  # a Unix socket
+            return host, True
+        if any(address in network for network in self._trusted):
+            return str(address), True
+        return (str(ip_network((address, 64), strict=False)) if address.version == 6 else str(address)), False
+
+
+@lru_cache(maxsize=1024)
+def _parse(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

@@ -1,0 +1,107 @@
+"""The request bodies that are being read: each in time and at a least rate, all together within a limit of memory."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from starlette.requests import ClientDisconnect, Request
+
+from ktqueue.core.config import GatewayConfig
+from ktqueue.core.errors import RequestTooLarge
+from ktqueue.core.units import format_bytes
+from ktqueue.gateway.faults import ClientGone, SlowBody, TooManyBodyBytes
+
+GRACE_SECONDS = 5.0  # before the least rate counts
+
+
+@dataclass(slots=True, eq=False)
+class _Upload:
+    timer: asyncio.Timeout
+    data: bytearray = field(default_factory=bytearray)
+    dropped: bool = False  # to make room
+
+
+class Uploads:
+    """All bodies that this gateway reads at the moment."""
+
+    def __init__(self, settings: GatewayConfig) -> None:
+        self._settings = settings
+        self._open: set[_Upload] = set()
+        self._held = 0  # bytes
+
+    async def read(self, request: Request) -> bytearray:
+        """The whole body. Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone."""
+        upload = _Upload(asyncio.timeout(self._settings.stall_seconds))
+        self._open.add(upload)
+        try:
+            async with upload.timer:
+                await self._receive(request, upload)
+        except TimeoutError:
+            raise self._why(upload) from None
+        except ClientDisconnect as error:
+            raise ClientGone("the client left while sending its body") from error
+        finally:
+            self._open.discard(upload)
+            self._held -= len(upload.data)
+        return upload.data
+
+    async def _receive(self, request: Request, upload: _Upload) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        self._set_deadline(upload, began, began)
+        async for piece in request.stream():
+            upload.data += piece
+            self._held += len(piece)
+            if len(upload.data) > self._settings.max_body_bytes:
+                raise too_large(len(upload.data), self._settings.max_body_bytes)
+            if self._held > self._settings.max_bodies_bytes:
+                self._drop_largest()
+            if not upload.dropped:
+                self._set_deadline(upload, began, clock())
+
+    def _set_deadline(self, upload: _Upload, began: float, now: float) -> None:
+        settings = self._settings
+        upload.timer.reschedule(
+            min(
+                now + settings.stall_seconds,
+                began + settings.body_timeout,
+                began + GRACE_SECONDS + len(upload.data) / settings.min_body_rate,
+            )
+        )
+
+    def _drop_largest(self) -> None:
+        """Give up the body that holds most: a small one is never refused for the sake of large ones."""
+        open_ = (one for one in self._open if not one.dropped and not one.timer.expired())
+        largest = max(open_, key=lambda one: len(one.data), default=None)
+        if largest is not None:
+            largest.dropped = True
+            self._held -= len(largest.data)
+            largest.data = bytearray()
+            largest.timer.reschedule(0)
+
+    def _why(self, upload: _Upload) -> SlowBody | TooManyBodyBytes:
+        settings = self._settings
+        if upload.dropped:
+            limit = settings.max_bodies_bytes
+            return TooManyBodyBytes(
+                f"the bodies that are being read have more than {limit} bytes ({format_bytes(limit)}) together, "
+                "and this one was the largest",
+                param="body",
+                limit=limit,
+            )
+        return SlowBody(
+            f"the body came too slowly: it must end within {settings.body_timeout:g} seconds, come at an average of "
+            f"{settings.min_body_rate} bytes per second or more, never pausing for {settings.stall_seconds:g} seconds",
+            param="body",
+            limit=settings.body_timeout,
+            value=len(upload.data),
+        )
+
+
+def too_large(size: int, max_bytes: int) -> RequestTooLarge:
+    """The error of a body of `size` bytes or more."""
+    return RequestTooLarge(
+        f"the body must be at most {max_bytes} bytes ({format_bytes(max_bytes)}), got {size} or more",
+        param="body",
+        limit=max_bytes,
+        value=size,
+    )

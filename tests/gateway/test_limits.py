@@ -1,0 +1,300 @@
+"""What one client can cost: bytes, number and time of headers, time and rate of bodies, connections by address."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue.core.config import ConfigError, GatewayConfig
+from ktqueue.core.tenants import hash_of
+from ktqueue.gateway import uploads
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+class Client:
+    """A connection that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        try:
+            self.writer.write(data)
+            await self.writer.drain()
+        except ConnectionError:
+            pass  # refused before all was sent
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+    async def ended(self, within: float = 10) -> bytes:
+        """All that the gateway says until it closes the connection."""
+        said = b""
+        try:
+            async with asyncio.timeout(within):
+                while piece := await self.reader.read(65_536):
+                    said += piece
+        except ConnectionError:
+            pass
+        return said
+
+    async def refused(self) -> tuple[int, dict[str, Any]]:
+        """Status and error of the reply after which the connection ends."""
+        head, _, body = (await self.ended()).partition(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"x-request-id: req-" in head
+        return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+    """`await connect(url, source="127.0.0.2")`: a client with that address."""
+    clients = []
+
+    async def open_client(url: str, source: str = "127.0.0.1") -> Client:
+        host, port = url.removeprefix("http://").split(":")
+        clients.append(Client(*await asyncio.open_connection(host, int(port), local_addr=(source, 0))))
+        return clients[-1]
+
+    yield open_client
+    for client in clients:
+        client.leave()
+    await asyncio.sleep(0)
+
+
+TOO_MUCH: list[tuple[bytes, int, str, float | None]] = [
+    (b"GET /" + b"a" * 3_000 + b" HTTP/1.1\r\n\r\n", 414, "url_too_long", 2_000),
+    (b"GET /" + b"a" * 30_000, 414, "url_too_long", 2_000),
+    (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 21 + b"\r\n", 431, "headers_too_large", 20),
+    (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 100_000, 431, "headers_too_large", 20),
+    (b"GET / HTTP/1.1\r\nhost: " + b"x" * 5_000 + b"\r\n\r\n", 431, "headers_too_large", 4_000),
+    (b"GET / HTTP/1.1\r\nhost: " + b"x" * 1_000_000, 431, "headers_too_large", 4_000),
+    (b"GET / HTTP/1.1\r\n" + b"x" * 1_000_000, 431, "headers_too_large", 4_000),
+    (CHUNKED + b"1;" + b"x" * 1_000_000, 431, "headers_too_large", 4_000),
+    (CHUNKED + b"1\r\n{\r\n0\r\na: " + b"x" * 1_000_000, 431, "headers_too_large", 4_000),
+    (CHUNKED + b"1\r\n{\r\n0\r\n" + b"a: b\r\n" * 100_000, 431, "headers_too_large", 20),
+    (CHUNKED + (b"1;" + b"x" * 3_000 + b"\r\n{\r\n") * 1_000, 413, "request_too_large", 100_000),
+    (b"\r\n" * 1_000_000, 431, "headers_too_large", 4_000),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_request", None),
+    (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout", 0.3),
+    (b"G", 408, "request_timeout", 0.3),
+]
+
+
+async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with, connect):
+    settings: dict[str, Any] = {"max_url_bytes": 2_000, "max_header_bytes": 4_000, "max_headers": 20}
+    async with serve_with(**settings, header_timeout=0.3, max_body_bytes=100_000) as (_, url):
+
+        async def refusal(data: bytes) -> tuple[int, str, float | None]:
+            client = await connect(url)
+            await client.send(data)
+            status, error = await client.refused()
+            return status, error["code"], error.get("limit")
+
+        for data, *expected in TOO_MUCH:
+            assert await refusal(data) == tuple(expected), data[:80]
+
+
+async def test_headers_have_a_time_in_all_and_silence_ends(serve_with, connect):
+    async with serve_with(header_timeout=0.4, keep_alive_timeout=0.3) as (_, url):
+        silent, slow, idle = [await connect(url) for _ in range(3)]
+
+        async def drip() -> None:
+            for byte in POST * 100:
+                await slow.send(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await idle.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await silent.ended() == b""
+        assert (await slow.refused())[0] == 408
+        assert (await idle.ended()).startswith(b"HTTP/1.1 200")
+        dripping.cancel()
+
+
+async def test_pipelined_requests_are_answered_up_to_a_number(serve_with, connect):
+    async with serve_with() as (_, url):
+        client = await connect(url)
+        await client.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
+        assert 1 <= (await client.ended()).count(b"HTTP/1.1 200") <= 10
+
+
+async def test_a_client_that_reads_no_answer_is_dropped(serve_with):
+    ask = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
+    async with serve_with(stall_seconds=0.4, keep_alive_timeout=0.2) as (server, url):
+        for listener in server.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+        clients = []
+        for data in ((ask + b"\r\n") * 8, ask + b"\r\n", ask + b"connection: close\r\n\r\n"):
+            clients.append(socket.socket())
+            clients[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            clients[-1].setblocking(False)
+            host, port = url.removeprefix("http://").split(":")
+            await asyncio.get_running_loop().sock_connect(clients[-1], (host, int(port)))
+            await asyncio.get_running_loop().sock_sendall(clients[-1], data)
+        await asyncio.sleep(0.2)
+        connections = server.config.http.keywords["connections"]
+        assert len(connections) == 3
+        async with asyncio.timeout(10):
+            while len(connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for client in clients:
+            client.close()
+
+
+async def test_the_key_is_checked_before_the_body_is_read(serve_with, connect, worker):
+    async with serve_with(api_keys=(hash_of("key"),), keep_alive_timeout=0.3) as (server, url):
+        client = await connect(url)
+        await client.send(POST + b"content-length: 8000000\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
+        for _ in range(100):  # and what still comes is thrown away, for as long as a connection may be idle
+            await client.send(b"x" * 10_000)
+        assert not server.config.app.state.gateway.uploads._open
+        await client.ended(5)
+
+
+async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with, connect, monkeypatch):
+    monkeypatch.setattr(uploads, "GRACE_SECONDS", 0.3)
+
+    async def answer(url: str, bytes_a_turn: int) -> bytes:
+        client = await connect(url)
+        await client.send(POST + b"content-length: 1000000\r\n\r\n")
+
+        async def drip() -> None:
+            while True:
+                await client.send(b" " * bytes_a_turn)
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        said = await client.ended(5)
+        dripping.cancel()
+        return said
+
+    for settings, bytes_a_turn in (({"body_timeout": 0.5}, 1_000), ({"min_body_rate": 100}, 1)):
+        async with serve_with(**settings) as (_, url):
+            said = await answer(url, bytes_a_turn)
+            assert said.startswith(b"HTTP/1.1 408")
+            assert b"connection: close" in said
+
+
+async def test_who_sends_a_body_slowly_keeps_nobody_out(serve_with, connect, worker):
+    async with serve_with(max_connections=2) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
+        slow = [await connect(url) for _ in range(5)]
+        for client in slow:
+            await client.send(POST + b"content-length: 100\r\n\r\n{")
+        await asyncio.sleep(0.1)
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+        for client in slow:
+            client.leave()
+
+
+async def test_bodies_have_a_limit_together_and_the_largest_goes(serve_with, connect, worker):
+    async with (
+        serve_with(max_body_bytes=100_000, max_bodies_bytes=150_000) as (server, url),
+        httpx.AsyncClient(base_url=url, timeout=10) as http,
+    ):
+        uploads = server.config.app.state.gateway.uploads
+        large = [await connect(url) for _ in range(2)]
+        for client, size in zip(large, (90_000, 50_000), strict=True):
+            await client.send(POST + b"content-length: 99000\r\n\r\n" + b" " * size)
+        async with asyncio.timeout(5):
+            while uploads._held < 140_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        body = json.dumps({**BODY, "user": "x" * 20_000})
+        assert (await http.post(CHAT, content=body)).status_code == 200
+        async with asyncio.timeout(5):
+            assert (await large[0].reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
+            assert b"too_many_body_bytes" in await large[0].reader.readuntil(b"}}")
+            while uploads._held != 50_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        large[1].leave()
+
+
+async def test_an_address_has_so_many_connections(serve_with, connect, worker, tools):
+    async def long(claim):
+        yield tools.token("Once")
+        yield 30.0
+
+    worker.script = long
+    async with (
+        serve_with(max_sockets_per_address=3) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=10) as http,
+    ):
+        silent = [await connect(url, "127.0.0.2") for _ in range(4)]
+        assert await silent[0].ended() == b""  # the one that was idle longest
+        body = json.dumps({**BODY, "stream": True}).encode()
+        ask = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        streams = [await connect(url, "127.0.0.2") for _ in range(3)]
+        for client in streams:
+            await client.send(ask)
+            async with asyncio.timeout(10):
+                assert (await client.reader.readuntil(b"data:")).startswith(b"HTTP/1.1 200")
+        one_more, probe = await connect(url, "127.0.0.2"), await connect(url, "127.0.0.2")
+        await one_more.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"429" in (said := await one_more.ended())[:12]
+        assert b'"too_many_connections_from_address"' in said
+        await probe.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in (await probe.ended())[:12]
+        assert (await http.get("/v1/models")).status_code == 200  # from a trusted address, though not from a free one
+        text = (await http.get("/metrics")).text
+        assert 'ktqueue:connections_ended_total{reason="evicted"} 4.0' in text
+        assert 'ktqueue:connections_ended_total{reason="too_many_connections_from_address"} 2.0' in text
+        for client in streams:
+            client.leave()
+
+
+async def test_probes_are_answered_when_all_connections_are_busy(serve_with, connect, worker, tools):
+    async def long(claim):
+        yield tools.token("Once")
+        yield 30.0
+
+    worker.script = long
+    async with serve_with(max_sockets=3, probe_port=0) as (server, url):
+        body = json.dumps({**BODY, "stream": True}).encode()
+        streams = [await connect(url) for _ in range(3)]
+        for client in streams:
+            await client.send(POST + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            async with asyncio.timeout(10):
+                await client.reader.readuntil(b"data:")
+        for _ in range(100):
+            await connect(url)
+        probe_port = server.servers[1].sockets[0].getsockname()[1]
+        for base, path, status in (
+            (url, "/healthz", 200),
+            (url, "/readyz", 200),
+            (url, "/metrics", 200),
+            (url, "/v1/models", 503),
+            (f"http://127.0.0.1:{probe_port}", "/healthz", 200),
+            (f"http://127.0.0.1:{probe_port}", "/readyz", 200),
+            (f"http://127.0.0.1:{probe_port}", "/metrics", 200),
+            (f"http://127.0.0.1:{probe_port}", "/v1/models", 404),
+        ):
+            async with httpx.AsyncClient(base_url=base, timeout=10) as http:
+                assert (await http.get(path)).status_code == status
+        for client in streams:
+            client.leave()
+
+
+async def test_idle_connections_make_room(serve_with, connect, worker):
+    async with serve_with(max_sockets=5) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
+        silent = [await connect(url, f"127.0.0.{2 + number % 3}") for number in range(20)]
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+        assert await silent[0].ended() == b""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("header_timeout", 0), ("max_headers", 0), ("max_bodies_bytes", 1), ("trusted_addresses", ("here",))],
+)
+def test_settings_are_checked(key, value):
+    with pytest.raises(ConfigError, match=f"gateway.{key}"):
+        GatewayConfig(**{key: value})
