@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.short_repr import short_repr
 from ktqueue.core.webhook import Webhook
 
 MAX_CHOICES = 128
@@ -29,7 +30,7 @@ class JobClass(StrEnum):
 
 
 def _refuse(param: str, value: Any, limit: str) -> InvalidRequest:
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    shown = short_repr(value)
     return InvalidRequest(f"{param} must be {limit}, got {shown}", param=param, limit=limit, value=shown)
 
 

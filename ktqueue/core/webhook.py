@@ -6,6 +6,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.short_repr import short_repr
 
 EVENTS = ("completed", "failed")  # done; ended in any other state
 MAX_URL = 2_048  # characters
@@ -58,7 +59,7 @@ class Webhook:
 
 
 def _refuse(name: str, value: object, limit: str) -> InvalidRequest:
-    shown = repr(value)[:80]
+    shown = short_repr(value)
     return InvalidRequest(
         f"webhook.{name} must be {limit}, got {shown}", param=f"webhook.{name}", limit=limit, value=shown
     )

@@ -7,8 +7,8 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
 from ktqueue.gateway import openai_schema as shapes
+from ktqueue.gateway.foreign_fields import refused_fields
 from ktqueue.gateway.openai_jobs import GenerationBody
-from ktqueue.gateway.openai_refusals import refused_fields
 from ktqueue.gateway.openai_requests import ChatBody, CompletionBody
 
 Json = dict[str, Any]

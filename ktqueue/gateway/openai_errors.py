@@ -3,16 +3,16 @@
 Only the first error is told: one clear sentence is mended sooner than a list. Knows no HTTP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.short_repr import short_repr
 
 Body = TypeVar("Body", bound=BaseModel)
-SHOWN = 80  # characters of a value that an error repeats
 
 
 def _number(limit: float) -> str:
@@ -44,30 +44,28 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def shown(value: Any) -> str:
-    """A value as an error message repeats it: short."""
-    text = repr(value[:SHOWN]) if isinstance(value, str | list) else repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
-
-
 def must_be(expected: str, value: Any) -> PydanticCustomError:
     """An error for a validator to raise: the field `must be {expected}, got {value}`."""
     return PydanticCustomError(
-        "ktqueue", "must be {expected}, got {shown}", {"expected": expected, "shown": shown(value)}
+        "ktqueue", "must be {expected}, got {shown}", {"expected": expected, "shown": short_repr(value)}
     )
 
 
-def parse(kind: type[Body], body: dict[str, Any]) -> Body:
-    """A validated body of `kind`. Raises InvalidRequest naming the dotted field, limit and value."""
+def parse(kind: type[Body], body: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Body:
+    """A validated body of `kind`. `names`: what the client called a field that has another name in `kind`.
+
+    Raises InvalidRequest naming the dotted field, limit and value.
+    """
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False)[0]) from None
+        raise explain(error.errors(include_url=False)[0], names or {}) from None
 
 
-def explain(detail: ErrorDetails) -> InvalidRequest:
+def explain(detail: ErrorDetails, names: Mapping[str, str]) -> InvalidRequest:
     """One error of pydantic as an InvalidRequest."""
-    param = ".".join(str(part) for part in detail["loc"])
+    first, *rest = (str(part) for part in detail["loc"])
+    param = ".".join((names.get(first, first), *rest))
     context = detail.get("ctx", {})
     if detail["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param, limit="present")
@@ -76,7 +74,7 @@ def explain(detail: ErrorDetails) -> InvalidRequest:
     else:
         describe = _EXPECTED.get(detail["type"])
         expected = describe(context) if describe else detail["msg"]
-    value = shown(detail["input"])
+    value = short_repr(detail["input"])
     bounds = [context[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in context]
     limit = bounds[0] if bounds else expected
     number = detail["input"] if type(detail["input"]) in (int, float) else value

@@ -93,6 +93,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = Field(None, description="One last chunk with the token counts.")
+    continuous_usage_stats: Literal[False] | None = Field(None, description="Counts in each chunk are not served.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
 
 class CommonFields(BaseModel):

@@ -70,7 +70,7 @@ class WebhookBody(BaseModel):
     model_config = _STRICT
 
     url: str = Field(max_length=MAX_URL)
-    events: list[Literal["completed", "failed"]] = Field(["completed", "failed"], min_length=1)
+    events: list[Literal["completed", "failed"]] = Field(["completed", "failed"], min_length=1, max_length=2)
 
 
 class GenerationBody(BaseModel):

@@ -6,13 +6,14 @@ calls, JSON in a string over HTTP, become objects, as templates expect. Pure; kn
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.gateway.openai_errors import must_be
-from ktqueue.gateway.openai_fields import FreeObject, shallow
+from ktqueue.gateway.openai_fields import shallow
 
 MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 1024  # of one message
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
@@ -71,7 +72,7 @@ class Message(BaseModel):
     role: Role
     content: Content = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -96,16 +97,19 @@ class FunctionDefinition(BaseModel):
 
     name: str
     description: str | None = None
-    parameters: FreeObject | None = None
+    parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class ToolDefinition(BaseModel):
     """A tool offered to the model through its chat template."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+Tool = Annotated[ToolDefinition, BeforeValidator(shallow)]
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:

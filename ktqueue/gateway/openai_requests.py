@@ -1,6 +1,6 @@
 """The bodies of POST /v1/chat/completions and /v1/completions, and their way into GenerationRequests.
 
-Pure; knows no HTTP. What we refuse is in `openai_refusals`, what both bodies share in `openai_fields`.
+Pure; knows no HTTP. What other fields there are is in `foreign_fields`, what both bodies share in `openai_fields`.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
+from ktqueue.gateway.foreign_fields import translate
 from ktqueue.gateway.openai_errors import must_be, parse
 from ktqueue.gateway.openai_fields import MAX_ID, CommonFields, FreeObject
 from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
-from ktqueue.gateway.openai_refusals import refuse_unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 Prompt = str | list[int]
@@ -86,8 +86,8 @@ class ChatBody(CommonFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="Preferred over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128, description="Taken only with tool_choice: none.")
+    tool_choice: Literal["none"] | None = None
     reasoning_effort: str | None = Field(None, max_length=32, description="Handed to the chat template.")
     chat_template_kwargs: FreeObject | None = None
 
@@ -103,8 +103,6 @@ class ChatBody(CommonFields):
         extras = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             extras.setdefault("reasoning_effort", self.reasoning_effort)
-        # Output is not constrained, so "none" is honoured by not offering the tools at all.
-        tools = [] if self.tool_choice == "none" else self.tools or []
         return GenerationRequest(
             model=self.model,
             messages=tuple(message.plain() for message in self.messages),
@@ -115,7 +113,6 @@ class ChatBody(CommonFields):
             job_class=self.class_of_job(),
             priority=self.priority or 0,
             expires_in=self.expires_in,
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
             chat_template_kwargs=extras,
             user=self.user,
             metadata=self.metadata or {},
@@ -124,11 +121,12 @@ class ChatBody(CommonFields):
 
 def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     """A validated chat body. Raises InvalidRequest."""
-    refuse_unsupported(body, special_tokens=False)
-    return parse(ChatBody, dict(body))
+    ours, names = translate(body, special_tokens=False)
+    if names.get("max_tokens") and ours["max_tokens"] in (-1, -2):
+        del ours["max_tokens"]  # llama.cpp's "without limit" and "to the end of the context", which is the default here
+    return parse(ChatBody, ours, names)
 
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
     """A validated completion body. Raises InvalidRequest."""
-    refuse_unsupported(body, special_tokens=True)
-    return parse(CompletionBody, dict(body))
+    return parse(CompletionBody, *translate(body, special_tokens=True))

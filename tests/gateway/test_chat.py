@@ -135,7 +135,6 @@ async def test_waiting_text_runs_together(worker, stream, tools):
 
 
 async def test_every_field_reaches_the_worker(http, worker):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     body = {
         **BODY,
         "messages": [
@@ -153,7 +152,7 @@ async def test_every_field_reaches_the_worker(http, worker):
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "n": 2, "seed": 5, "stop": "END",
         "max_tokens": 9, "max_completion_tokens": 7, "min_tokens": 2, "presence_penalty": 1, "frequency_penalty": -1,
         "repetition_penalty": 1.1, "logit_bias": {"5": -100}, "stop_token_ids": [3], "ignore_eos": True,
-        "user": "u", "metadata": {"a": "b"}, "tools": [tool], "reasoning_effort": "low",
+        "user": "u", "metadata": {"a": "b"}, "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False}, "service_tier": "flex", "priority": 3, "expires_in": 60,
         "store": True, "parallel_tool_calls": False, "response_format": {"type": "text"}, "unknown_field": {},
     }  # fmt: skip
@@ -175,7 +174,7 @@ async def test_every_field_reaches_the_worker(http, worker):
     assert (sampling.max_tokens, sampling.min_tokens) == (7, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({5: -100}, (3,), True)
-    assert (request.user, request.metadata, request.tools) == ("u", {"a": "b"}, (tool,))
+    assert (request.user, request.metadata) == ("u", {"a": "b"})
     assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
     assert (request.job_class, request.priority, request.expires_in) == (JobClass.BATCH, 3, 60)
 

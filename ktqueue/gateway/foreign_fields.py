@@ -1,0 +1,317 @@
+"""Request fields of OpenAI and of other servers that are no fields of our bodies, and what becomes of each.
+
+A field is an alias of one of ours, or a hint that changes no answer, or it is refused by name where it asks for what
+this server cannot do. Nothing in this table is dropped in silence. docs/reference/http-api.md has the same table.
+Pure; knows no pydantic.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.short_repr import short_repr
+from ktqueue.gateway.faults import UnsupportedParameter
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Refused unless `is_neutral(value, body)`: then it asks for what happens anyway. `allowed` says so in words."""
+
+    allowed: str
+    is_neutral: Callable[[Any, Body], bool]
+    advice: str
+
+
+def _is_empty(value: Any, body: Body) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _is_absent(value: Any, body: Body) -> bool:
+    return value is None
+
+
+def _empty(advice: str) -> Refused:
+    return Refused("empty or false", _is_empty, advice)
+
+
+def _absent(advice: str) -> Refused:
+    return Refused("left out", _is_absent, advice)
+
+
+def _only(*neutral: Any, advice: str) -> Refused:
+    # The types are compared as well, because True == 1 in Python; but 1 and 1.0 are one number in JSON.
+    def is_neutral(value: Any, body: Body) -> bool:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+    words = ["null" if one is None else f"`{str(one).lower() if isinstance(one, bool) else one}`" for one in neutral]
+    return Refused(" or ".join(words), is_neutral, advice)
+
+
+def _is_text_format(value: Any, body: Body) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+def _offers_no_tools(value: Any, body: Body) -> bool:
+    return _is_empty(value, body) or body.get("tool_choice") == "none"
+
+
+def _is_off(value: Any, body: Body) -> bool:
+    return type(value) in (int, float) and value <= 0
+
+
+def _penalises_nothing(value: Any, body: Body) -> bool:
+    whole = type(value) is int and value == -1
+    neutral: Mapping[str, tuple[float | None, ...]] = {
+        "repetition_penalty": (None, 1), "repeat_penalty": (None, 1), "rep_pen": (None, 1),
+        "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
+    }  # fmt: skip
+    return whole or all(body.get(name) in values for name, values in neutral.items())
+
+
+def _is_n(value: Any, body: Body) -> bool:
+    return type(value) is int and value == (body.get("n") or 1)
+
+
+ALIASES: Mapping[str, str] = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "rep_pen": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_sequence": "stop",
+    "random_seed": "seed",
+    "sampler_seed": "seed",
+    "ban_eos_token": "ignore_eos",
+}
+
+_IDS = "no answer depends on it"
+_SPEED = "it asks for speed, no answer depends on it"
+_KEPT, _PART = "the prompt is always kept whole", "it means something only beside a field that is refused"
+_CALLS, _TOOLS = "no tools are called", "tool calls are not served"
+_CONSTRAINED, _BIAS = "output cannot be constrained", "use logit_bias"
+_SAMPLER, _PENALTY = "use top_p or min_p", "use repetition_penalty, presence_penalty or frequency_penalty"
+_EVENTS, _TEMPLATE = "the events of /v1/jobs have them", "use chat_template_kwargs, which the chat template reads"
+_BEAMS, _UNCUT, _LOGPROBS = "there is no beam search", "prompts are not cut", "use logprobs"
+_DRY = "there is no DRY sampling: use repetition_penalty"
+_RANGE = "penalties look at the whole text"
+_REASONING = "reasoning is part of the text"
+
+HINTS: Mapping[str, str] = {
+    **dict.fromkeys(("safety_identifier", "request_id", "rid", "store"), _IDS),
+    **dict.fromkeys(
+        (
+            "cache_prompt", "id_slot", "keep_alive", "prediction", "prompt_cache_key", "prompt_cache_retention",
+            "slot_id",
+        ),
+        _SPEED,
+    ),
+    **dict.fromkeys(("n_keep", "num_keep", "n_discard"), _KEPT),
+    "parallel_tool_calls": _CALLS,
+    "stream_reasoning": _REASONING,
+    **dict.fromkeys(
+        (
+            "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_range", "dry_sequence_breakers",
+            "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "smoothing_curve", "spaces_between_special_tokens",
+            "xtc_threshold",
+        ),
+        _PART,
+    ),
+}  # fmt: skip
+
+REFUSED: Mapping[str, Refused] = {
+    # Tools, and other ways to an answer that is no plain text
+    "tools": Refused('empty, or `tool_choice` is `"none"`', _offers_no_tools, f'{_TOOLS}; send tool_choice "none"'),
+    "tool_choice": _only("none", advice=_TOOLS),
+    "functions": _empty(_TOOLS),
+    "function_call": _only("none", advice=_TOOLS),
+    "tool_prompt": _empty(_TOOLS),
+    "response_format": Refused('`{"type": "text"}`', _is_text_format, 'only {"type": "text"} is served'),
+    **dict.fromkeys(
+        (
+            "ebnf", "format", "grammar", "grammar_string", "guided_choice", "guided_decoding_backend",
+            "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema", "regex",
+            "structural_tag", "structured_outputs",
+        ),
+        _empty(_CONSTRAINED),
+    ),
+    "audio": _empty("only text is served"),
+    "images": _empty("only text is served"),
+    "image_data": _empty("only text is served"),
+    "mm_processor_kwargs": _empty("only text is served"),
+    "modalities": _only(["text"], advice="only text is served"),
+    "moderation": _empty("there is no moderation"),
+    "web_search_options": _absent("there is no web search"),
+    "verbosity": _only("medium", advice="say in the prompt how long the answer should be"),
+    # What of the prompt is read, and how
+    "add_bos_token": _only(True, advice="send prompt as token ids"),
+    "add_generation_prompt": _only(True, advice="a new message is always begun"),
+    "chat_template": _empty("the model's own is used"),
+    "continue_final_message": _empty("a new message is always begun"),
+    "documents": _empty("give them in chat_template_kwargs"),
+    "echo": _empty("the prompt is not repeated"),
+    "enable_thinking": _absent(_TEMPLATE),
+    "negative_prompt": _empty("there is no guidance"),
+    "num_ctx": _absent("the server's max_model_len is the context"),
+    "options": _empty("give its fields in the body itself"),
+    "prompt_embeds": _empty("send text or token ids"),
+    "raw": _empty("use /v1/completions"),
+    "reasoning": _empty("use reasoning_effort or chat_template_kwargs"),
+    "return_full_text": _empty("the prompt is not repeated"),
+    "suffix": _empty("there is no insertion"),
+    "template": _empty("the model's own is used"),
+    "think": _absent(_TEMPLATE),
+    "thinking": _absent(_TEMPLATE),
+    "token_healing": _empty("prompts are taken as they are"),
+    "truncate": _absent(_UNCUT),
+    "truncate_prompt_tokens": _absent(_UNCUT),
+    "truncation": _only("disabled", advice=_UNCUT),
+    # How tokens are chosen
+    "adaptive_target": Refused("negative or `0`", _is_off, _SAMPLER),
+    "allowed_token_ids": _empty(_BIAS),
+    "bad_words": _empty(_BIAS),
+    "banned_strings": _empty(_BIAS),
+    "banned_tokens": _empty(_BIAS),
+    "custom_logit_processor": _empty(_BIAS),
+    "custom_token_bans": _empty(_BIAS),
+    "logits_processors": _empty(_BIAS),
+    "best_of": Refused("equal to `n`", _is_n, "all choices are returned"),
+    "cfg_scale": _only(1, advice="there is no guidance"),
+    "guidance_scale": _only(1, advice="there is no guidance"),
+    "penalty_alpha": _only(0, advice="there is no contrastive search"),
+    "length_penalty": _only(1, advice=_BEAMS),
+    "num_beams": _only(1, advice=_BEAMS),
+    "use_beam_search": _empty(_BEAMS),
+    "do_sample": _only(True, advice="use temperature 0"),
+    "dry_multiplier": _only(0, advice=_DRY),
+    "dynamic_temperature": _empty("use temperature"),
+    "dynatemp_range": _only(0, advice="use temperature"),
+    "dynatemp_high": _absent("use temperature"),
+    "dynatemp_low": _absent("use temperature"),
+    "temperature_last": _empty("temperature comes first"),
+    "encoder_repetition_penalty": _only(1, advice=_PENALTY),
+    "no_repeat_ngram_size": _only(0, advice=_PENALTY),
+    "penalize_nl": _only(True, advice="a line break is penalised like other tokens"),
+    "penalize_newline": _only(True, advice="a line break is penalised like other tokens"),
+    "repeat_last_n": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "rep_pen_range": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "repetition_penalty_range": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "epsilon_cutoff": _only(0, advice=_SAMPLER),
+    "eta_cutoff": _only(0, advice=_SAMPLER),
+    "min_keep": _only(0, advice=_SAMPLER),
+    "mirostat": _only(0, advice=_SAMPLER),
+    "mirostat_mode": _only(0, advice=_SAMPLER),
+    "samplers": _empty("their order is fixed"),
+    "sampler_order": _empty("their order is fixed"),
+    "sampler_priority": _empty("their order is fixed"),
+    "skew": _only(0, advice=_SAMPLER),
+    "smoothing_factor": _only(0, advice=_SAMPLER),
+    "tfs": _only(1, advice=_SAMPLER),
+    "tfs_z": _only(1, advice=_SAMPLER),
+    "top_a": _only(0, advice=_SAMPLER),
+    "nsigma": Refused("negative or `0`", _is_off, _SAMPLER),
+    "top_n_sigma": Refused("negative or `0`", _is_off, _SAMPLER),
+    "typical": _only(1, advice=_SAMPLER),
+    "typical_p": _only(1, advice=_SAMPLER),
+    "typ_p": _only(1, advice=_SAMPLER),
+    "watermark": _empty("texts are not marked"),
+    "xtc_probability": _only(0, advice=_SAMPLER),
+    # Where an answer ends, and what of it is returned
+    "max_length": _absent("use max_tokens"),
+    "min_length": _absent("use min_tokens"),
+    "n_indent": _only(0, advice="use stop"),
+    "stop_regex": _empty("use stop"),
+    "t_max_predict_ms": _only(0, -1, advice="use expires_in"),
+    "thinking_token_budget": _empty("use max_completion_tokens"),
+    "thinking_budget": _empty("use max_completion_tokens"),
+    "include_stop_str_in_output": _empty("the stop string is never in the text"),
+    "no_stop_trim": _empty("the stop string is never in the text"),
+    "skip_special_tokens": _only(True, advice="special tokens are never in the text"),
+    "include_reasoning": _only(True, advice=_REASONING),
+    "separate_reasoning": _only(False, advice=_REASONING),
+    "reasoning_format": _only("none", advice=_REASONING),
+    "n_probs": _only(0, advice=_LOGPROBS),
+    "post_sampling_probs": _empty(_LOGPROBS),
+    "return_logprob": _empty(_LOGPROBS),
+    "top_n_tokens": _only(0, advice=_LOGPROBS),
+    "prompt_logprobs": _absent("only generated tokens have logprobs"),
+    "decoder_input_details": _empty("only generated tokens have logprobs"),
+    "details": _empty("use logprobs, or the events of /v1/jobs"),
+    "response_fields": _empty("answers are whole"),
+    "return_hidden_states": _empty("only text is returned"),
+    "return_progress": _empty("a stream begins with the first token"),
+    "return_token_ids": _empty(_EVENTS),
+    "return_tokens": _empty(_EVENTS),
+    "return_tokens_as_token_ids": _empty(_EVENTS),
+    "timings_per_token": _empty("/metrics has the times"),
+    # Which weights, and what is kept
+    "adapter_id": _empty("there are no adapters"),
+    "lora": _empty("there are no adapters"),
+    "lora_path": _empty("there are no adapters"),
+    "cache_salt": _empty("the cache is shared by all requests"),
+    "kv_transfer_params": _empty("the cache is not moved"),
+    "session_params": _empty("use X-Conversation-Id"),
+    "vllm_xargs": _empty("there are no extensions"),
+    "custom_params": _empty("there are no extensions"),
+}  # fmt: skip
+
+
+def translate(body: Body, *, special_tokens: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The body with our names for aliases, and for each field that was renamed what the client called it.
+
+    `special_tokens`: whether the tokenizer adds its own to such a prompt; a chat template has them already.
+
+    Raises UnsupportedParameter for the first field that asks for what we cannot do, InvalidRequest where an alias
+    contradicts the field that it stands for.
+    """
+    always = _only(special_tokens, advice=f"it is always {str(special_tokens).lower()} here")
+    translated = dict(body)
+    names: dict[str, str] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        rule = always if name == "add_special_tokens" else REFUSED.get(name)
+        if rule is not None and not rule.is_neutral(value, body):
+            raise _unsupported(name, value, rule)
+        if name in ALIASES:
+            ours = ALIASES[name]
+            if translated.get(ours) not in (None, value):
+                raise InvalidRequest(
+                    f"{name} means {ours}, and must be equal to it ({short_repr(translated[ours])}) or left out, "
+                    f"got {short_repr(value)}",
+                    param=name,
+                    limit=short_repr(translated[ours]),
+                    value=short_repr(value),
+                )
+            translated[ours] = value
+            names[ours] = name
+    return translated, names
+
+
+def _unsupported(name: str, value: Any, rule: Refused) -> UnsupportedParameter:
+    shown = short_repr(value)
+    return UnsupportedParameter(
+        f"{name} is not supported with the value {shown}: {rule.advice}", param=name, limit=rule.advice, value=shown
+    )
+
+
+def field_rows() -> list[tuple[str, str]]:
+    """The table as the documentation has it: (names of fields, what becomes of them), fields of one fate together."""
+    fates = {name: f"means `{ours}`" for name, ours in ALIASES.items()}
+    fates |= {name: f"changes nothing: {why}" for name, why in HINTS.items()}
+    fates |= {name: f"refused unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED.items()}
+    fates["add_special_tokens"] = "refused unless as it is: `false` for chats, `true` for completions"
+    together: dict[str, list[str]] = {}
+    for name, fate in fates.items():
+        together.setdefault(fate, []).append(f"`{name}`")
+    return [(", ".join(names), fate) for fate, names in together.items()]
+
+
+def refused_fields() -> tuple[str, ...]:
+    """The names of all fields that may be refused."""
+    return (*sorted(REFUSED), "add_special_tokens")

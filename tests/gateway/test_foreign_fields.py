@@ -1,0 +1,84 @@
+"""Fields of other servers: honoured under our name, without effect, or refused by name. The docs have the same table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.gateway import foreign_fields
+from ktqueue.gateway.faults import UnsupportedParameter
+from ktqueue.gateway.openai_requests import ChatBody, CompletionBody, parse_chat, parse_completion
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
+CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": "tale", "prompt": "Hi"}
+ALIASED = {"max_tokens": 7, "min_tokens": 2, "repetition_penalty": 1.2, "stop": ("END",), "seed": 5, "ignore_eos": True}
+
+
+def test_the_documentation_has_the_table():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = [f"| {names} | {fate} |" for names, fate in foreign_fields.field_rows()]
+    missing = [row for row in rows if row not in text]
+    assert not missing, "\n".join(missing)
+    _, _, table = text.partition("| field of another server |")
+    assert [line for line in table.splitlines()[2:] if line.startswith("| `")][: len(rows) + 1] == rows
+
+
+def test_no_field_has_two_fates():
+    ours = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
+    aliases, hints, refused = (
+        set(table) for table in (foreign_fields.ALIASES, foreign_fields.HINTS, foreign_fields.REFUSED)
+    )
+    assert not aliases & hints
+    assert not (aliases | hints) & (refused | ours)
+    assert refused & ours <= {"tools", "tool_choice"}  # taken where the choice is none
+    assert set(foreign_fields.ALIASES.values()) <= ours
+
+
+@pytest.mark.parametrize("name", foreign_fields.ALIASES)
+def test_an_alias_is_honoured(name):
+    ours = foreign_fields.ALIASES[name]
+    value = list(ALIASED[ours]) if ours == "stop" else ALIASED[ours]
+    sampling = parse_completion({**COMPLETION, name: value}).requests()[0].sampling
+    assert getattr(sampling, ours) == ALIASED[ours]
+    assert getattr(parse_chat({**CHAT, name: value}).request().sampling, ours) == ALIASED[ours]
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat({**CHAT, name: value, ours: 99})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", [*foreign_fields.REFUSED, "add_special_tokens"])
+def test_a_refusal_names_the_field(name):
+    for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
+        with pytest.raises(UnsupportedParameter) as caught:
+            parse({**body, "repetition_penalty": 1.5, name: {"of": "course"}})
+        assert caught.value.param == name
+        assert name in caught.value.message
+        assert caught.value.limit
+        parse({**body, name: None})
+
+
+def test_what_asks_for_nothing_is_taken():
+    parse_chat(
+        {
+            **CHAT,
+            "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "typical_p": 1.0,
+            "mirostat": 0, "mirostat_tau": 5.0, "top_a": 0, "tfs_z": 1, "dry_multiplier": 0.0, "dry_base": 1.75,
+            "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1.0, "n_probs": 0,
+            "top_n_sigma": -1, "length_penalty": 1.0, "use_beam_search": False, "n_predict": -1, "samplers": [],
+            "stream": True, "stream_options": {"continuous_usage_stats": False},
+        }
+    )  # fmt: skip
+    with pytest.raises(UnsupportedParameter):
+        parse_chat({**CHAT, "typical_p": True})
+    with pytest.raises(InvalidRequest, match="n_predict must be at least 1"):
+        parse_completion({**COMPLETION, "n_predict": -1})
+
+
+def test_tools_are_refused_until_they_are_served():
+    tool = {"type": "function", "function": {"name": "f"}}
+    for wanted in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}, {"functions": [{"name": "f"}]}):
+        with pytest.raises(UnsupportedParameter, match="tool calls are not served"):
+            parse_chat({**CHAT, **wanted})
+    assert parse_chat({**CHAT, "tools": [tool], "tool_choice": "none"}).request().tools == ()
