@@ -83,7 +83,7 @@ class Client:
         broker = self._open_broker()
         record = await broker.jobs.get(job_id)
         events = [event async for event in broker.journal.follow(job_id)]
-        return completion_of(job_id, record.request.sampling.n, events)
+        return completion_of(job_id, record.readable_request().sampling.n, events)
 
     async def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:
         """Submit and wait. Takes and raises what `submit` and `result` do."""

@@ -70,6 +70,9 @@ class Control(SteadyWorker):
         except JobNotFound:
             log.warning("webhook of %s: the job's record is gone", job_id)
             return
+        if record.request is None:
+            log.warning("webhook of %s waits for a version that reads its record", job_id)
+            raise Retry(LONGEST_PAUSE)
         hook = record.request.webhook
         if hook is None or event_of(record.state) not in hook.events:
             return

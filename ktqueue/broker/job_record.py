@@ -1,12 +1,13 @@
 """The broker's record of a job, as readers see it. Knows how the scripts lay it out, not how to fetch it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ktqueue.broker.limits import Standing
-from ktqueue.core.codec import decode_event, decode_request
-from ktqueue.core.errors import ErrorInfo
-from ktqueue.core.events import JobState, Usage
+from ktqueue.core.codec import CodecError, decode_event, decode_request
+from ktqueue.core.errors import ErrorInfo, InvalidRequest
+from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest, JobClass
 
 MICROSECONDS = 1_000_000
@@ -16,7 +17,9 @@ MICROSECONDS = 1_000_000
 class JobRecord:
     """One job. Times are Unix seconds by the server's clock.
 
-    `position` is its place in its class's queue, from 1, while it is queued. `attempts` counts the workers that
+    `request` is None where this version cannot read it: see `readable_request`. `digest`: of the worker that has it, or
+    that it has begun with; None of a job that has not.
+    `position` is its place in its queue, from 1, while it is queued. `attempts` counts the workers that
     began it, those that gave it back aside. `usage` and `error` are those of its last event. `standing`, where `submit`
     made the job just now, is what its tenant has left.
     """
@@ -27,7 +30,9 @@ class JobRecord:
     job_class: JobClass
     tenant: str
     created_at: float
-    request: GenerationRequest
+    request: GenerationRequest | None
+    digest: str | None = None
+    fault: CodecError | InvalidRequest | None = None  # why there is no request
     started_at: float | None = None
     finished_at: float | None = None
     deadline: float | None = None
@@ -40,17 +45,31 @@ class JobRecord:
     standing: Standing | None = None
 
     @property
-    def priority(self) -> int:
+    def priority(self) -> int | None:
         """Of its request: lower goes first."""
-        return self.request.priority
+        return None if self.request is None else self.request.priority
+
+    def readable_request(self) -> GenerationRequest:
+        """The request. Raises NewerFormat where a newer version wrote it, CodecError where it is none."""
+        if self.request is None:
+            raise self.fault or CodecError(f"the request of job {self.id} cannot be read")
+        return self.request
 
 
 def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
-    """The reply of the `job` script, [fields and values, place or None], as a record. Raises CodecError."""
+    """The reply of the `job` script, [fields and values, place or None], as a record. What this version cannot read is
+    left out."""
     flat, place = described
     assert isinstance(flat, list)
     values: dict[str, bytes] = {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
-    last = decode_event(0, values["end"]) if "end" in values else None
+    last: TokenEvent | None = None
+    with suppress(CodecError):
+        last = decode_event(0, values["end"]) if "end" in values else None
+    request, fault = None, None
+    try:
+        request = decode_request(values["request"])
+    except (CodecError, InvalidRequest) as error:
+        fault = error
     return JobRecord(
         id=job_id,
         state=JobState(values["state"].decode()),
@@ -58,7 +77,9 @@ def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
         job_class=JobClass(values["class"].decode()),
         tenant=values["tenant"].decode(),
         created_at=int(values["order"]) / MICROSECONDS,
-        request=decode_request(values["request"]),
+        request=request,
+        fault=fault,
+        digest=values["digest"].decode() if "digest" in values else None,
         started_at=_seconds(values.get("started")),
         finished_at=_seconds(values.get("finished")),
         deadline=_seconds(values.get("deadline")),

@@ -1,6 +1,5 @@
 """Jobs from the client's side: submit, look up, cancel, list, depth. Knows nothing of who runs them."""
 
-import contextlib
 import hashlib
 import re
 import secrets
@@ -30,7 +29,7 @@ from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest, JobClass
 from ktqueue.core.tenants import DEFAULT_TENANT
 
-__all__ = ["JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
+__all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
 
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
@@ -55,6 +54,21 @@ class QueueDepth:
     batch_running: int = 0
     interactive_wait: float | None = field(default=None, compare=False)
     batch_wait: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundJobs:
+    """Waiting jobs of one model that only workers with this digest (None: any) can take, and that read this format.
+
+    `unserved`: seconds since there was such a worker, or no other one either.
+    """
+
+    model: str
+    format: int
+    digest: str | None
+    interactive: int
+    batch: int
+    unserved: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +202,7 @@ class Jobs:
         """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big.
 
         Those of one tenant, class or model, or of all. Looks at 2,000 live and 2,000 ended jobs, whosesoever they are.
-        A record that another version wrote and this one cannot decode is left out; `get` says what is wrong with it.
+        A request that another version wrote and this one cannot decode is None.
         """
         reply = await self._scripts.call(
             "list",
@@ -199,11 +213,7 @@ class Jobs:
             job_class or "",
             model or "",
         )
-        records = []
-        for job_id, described in reply:
-            with contextlib.suppress(KtqueueError):
-                records.append(decode_job(job_id.decode(), described))
-        return records
+        return [decode_job(job_id.decode(), described) for job_id, described in reply]
 
     async def depth(self) -> QueueDepths:
         """How much waits and runs, by model, for every model that is known or has jobs."""
@@ -212,6 +222,21 @@ class Jobs:
             seconds = None if wait is None else wait / MICROSECONDS
             by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds)
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
+
+    async def bound(self) -> Sequence[BoundJobs]:
+        """Waiting jobs that only some workers of their model can take; 64 groups at most, the longest unserved first."""
+        reply = await self._scripts.call("bound")
+        return [
+            BoundJobs(
+                model=model.decode(),
+                format=form,
+                digest=None if digest == b"-" else digest.decode(),
+                interactive=interactive,
+                batch=batch,
+                unserved=unserved / MICROSECONDS,
+            )
+            for model, form, digest, interactive, batch, unserved in reply
+        ]
 
     async def tenant_loads(self, tenants: Sequence[str]) -> Sequence[TenantLoad]:
         """What these tenants have in work."""

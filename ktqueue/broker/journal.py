@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ktqueue.broker.hub import Hub
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.scripts import Scripts
-from ktqueue.core.codec import decode_event
+from ktqueue.core.codec import NewerFormat, decode_event
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
@@ -37,24 +37,27 @@ class Journal:
         self._config = config
         self._max_mailbox_bytes = max_mailbox_bytes
 
-    async def replay(self, job_id: str, after: int = 0) -> list[TokenEvent]:
-        """The events after seq `after` that are there now.
+    async def replay(self, job_id: str, after: int = 0, *, lenient: bool = False) -> list[TokenEvent]:
+        """The events after seq `after` that are there now; `lenient` as in `follow`.
 
         Raises JobNotFound; JournalRegressed when `after` is more than there is; Unavailable.
         """
         events: list[TokenEvent] = []
         while True:
             last = events[-1].seq if events else after
-            page = await self._page(job_id, last, self._max_mailbox_bytes)
+            page = await self._page(job_id, last, self._max_mailbox_bytes, lenient)
             events += page.events
             if not page.events or page.events[-1].seq == page.tail:
                 return events
 
-    async def follow(self, job_id: str, after: int = 0, *, journals: int = 1) -> AsyncGenerator[TokenEvent, None]:
+    async def follow(
+        self, job_id: str, after: int = 0, *, journals: int = 1, lenient: bool = False
+    ) -> AsyncGenerator[TokenEvent, None]:
         """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
 
         A reader holds at most three mailboxes' bytes: what waits for it, what it took from there, and a page of the
         journal. One who follows several `journals` at once has these for them all.
+        An event that a newer version wrote raises NewerFormat; with `lenient` it comes with its seq and `format` alone.
         Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
         Raises JobNotFound; JournalRegressed when `after` is more than there is, or when the journal no longer holds
         the event that was told last: a failover lost it, and perhaps another one has its place by now.
@@ -69,7 +72,7 @@ class Journal:
         try:
             while True:
                 while look:
-                    page = await self._page_after_outage(job_id, last, told, room)
+                    page = await self._page_after_outage(job_id, last, told, room, lenient)
                     for event in page.events:
                         last, told = event.seq, event
                         yield event
@@ -89,22 +92,25 @@ class Journal:
                     if seq > last + 1:
                         look = True
                         break
-                    last, told = seq, decode_event(seq, body)
+                    last, told = seq, _decoded(seq, body, lenient)
                     yield told
                     if told.state is not None:
                         return
+                    look = look or told.format is not None  # perhaps it was the end: the record knows
         finally:
             await self._hub.unsubscribe(mailbox)
 
-    async def _page_after_outage(self, job_id: str, after: int, told: TokenEvent | None, room: int) -> _Page:
+    async def _page_after_outage(
+        self, job_id: str, after: int, told: TokenEvent | None, room: int, lenient: bool
+    ) -> _Page:
         """The entries after a seq; where that was `told`, it must still be there."""
         loop = asyncio.get_running_loop()
         end = loop.time() + OUTAGE_SECONDS
         while True:
             try:
                 if told is None:
-                    return await self._page(job_id, after, room)
-                page = await self._page(job_id, after - 1, room)
+                    return await self._page(job_id, after, room, lenient)
+                page = await self._page(job_id, after - 1, room, lenient)
                 if page.events[:1] != [told]:
                     raise JournalRegressed(
                         f"the journal of job {job_id} no longer holds what was read at {after}",
@@ -117,7 +123,7 @@ class Journal:
                     raise
             await asyncio.sleep(OUTAGE_PAUSE)
 
-    async def _page(self, job_id: str, after: int, room: int) -> _Page:
+    async def _page(self, job_id: str, after: int, room: int, lenient: bool) -> _Page:
         state, tail, entries = await self._scripts.call("read", job_id, after, PAGE, room)
         if state is None and tail == 0:
             raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
@@ -128,4 +134,13 @@ class Journal:
             raise JournalRegressed(
                 f"the journal of job {job_id} ends at {tail}, before {after}", limit=tail, value=after
             )
-        return _Page([decode_event(int(key.split(b"-")[0]), fields[1]) for key, fields in entries], tail, ended)
+        return _Page([_decoded(int(key.split(b"-")[0]), fields[1], lenient) for key, fields in entries], tail, ended)
+
+
+def _decoded(seq: int, data: bytes, lenient: bool) -> TokenEvent:
+    try:
+        return decode_event(seq, data)
+    except NewerFormat as fault:
+        if not lenient:
+            raise
+        return TokenEvent(seq=seq, format=int(fault.value or 0))

@@ -8,6 +8,9 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | job:ID                   | hash       | a job's record and request                    | job_ttl after the end     |
 | journal:ID (channel too) | stream     | its events, ids `SEQ-0`, one field `e`        | journal_ttl after the end |
 | queue:CLASS:MODEL        | zset       | waiting job ids by arrival and priority       | while jobs wait           |
+| bound:CLASS:FORMAT:DIGEST:MODEL | zset | waiting jobs for some workers only     | while jobs wait           |
+| bound                    | zset       | FORMAT:DIGEST:MODEL of these, by the time at  | while jobs wait           |
+|                          |            | which such a worker was last seen             |                           |
 | live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | waiting                  | string     | bytes of all requests that wait               | while jobs wait           |
@@ -22,7 +25,8 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
 | parked:MODEL             | zset       | workers that wait for a job, by their claim   | a minute                  |
-| models, models:seen      | hash, zset | model cards; when each is forgotten           | model_ttl                 |
+| models, models:more      | hash       | model cards; what old versions cannot read    | model_ttl                 |
+| models:seen              | zset       | when each is forgotten                        | model_ttl                 |
 | tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |

@@ -19,7 +19,16 @@ from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.process_name import process_name
 from ktqueue.broker.scripts import Refused
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
-from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card, encode_event
+from ktqueue.core import codec
+from ktqueue.core.codec import (
+    NewerFormat,
+    decode_event,
+    decode_request,
+    dumps,
+    encode_card,
+    encode_card_more,
+    encode_event,
+)
 from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
@@ -91,6 +100,9 @@ class Lease:
                 encode_card(card),
                 dumps({"host": host, "process": process_name(os.getpid())}),
                 milliseconds(broker.config.model_ttl),
+                encode_card_more(card),
+                card.digest,
+                codec.VERSION,
             )
         except BaseException:
             await broker.hub.unsubscribe(mailbox)
@@ -110,8 +122,9 @@ class Lease:
         `wait`: where there is none, this lease may be given one as soon as it is submitted; `wait_for_work` returns
         it, or the next claim, whatever its limits. The caller's free rows must not become fewer until then.
 
-        A job whose record cannot be decoded (another version wrote it) fails here, alone. A claim that failed
-        half-way may leave jobs with this lease, which the next one returns.
+        A job whose record or journal a newer version wrote goes to workers of such a version, at no cost of a try; one
+        that is no record at all fails here, alone. A claim that failed half-way may leave jobs with this lease, which
+        the next one returns.
         """
         config, terminal = self._broker.config, self._terminal
         async with self._claiming:
@@ -137,6 +150,7 @@ class Lease:
     async def _readable(self, jobs: Iterable[Sequence[Any]]) -> list[Claim]:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
+        newer: list[str | int] = []
         for place, (job_id, request, attempt, futile, deadline, rank, entries) in enumerate(jobs):
             if place:
                 await asyncio.sleep(0)  # a beat may be due
@@ -152,13 +166,22 @@ class Lease:
                         rank=int(rank) / MICROSECONDS,
                     )
                 )
+            except NewerFormat as fault:
+                newer += (job_id.decode(), int(fault.value or 0))
             except KtqueueError as fault:
                 tail = _seq(entries[-1][0]) if entries else 0
                 last = TokenEvent(seq=tail + 1, state=JobState.FAILED, error=fault.info())
                 unreadable.append((job_id.decode(), last))
         if unreadable:
             self._untold |= await self.commit(unreadable)
+        if newer:
+            await self._put_aside(newer)
         return claims
+
+    async def _put_aside(self, newer: Sequence[str | int]) -> None:
+        """Leave jobs to workers that read their formats. `newer`: job ids, each with its format behind it."""
+        terminal = self._terminal
+        await self._call("aside", terminal.cancelled, terminal.expired, terminal.job_ttl, terminal.journal_ttl, *newer)
 
     async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
         """Append a step's events to their journals; a job whose event has a state ends with it.

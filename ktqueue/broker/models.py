@@ -20,6 +20,7 @@ class WorkerInfo:
 
     worker_id: str
     model: str
+    digest: str = ""
     max_num_seqs: int
     running: int
     host: str
@@ -43,20 +44,21 @@ class Models:
 
     async def cards(self) -> list[ModelCard]:
         """Models with a live worker, or that had one within the model TTL; by name."""
-        cards = [decode_card(card) for card in await self._scripts.call("models")]
+        cards = [decode_card(card, more) for card, more in await self._scripts.call("models")]
         return sorted(cards, key=lambda card: card.name)
 
     async def workers(self) -> list[WorkerInfo]:
         """Workers whose lease lives; by id."""
         workers = []
-        for worker_id, card_bytes, facts_bytes, stats, started, running, left, age in await self._scripts.call(
+        for worker_id, card_bytes, facts_bytes, stats, started, running, left, age, more in await self._scripts.call(
             "workers"
         ):
-            card, facts = decode_card(card_bytes), loads(facts_bytes)
+            card, facts = decode_card(card_bytes, more), loads(facts_bytes)
             workers.append(
                 WorkerInfo(
                     worker_id=worker_id.decode(),
                     model=card.name,
+                    digest=card.digest,
                     max_num_seqs=card.max_num_seqs,
                     running=running,
                     host=facts["host"],

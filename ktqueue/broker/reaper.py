@@ -9,13 +9,14 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
+UNSERVED_SECONDS = 1.0  # between looks for jobs that no worker can take
 MAX_EXPIRED = 256  # deadlines that one call handles
 
 logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Runs the `reap` script four times a second; any number of them may run at once."""
+    """Runs the `reap` script four times a second and `unserved` once; any number of them may run at once."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
@@ -25,10 +26,15 @@ class Reaper:
     async def run(self) -> None:
         """Until cancelled. Goes on over outages of Redis."""
         away = False
+        loop = asyncio.get_running_loop()
+        look = loop.time() + UNSERVED_SECONDS
         while True:
             try:
                 while (await self.reap())[1] >= MAX_EXPIRED:
                     pass
+                if loop.time() >= look:
+                    look = loop.time() + UNSERVED_SECONDS
+                    await self.fail_unserved()
                 away = False
             except Unavailable as error:
                 if not away:
@@ -57,3 +63,21 @@ class Reaper:
         if orphans:
             logger.warning("took %d jobs from dead workers", orphans)
         return orphans, expired
+
+    async def fail_unserved(self) -> int:
+        """Fail jobs that none of their model's workers can take, and none could for `broker.digest_wait`.
+
+        Returns how many. Raises Unavailable.
+        """
+        terminal = self._terminal
+        failed: int = await self._scripts.call(
+            "unserved",
+            microseconds(self._config.digest_wait),
+            terminal.model_changed,
+            terminal.version_changed,
+            terminal.job_ttl,
+            terminal.journal_ttl,
+        )
+        if failed:
+            logger.warning("failed %d jobs that no worker of their model can go on with", failed)
+        return failed

@@ -37,6 +37,9 @@ NAMES = (
     "release",
     "bury",
     "reap",
+    "aside",
+    "bound",
+    "unserved",
 )
 DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between tries

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
 
 
@@ -16,6 +17,7 @@ class Snapshot:
     taken_at: float
     workers: list[WorkerInfo]
     depths: list[QueueDepth]
+    bound: Sequence[BoundJobs] = ()
     memory_used: int
     memory_limit: int
 
@@ -27,13 +29,14 @@ class Snapshot:
 
 async def take_snapshot(broker: Broker) -> Snapshot:
     """Look now. Raises Unavailable when Redis is away."""
-    workers, depths, memory = await asyncio.gather(
-        broker.models.workers(), broker.jobs.depth(), broker.scripts.call("memory")
+    workers, depths, bound, memory = await asyncio.gather(
+        broker.models.workers(), broker.jobs.depth(), broker.jobs.bound(), broker.scripts.call("memory")
     )
     return Snapshot(
         taken_at=time.time(),
         workers=workers,
         depths=depths,
+        bound=bound,
         memory_used=memory[0],
         memory_limit=memory[1],
     )

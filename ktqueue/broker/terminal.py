@@ -4,7 +4,14 @@ from dataclasses import dataclass
 
 from ktqueue.core.codec import encode_event
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import Cancelled, DeadlineExceeded, KtqueueError, PoisonJob
+from ktqueue.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    KtqueueError,
+    ModelChanged,
+    PoisonJob,
+    VersionChanged,
+)
 from ktqueue.core.events import JobState, TokenEvent
 
 
@@ -15,6 +22,8 @@ class Terminal:
     cancelled: bytes
     expired: bytes
     poison: bytes
+    model_changed: bytes
+    version_changed: bytes
     job_ttl: int
     journal_ttl: int
 
@@ -33,6 +42,22 @@ class Terminal:
                 PoisonJob(
                     f"the job's worker died {config.max_attempts} times; it is not tried again",
                     limit=config.max_attempts,
+                ),
+            ),
+            model_changed=event(
+                JobState.FAILED,
+                ModelChanged(
+                    "the job has begun, and the workers of its model now have other weights or settings; no worker "
+                    f"that could go on with it came for {config.digest_wait:g} s (broker.digest_wait)",
+                    limit=config.digest_wait,
+                ),
+            ),
+            version_changed=event(
+                JobState.FAILED,
+                VersionChanged(
+                    "the job was written by a newer version of ktqueue; no worker that reads it came for "
+                    f"{config.digest_wait:g} s (broker.digest_wait)",
+                    limit=config.digest_wait,
                 ),
             ),
             job_ttl=milliseconds(config.job_ttl),

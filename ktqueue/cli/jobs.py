@@ -109,7 +109,7 @@ def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
         return await broker.jobs.get(job_id)
 
     record = ask(settings(common), question)
-    document = {**record_json(record), "request": asdict(record.request)}
+    document = {**record_json(record), "request": None if record.request is None else asdict(record.request)}
     if as_json:
         write_json(document)
         return

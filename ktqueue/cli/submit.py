@@ -108,7 +108,7 @@ def follow(
     """Write a job's text (or JSON) until it ends; `live` piece by piece. Exits FAILED unless the job is done."""
     from ktqueue.gateway.openai_records import event_json, result_json
 
-    as_it_comes = live and (as_json or record.request.sampling.n == 1)
+    as_it_comes = live and (as_json or record.readable_request().sampling.n == 1)
     events: list[TokenEvent] = []
     try:
         for event in connected.stream(record.id, after=after):

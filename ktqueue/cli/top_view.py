@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ktqueue.cli.console import span
+from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from ktqueue.broker.jobs import QueueDepth
+    from ktqueue.broker.jobs import BoundJobs, QueueDepth
     from ktqueue.broker.models import WorkerInfo
     from ktqueue.broker.snapshot import Snapshot
 
@@ -28,6 +30,7 @@ def document(snapshot: "Snapshot") -> dict[str, Any]:
             {
                 "id": worker.worker_id,
                 "model": worker.model,
+                "digest": worker.digest[:SHORT_DIGEST],
                 "host": worker.host,
                 "pid": worker.pid,
                 "started_at": worker.started_at,
@@ -44,6 +47,7 @@ def document(snapshot: "Snapshot") -> dict[str, Any]:
             for depth in snapshot.depths
             for job_class, waiting, running, wait in _classes(depth)
         ],
+        "bound": [asdict(one) for one in snapshot.bound],
     }
 
 
@@ -59,6 +63,8 @@ def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "
         queues = queues[: max(room // 2, room - len(shown_workers))]
         shown_workers = shown_workers[: room - len(queues)]
     hidden = len(snapshot.workers) - len(shown_workers) + 2 * len(snapshot.depths) - len(queues)
+    if snapshot.bound:
+        remark = f"{_unserved(snapshot.bound)}  {remark}"
     if hidden:
         remark = f"({hidden} lines do not fit)  {remark}"
     return Group(
@@ -86,14 +92,24 @@ def _summary(snapshot: "Snapshot") -> str:
     )
 
 
+def _unserved(bound: Sequence["BoundJobs"]) -> str:
+    """The jobs that only some workers can take, those that have waited longest for one."""
+    first = bound[0]
+    who = f"digest {first.digest[:SHORT_DIGEST]}" if first.digest else f"record format {first.format}"
+    others = sum(one.interactive + one.batch for one in bound[1:])
+    more = f" (and {others} more)" if others else ""
+    return f"{first.interactive + first.batch} jobs of {first.model} wait for a worker with {who}{more}"
+
+
 def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
-    made = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
+    made = _table(("worker", "model", "digest", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
     for worker in workers:
         stats = worker.stats
         pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
         made.add_row(
             "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # without the host, which has a column
             worker.model,
+            worker.digest[:SHORT_DIGEST],
             worker.host,
             span(worker.lease_left, digits=1),
             f"{stats.get('running', 0):.0f}/{worker.max_num_seqs}",

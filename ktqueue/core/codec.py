@@ -1,10 +1,14 @@
 """Dataclasses to versioned JSON bytes and back (the door to orjson). Never pickle.
 
-Every record carries `v`. Keys of journal events are short because there is one event a token;
-fields at their default value are left out. Decoding validates and raises CodecError.
+Every record begins with `v`, its format. A record with something that older versions must not overlook, such as a new
+sampling parameter, is written in a new format, which is VERSION then; all others stay in the older one. So a field that
+is unknown in a known format can be ignored, and is. Formats up to VERSION are read.
+Keys of journal events are short because there is one event a token; fields at their default value are left out.
+Decoding validates and raises CodecError.
 """
 
 from base64 import b64decode, b64encode
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -17,6 +21,13 @@ from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 VERSION = 1
 _REQUEST_FIELDS = tuple(one.name for one in fields(GenerationRequest))
+_SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
+_ERROR_FIELDS = frozenset(one.name for one in fields(ErrorInfo))
+_CARD_FIELDS = frozenset(one.name for one in fields(ModelCard))
+# Of a card. The first release refuses a card with any other, so newer ones are kept beside it.
+_FIRST_CARD_FIELDS = (
+    "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs"
+)  # fmt: skip
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, a token that could not be chosen: JSON has no infinity
 
 
@@ -24,6 +35,13 @@ class CodecError(KtqueueError):
     """The bytes are not a record of a version that this process knows."""
 
     code = "codec_error"
+
+
+class NewerFormat(CodecError):
+    """The bytes are a record of a format that only newer versions read; `value` is its number."""
+
+    code = "newer_format"
+    status = 503  # while versions are mixed, another gateway may read it
 
 
 def dumps(value: Any) -> bytes:
@@ -41,9 +59,23 @@ def loads(data: bytes | str) -> Any:
 
 def _record(data: bytes | str) -> dict[str, Any]:
     value = loads(data)
-    if not isinstance(value, dict) or value.pop("v", None) != VERSION:
-        raise CodecError(f"not a version {VERSION} record: {data[:80]!r}")
-    return value
+    version = value.pop("v", None) if isinstance(value, dict) else None
+    if type(version) is not int or version < 1:
+        raise CodecError(f"not a record with a version: {data[:80]!r}")
+    if version > VERSION:
+        raise NewerFormat(
+            f"a record of format {version}, which a newer version of ktqueue wrote; this version reads formats up to "
+            f"{VERSION}",
+            limit=VERSION,
+            value=version,
+        )
+    record: dict[str, Any] = value
+    return record
+
+
+def _known(value: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that this version knows."""
+    return {name: value[name] for name in value if name in names}
 
 
 def encode_request(request: GenerationRequest) -> bytes:
@@ -70,20 +102,27 @@ def decode_request(data: bytes | str) -> GenerationRequest:
             if value[name] is not None:
                 value[name] = tuple(value[name])
         value["job_class"] = JobClass(value["job_class"])
-        return GenerationRequest(sampling=SamplingParams(logit_bias=bias, **sampling), **value)
+        params = SamplingParams(logit_bias=bias, **_known(sampling, _SAMPLING_FIELDS))
+        return GenerationRequest(sampling=params, **_known(value, _REQUEST_FIELDS))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CodecError(f"not a generation request: {error}") from error
 
 
 def encode_card(card: ModelCard) -> bytes:
-    """A model card as JSON."""
-    return dumps({"v": VERSION, **asdict(card)})
+    """A model card as JSON, as far as the first release reads it."""
+    return dumps({"v": 1, **_known(asdict(card), _FIRST_CARD_FIELDS)})
 
 
-def decode_card(data: bytes | str) -> ModelCard:
-    """Inverse of `encode_card`. Raises CodecError."""
+def encode_card_more(card: ModelCard) -> bytes:
+    """The fields of a model card that the first release did not have, as JSON."""
+    return dumps({name: value for name, value in asdict(card).items() if name not in _FIRST_CARD_FIELDS})
+
+
+def decode_card(data: bytes | str, more: bytes | str | None = None) -> ModelCard:
+    """Inverse of `encode_card`, with the `more` of `encode_card_more` where there is any. Raises CodecError."""
     try:
-        return ModelCard(**_record(data))
+        newer = {} if more is None else loads(more)
+        return ModelCard(**_known({**newer, **_record(data)}, _CARD_FIELDS))
     except TypeError as error:
         raise CodecError(f"not a model card: {error}") from error
 
@@ -130,7 +169,7 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
             finish_reason=FinishReason(value["f"]) if "f" in value else None,
             state=JobState(value["s"]) if "s" in value else None,
             usage=Usage(prompt_tokens=usage[0], completion_tokens=usage[1], cached_tokens=usage[2]) if usage else None,
-            error=ErrorInfo(**error) if error else None,
+            error=ErrorInfo(**_known(error, _ERROR_FIELDS)) if error else None,
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as fault:
         raise CodecError(f"not a journal event: {fault}") from fault

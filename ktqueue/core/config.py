@@ -55,6 +55,7 @@ class BrokerConfig:
     journal_ttl: float = 600.0  # journals, counted from the job's end
     idempotency_ttl: float = 86_400.0
     model_ttl: float = 3_600.0  # a model stays known this long after its last worker left
+    digest_wait: float = 600.0  # a job that none of its model's workers can go on with waits so long for one that can
     connect_timeout: float = 2.0
     operation_timeout: float = 10.0
 
@@ -67,6 +68,7 @@ class BrokerConfig:
         for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
             _at_least(self, name, 1)
         _at_least(self, "priority_seconds", 0)
+        _at_least(self, "digest_wait", 0.01)
         _at_least(self, "max_queued_bytes", self.max_request_bytes)
         if self.durability not in DURABILITIES:
             raise ConfigError(

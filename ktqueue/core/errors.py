@@ -168,6 +168,20 @@ class PoisonJob(KtqueueError):
     status = 500
 
 
+class ModelChanged(KtqueueError):
+    """The job has begun under weights or settings that no worker of its model has any more."""
+
+    code = "model_changed"
+    status = 503
+
+
+class VersionChanged(KtqueueError):
+    """The job was written by a version of ktqueue that no worker of its model has any more."""
+
+    code = "version_changed"
+    status = 503
+
+
 class LeaseLost(KtqueueError):
     """This worker incarnation's lease has lapsed: its jobs belong to others now."""
 

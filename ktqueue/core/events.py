@@ -62,6 +62,7 @@ class TokenEvent:
     `token_ids` are all ids generated since the choice's last event, also those whose `text` is
     still held back (half a character, a possible stop string). `finish_reason` is set on the last
     event of a choice; `state` on the last event of the job, with `usage` (and `error` unless done).
+    `format` is set where a newer version wrote the event, and this one can read nothing of it but `seq`.
     """
 
     seq: int
@@ -73,3 +74,4 @@ class TokenEvent:
     state: JobState | None = None
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    format: int | None = None

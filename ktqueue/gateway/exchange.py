@@ -116,7 +116,7 @@ class Exchange:
         self._resumed = resumed
         self._job_ids = [record.id for record in records]
         self._rates = rate_headers(records[-1].standing)
-        self._choices = Choices(len(records), records[0].request.sampling.n)
+        self._choices = Choices(len(records), records[0].readable_request().sampling.n)
         self._stopwatch = Stopwatch(None if resumed else gateway.metrics, records[0].model)
         self._open = set(range(len(records)))
         self._resources = ExitStack()

@@ -8,7 +8,7 @@ mailbox, which falls back to replay: nothing grows. Knows no HTTP.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ktqueue.broker.bell import Bell
@@ -23,10 +23,14 @@ Batch = list[tuple[int, TokenEvent]]
 
 
 class Feed:
-    """Events of one or more jobs as they come: (place of the job, event), each job's in order."""
+    """Events of one or more jobs as they come: (place of the job, event), each job's in order.
 
-    def __init__(self, journal: Journal, job_ids: Sequence[str], *, after: int = 0) -> None:
+    `lenient`: as in Journal.follow.
+    """
+
+    def __init__(self, journal: Journal, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> None:
         self._journal = journal
+        self._lenient = lenient
         self._events: deque[tuple[int, TokenEvent]] = deque()
         self._wake = Bell()
         self._room = asyncio.Event()
@@ -74,9 +78,12 @@ class Feed:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
+    def _events_of(self, job_id: str, after: int) -> AsyncGenerator[TokenEvent, None]:
+        return self._journal.follow(job_id, after, journals=self._journals, lenient=self._lenient)
+
     async def _pump(self, place: int, job_id: str, after: int) -> None:
         try:
-            async with aclosing(self._journal.follow(job_id, after, journals=self._journals)) as events:
+            async with aclosing(self._events_of(job_id, after)) as events:
                 async for event in events:
                     while len(self._events) >= BUFFERED_EVENTS:
                         self._room.clear()

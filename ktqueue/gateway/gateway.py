@@ -69,9 +69,9 @@ class Gateway:
         return record
 
     @contextmanager
-    def feed(self, job_ids: Sequence[str], *, after: int = 0) -> Iterator[Feed]:
+    def feed(self, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> Iterator[Feed]:
         """The journals of these jobs; interrupted when the gateway stops, closed at the end of the block."""
-        feed = Feed(self.broker.journal, job_ids, after=after)
+        feed = Feed(self.broker.journal, job_ids, after=after, lenient=lenient)
         self._feeds.add(feed)
         try:
             yield feed

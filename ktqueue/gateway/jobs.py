@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
 from ktqueue.gateway.auth import tenant_of
@@ -95,7 +96,8 @@ async def get_job(request: Request) -> Response:
     body = record_json(record)
     body["result"] = None
     if record.state.terminal:
-        with suppress(JobNotFound):  # the journal's time is over before the record's
+        # The journal's time is over before the record's; and a newer version may have written either.
+        with suppress(JobNotFound, CodecError, InvalidRequest):
             body["result"] = result_json(record, await gateway.broker.journal.replay(record.id))
     return json_response(body)
 
@@ -123,10 +125,10 @@ async def stream_events(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     after = last_seq(request.headers, request.query_params)
     record = await find_job(request)
-    if record.state.terminal and after and not await gateway.broker.journal.replay(record.id, after):
+    if record.state.terminal and after and not await gateway.broker.journal.replay(record.id, after, lenient=True):
         return Response(status_code=204)
     resources = ExitStack()
-    feed = resources.enter_context(gateway.feed([record.id], after=after))
+    feed = resources.enter_context(gateway.feed([record.id], after=after, lenient=True))
     watcher = asyncio.create_task(watch(request.receive, feed))
     resources.callback(watcher.cancel)
     gateway.metrics.streams.inc()

@@ -1,17 +1,24 @@
 """GET /v1/models and /v1/models/{id}: the models that some worker serves, or served a moment ago."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ktqueue.broker.models import WorkerInfo
 from ktqueue.core.errors import ModelNotFound
-from ktqueue.core.model_card import ModelCard
+from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.gateway.replies import json_response
 
 
-def model_json(card: ModelCard) -> dict[str, Any]:
-    """A model as OpenAI lists it, with the context length under vLLM's name and facts of ours."""
+def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]:
+    """A model as OpenAI lists it, with the context length under vLLM's name and facts of ours.
+
+    `digests`: those of the workers that serve it now, of which there is one unless the model is being changed; of the
+    last worker where none does.
+    """
+    digests = sorted({one.digest[:SHORT_DIGEST] for one in workers if one.model == card.name and one.digest})
     return {
         "id": card.name,
         "object": "model",
@@ -20,23 +27,25 @@ def model_json(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.max_model_len,
         "architecture": card.architecture,
         "quantization": card.quantization,
+        "digests": digests or ([card.short_digest] if card.digest else []),
     }
 
 
 async def list_models(request: Request) -> Response:
     """All models."""
-    cards = await request.app.state.gateway.broker.models.cards()
-    cards = sorted(cards, key=lambda card: card.name)
-    return json_response({"object": "list", "data": [model_json(card) for card in cards]})
+    models = request.app.state.gateway.broker.models
+    cards, workers = await models.cards(), await models.workers()
+    return json_response({"object": "list", "data": [model_json(card, workers) for card in cards]})
 
 
 async def get_model(request: Request) -> Response:
     """One model. Raises ModelNotFound."""
     name = request.path_params["model_id"]
-    cards = await request.app.state.gateway.broker.models.cards()
+    models = request.app.state.gateway.broker.models
+    cards = await models.cards()
     for card in cards:
         if card.name == name:
-            return json_response(model_json(card))
+            return json_response(model_json(card, await models.workers()))
     known = ", ".join(sorted(card.name for card in cards)) or "none"
     raise ModelNotFound(
         f"the model {name[:256]!r} does not exist; known: {known}", param="model", limit=known, value=name[:256]

@@ -5,6 +5,7 @@ from typing import Any
 
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.events import TokenEvent, TokenLogprob
+from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.gateway.faults import error_body
 from ktqueue.gateway.openai_choices import Choices, alone
 from ktqueue.gateway.openai_replies import usage_json
@@ -13,12 +14,14 @@ Json = dict[str, Any]
 
 
 def record_json(record: JobRecord) -> Json:
-    """A job. Times in Unix seconds; `position` is its place in the queue, from 1."""
+    """A job. Times in Unix seconds; `position` is its place in the queue, from 1. What only a newer version could read
+    of it is null or empty."""
     return {
         "id": record.id,
         "object": "job",
         "state": record.state,
         "model": record.model,
+        "digest": None if record.digest is None else record.digest[:SHORT_DIGEST],
         "job_class": record.job_class,
         "priority": record.priority,
         "created_at": record.created_at,
@@ -27,8 +30,8 @@ def record_json(record: JobRecord) -> Json:
         "attempts": record.attempts,
         "worker_id": record.worker_id,
         "position": record.position,
-        "user": record.request.user,
-        "metadata": dict(record.request.metadata),
+        "user": None if record.request is None else record.request.user,
+        "metadata": {} if record.request is None else dict(record.request.metadata),
         "usage": None if record.usage is None else usage_json(record.usage),
         "error": None if record.error is None else error_body(record.error)["error"],
         "events_url": f"/v1/jobs/{record.id}/events",
@@ -37,12 +40,15 @@ def record_json(record: JobRecord) -> Json:
 
 def result_json(record: JobRecord, events: Sequence[TokenEvent]) -> list[Json]:
     """What the choices of a job say after all of its events."""
-    choices = Choices(1, record.request.sampling.n).whole([(0, event) for event in events])
+    choices = Choices(1, record.readable_request().sampling.n).whole([(0, event) for event in events])
     return [{"index": one.index, "text": one.text, "finish_reason": one.finish_reason} for one in choices]
 
 
 def event_json(event: TokenEvent) -> Json:
-    """A journal event; fields that say nothing are left out, `seq` and `index` never."""
+    """A journal event; fields that say nothing are left out, `seq` and `index` never. Of one that a newer version wrote
+    there are `seq` and `format` alone."""
+    if event.format is not None:
+        return {"seq": event.seq, "format": event.format}
     value: Json = {"seq": event.seq, "index": event.index}
     if event.text:
         value["text"] = event.text

@@ -32,9 +32,10 @@ class Reply(Protocol):
 
 
 def reply_to(record: JobRecord) -> Reply:
-    """How the endpoint speaks that a job's request came in by."""
-    logprobs = record.request.sampling.logprobs is not None
-    if record.request.messages is not None:
+    """How the endpoint speaks that a job's request came in by. Raises NewerFormat."""
+    request = record.readable_request()
+    logprobs = request.sampling.logprobs is not None
+    if request.messages is not None:
         return ChatReply(f"chatcmpl-{record.id}", int(record.created_at), record.model, logprobs)
     return CompletionReply(f"cmpl-{record.id}", int(record.created_at), record.model, logprobs)
 

@@ -10,7 +10,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.process_name import process_name
-from ktqueue.core.codec import CodecError
+from ktqueue.core.codec import NewerFormat
 from ktqueue.core.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -154,9 +154,12 @@ async def test_listing_is_newest_first_and_by_state(broker, lease, make_request)
 async def test_one_record_of_another_version_does_not_hide_the_others(broker, lease, make_request, raw):
     strange, good = [(await broker.jobs.submit(make_request())).id for _ in range(2)]
     raw.hset(f"{broker.keys.tag}:job:{strange}", "request", b'{"v":99}')
-    assert [job.id for job in await broker.jobs.list()] == [good]
-    with pytest.raises(CodecError, match="version"):
-        await broker.jobs.get(strange)
+    assert [(job.id, job.request is None) for job in await broker.jobs.list()] == [(good, False), (strange, True)]
+    record = await broker.jobs.get(strange)
+    assert (record.id, record.state, record.model) == (strange, JobState.QUEUED, "tale")
+    with pytest.raises(NewerFormat, match="format 99"):
+        record.readable_request()
+    assert (await broker.jobs.cancel(strange)).state is JobState.CANCELLED
 
 
 async def test_depth_counts_by_model_and_class(broker, lease, make_request):

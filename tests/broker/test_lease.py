@@ -36,11 +36,11 @@ async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker,
     assert (await broker.jobs.get(waiting.id)).state is JobState.QUEUED
 
 
-async def test_a_job_of_another_version_fails_alone(broker, card, make_request, raw):
+async def test_a_job_that_is_no_record_fails_alone(broker, card, make_request, raw):
     lease = await Lease.register(broker, card)
     strange, good = [await broker.jobs.submit(make_request()) for _ in range(2)]
     cancelled = await broker.jobs.submit(make_request())
-    raw.hset(broker.keys.tag + ":job:" + strange.id, "request", b'{"v":99}')
+    raw.hset(broker.keys.tag + ":job:" + strange.id, "request", b'{"v":1}')
     assert [claim.job_id for claim in await lease.claim(1)] == []
     last = (await broker.journal.replay(strange.id))[-1]
     assert last.state is JobState.FAILED

@@ -14,6 +14,7 @@ from ktqueue.core.codec import (
     decode_event,
     decode_request,
     encode_card,
+    encode_card_more,
     encode_event,
     encode_request,
 )
@@ -124,7 +125,7 @@ def test_events(event):
 @quick
 @given(cards)
 def test_cards(card):
-    assert decode_card(encode_card(card)) == card
+    assert decode_card(encode_card(card), encode_card_more(card)) == card
 
 
 @quick

@@ -6,7 +6,7 @@ local id = ARGV[1]
 local job = TAG .. 'job:' .. id
 local field = redis.call('HMGET', job, 'state', 'class', 'model', 'worker')
 if field[1] == 'queued' then
-  redis.call('ZREM', TAG .. 'queue:' .. field[2] .. ':' .. field[3], id)
+  dequeue(id, field[2], field[3])
   finish(id, 'cancelled', ARGV[2], tail_of(id) + 1, now_us(), ARGV[3], ARGV[4])
 elseif field[1] == 'running' then
   redis.call('HSET', job, 'cancel', 1)

@@ -10,6 +10,7 @@
 -- Among the first few of a class one that begins like a job that this worker has run goes first, and a job that came
 -- just now is left for a moment to a worker that has more of its prefix and rows for it.
 -- A claim ends with the job that makes its reply heavy: nobody else gets a word of Redis meanwhile. The next one has more.
+-- A job that has begun is taken only by a worker of the digest that it began under, and none that the worker cannot read.
 -- A worker that waits is parked: `submit` may give it one job as the answer to this claim, and tell it by its channel.
 -- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again, once
 -- there were some: those that `submit` gave too.
@@ -23,8 +24,9 @@ local job_ttl, journal_ttl = ARGV[8], ARGV[9]
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end
 local record, running = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker
-local field = redis.call('HMGET', record, 'model', 'claim', 'claimed', 'slots')
+local field = redis.call('HMGET', record, 'model', 'claim', 'claimed', 'slots', 'digest', 'format')
 if not field[1] then return lease_lost(worker) end
+local digest, reads = field[5] or '', tonumber(field[6] or 1)
 local warm, parked = TAG .. 'warm:' .. worker, TAG .. 'parked:' .. field[1]
 local taken, again = {}, 0
 if field[2] == number then
@@ -33,7 +35,6 @@ if field[2] == number then
   end
 end
 if #taken == 0 then
-  local interactive, batch = TAG .. 'queue:interactive:' .. field[1], TAG .. 'queue:batch:' .. field[1]
   local slots = tonumber(field[4])
   local rows, late, weight = 0, 0, 0
   local knows = redis.call('EXISTS', warm) == 1
@@ -42,13 +43,53 @@ if #taken == 0 then
 
   local function look_up(id)
     if not jobs[id] then
-      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account')
+      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account',
+        'state', 'format', 'digest')
       jobs[id] = {
         deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names_of(at[3]),
-        order = tonumber(at[4]), tenant = at[5], account = at[6],
+        order = tonumber(at[4]), tenant = at[5], account = at[6], state = at[7], format = tonumber(at[8] or 1),
+        digest = at[9],
       }
     end
     return jobs[id]
+  end
+
+  -- Whether this worker may take a waiting job. One that an older version left in the queue of all goes where it belongs.
+  local function may_take(id, class, place)
+    local job = look_up(id)
+    local begun = job.digest and job.digest ~= digest and tail_of(id) or 0
+    if job.state == 'queued' and job.format <= reads and begun == 0 then return true end
+    dequeue(id, class, field[1])
+    if job.state == 'queued' then enqueue(id, class, field[1], place, begun, now) end
+    late = late + 1
+    return false
+  end
+
+  -- The first jobs of a class that this worker could take, with their places: of the queue of all, of those that have
+  -- begun under its digest, and of those that only a newer version reads.
+  local function waiting(class, count)
+    local list = redis.call('ZRANGE', TAG .. 'queue:' .. class .. ':' .. field[1], 0, count - 1, 'WITHSCORES')
+    local found = { list }
+    for format = 1, reads do
+      for _, mine in ipairs({ '-', digest }) do
+        local takers = format .. ':' .. mine
+        if mine ~= '' and takers ~= '1:-' then
+          local some = redis.call('ZRANGE', bound_key(class, takers, field[1]), 0, count - 1, 'WITHSCORES')
+          if #some > 0 then found[#found + 1] = some end
+        end
+      end
+    end
+    if #found == 1 then return list end
+    local all = {}
+    for _, some in ipairs(found) do
+      for i = 1, #some, 2 do all[#all + 1] = { some[i], tonumber(some[i + 1]) } end
+    end
+    table.sort(all, function(one, other) return one[2] < other[2] or one[2] == other[2] and one[1] < other[1] end)
+    list = {}
+    for i = 1, math.min(#all, count) do
+      list[2 * i - 1], list[2 * i] = all[i][1], all[i][2]
+    end
+    return list
   end
 
   -- Whether a living worker with rows for it has more of the job's prefix.
@@ -64,19 +105,22 @@ if #taken == 0 then
     return false
   end
 
-  -- The waiting job of a queue that this worker takes next, or nil.
-  local function pick(queue)
-    local list = lists[queue]
+  -- The waiting job of a class that this worker takes next, or nil. Entries that it passes over for good are false.
+  local function pick(class)
+    local list = lists[class]
     if not list or (list.first > #list and #list >= list.asked) then
       local asked = 2 * (most + WINDOW)
-      list = redis.call('ZRANGE', queue, 0, asked / 2 - 1, 'WITHSCORES')
-      list.first, list.asked, lists[queue] = 1, asked, list
+      list = waiting(class, asked / 2)
+      list.first, list.asked, lists[class] = 1, asked, list
     end
     local best, longest, earliest, seen = nil, -1, nil, 0
     for i = list.first, #list, 2 do
       local id = list[i]
       if not id then
         if i == list.first then list.first = i + 2 end -- taken
+      elseif not may_take(id, class, list[i + 1]) then
+        list[i] = false
+        if late >= 256 then break end
       else
         earliest = earliest or tonumber(list[i + 1])
         seen = seen + 1
@@ -91,25 +135,26 @@ if #taken == 0 then
   end
 
   while rows < most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other late ones
-    local queue = interactive
-    local id, list, place = pick(interactive)
+    local class = 'interactive'
+    local id, list, place = pick(class)
     if rows < free and (not id or slots % share == share - 1) then
-      local other, other_list, other_place = pick(batch)
-      if other then queue, id, list, place = batch, other, other_list, other_place end
+      local other, other_list, other_place = pick('batch')
+      if other then class, id, list, place = 'batch', other, other_list, other_place end
     end
     if not id then break end
     local job = TAG .. 'job:' .. id
     local needed, deadline = look_up(id).rows, look_up(id).deadline
     if deadline and deadline <= now then
-      redis.call('ZREM', queue, id)
+      dequeue(id, class, field[1])
       finish(id, 'expired', ARGV[7], tail_of(id) + 1, now, job_ttl, journal_ttl)
       late = late + 1
       list[place] = false
     elseif rows >= free and rows + needed > most then
       break
     else
-      redis.call('ZREM', queue, id)
+      dequeue(id, class, field[1])
       redis.call('HSET', job, 'state', 'running', 'worker', worker)
+      if digest == '' then redis.call('HDEL', job, 'digest') else redis.call('HSET', job, 'digest', digest) end
       count_waiting(id, -1, look_up(id).tenant, look_up(id).account)
       redis.call('HSETNX', job, 'started', digits(now))
       redis.call('HINCRBY', job, 'attempts', 1)

@@ -11,15 +11,24 @@ for i = 1, #backlog, 2 do
   live[model] = live[model] or {}
   live[model][class] = tonumber(backlog[i + 1])
 end
+local bound = {}
+for _, one in ipairs(bound_queues(MAX_BOUND)) do
+  live[one.model] = live[one.model] or {}
+  bound[one.model] = bound[one.model] or {}
+  table.insert(bound[one.model], one.takers)
+end
 local reply = {}
 for model, count in pairs(live) do
   for _, class in ipairs({ 'interactive', 'batch' }) do
-    local queue = TAG .. 'queue:' .. class .. ':' .. model
-    local waiting = redis.call('ZCARD', queue)
-    local oldest = false
-    for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
-      local wait = now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now)
-      if not oldest or wait > oldest then oldest = wait end
+    local queues = { TAG .. 'queue:' .. class .. ':' .. model }
+    for _, takers in ipairs(bound[model] or {}) do queues[#queues + 1] = bound_key(class, takers, model) end
+    local waiting, oldest = 0, false
+    for _, queue in ipairs(queues) do
+      waiting = waiting + redis.call('ZCARD', queue)
+      for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
+        local wait = now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now)
+        if not oldest or wait > oldest then oldest = wait end
+      end
     end
     reply[#reply + 1] = { model, class, waiting, (count[class] or 0) - waiting, oldest }
   end

@@ -1,7 +1,7 @@
--- Models known: {card}*. Writes nothing.
+-- Models known: {card, what older versions cannot read of it or false}*. Writes nothing.
 local reply = {}
 for _, model in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '(' .. digits(now_us()), '+inf')) do
   local card = redis.call('HGET', TAG .. 'models', model)
-  if card then reply[#reply + 1] = card end
+  if card then reply[#reply + 1] = { card, redis.call('HGET', TAG .. 'models:more', model) } end
 end
 return reply

@@ -5,6 +5,7 @@
 local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept in the listing
 local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
+local MAX_BOUND = 64 -- queues of jobs for some workers only that are looked at in one go
 local MINUTE = 60000000
 local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 local MOST_DEATHS = 10 -- times as many as the most tries without a token: of a job's workers in all
@@ -96,6 +97,50 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   end
 end
 
+-- Where jobs wait that only some workers of their model can take. `takers` is 'FORMAT:DIGEST': the format that a worker
+-- must read, and the digest that it must have; '-' where any will do.
+local function bound_key(class, takers, model)
+  return TAG .. 'bound:' .. class .. ':' .. takers .. ':' .. model
+end
+
+-- Puts a job into the queue of those who can take it. A job whose record is of the first format, and that has not begun,
+-- waits in the queue of its class, where older versions look. `seq`: of the last event in its journal.
+local function enqueue(id, class, model, place, seq, now)
+  local job = TAG .. 'job:' .. id
+  local at = redis.call('HMGET', job, 'format', 'digest')
+  local takers = (at[1] or '1') .. ':' .. (seq > 0 and at[2] or '-')
+  if seq == 0 and at[2] then redis.call('HDEL', job, 'digest') end
+  if takers == '1:-' then
+    redis.call('ZADD', TAG .. 'queue:' .. class .. ':' .. model, place, id)
+  else
+    redis.call('HSET', job, 'bound', takers)
+    redis.call('ZADD', bound_key(class, takers, model), place, id)
+    redis.call('ZADD', TAG .. 'bound', 'NX', now, takers .. ':' .. model)
+  end
+end
+
+-- Takes a waiting job out of its queue; of both, since an older version may have moved it.
+local function dequeue(id, class, model)
+  redis.call('ZREM', TAG .. 'queue:' .. class .. ':' .. model, id)
+  local takers = redis.call('HGET', TAG .. 'job:' .. id, 'bound')
+  if takers then
+    redis.call('ZREM', bound_key(class, takers, model), id)
+    redis.call('HDEL', TAG .. 'job:' .. id, 'bound')
+  end
+end
+
+-- The queues of jobs that only some workers of a model can take, those first that had such a worker longest ago.
+-- `since`: when they had one, in us.
+local function bound_queues(most)
+  local found = {}
+  local entries = redis.call('ZRANGE', TAG .. 'bound', 0, most - 1, 'WITHSCORES')
+  for i = 1, #entries, 2 do
+    local takers, model = string.match(entries[i], '^(%d+:[^:]+):(.*)$')
+    found[#found + 1] = { takers = takers, model = model, since = tonumber(entries[i + 1]), name = entries[i] }
+  end
+  return found
+end
+
 -- Whether a job's journal has grown since its worker claimed it. `seq`: of its last event.
 local function has_grown(id, seq)
   return seq > tonumber(redis.call('HGET', TAG .. 'job:' .. id, 'from') or 0)
@@ -123,7 +168,7 @@ local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journ
   redis.call('HSET', job, 'state', 'queued')
   redis.call('HDEL', job, 'worker')
   count_waiting(id, 1, field[8], field[9])
-  redis.call('ZADD', TAG .. 'queue:' .. field[1] .. ':' .. field[2], field[3] + (field[7] or 0), id)
+  enqueue(id, field[1], field[2], field[3] + (field[7] or 0), seq, now)
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
 end
 
@@ -212,10 +257,11 @@ end
 local function describe(id)
   local fields = redis.call('HGETALL', TAG .. 'job:' .. id)
   if #fields == 0 then return false end
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model')
+  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'bound')
   local place = false
   if at[1] == 'queued' then
     place = redis.call('ZRANK', TAG .. 'queue:' .. at[2] .. ':' .. at[3], id)
+      or at[4] and redis.call('ZRANK', bound_key(at[2], at[4], at[3]), id)
   end
   return { fields, place }
 end

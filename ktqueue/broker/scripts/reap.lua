@@ -36,7 +36,7 @@ end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digits(now), 'LIMIT', 0, 256)) do
   local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')
   if field[1] == 'queued' then
-    redis.call('ZREM', TAG .. 'queue:' .. field[2] .. ':' .. field[3], id)
+    dequeue(id, field[2], field[3])
   else
     redis.call('HDEL', TAG .. 'running:' .. field[4], id)
     redis.call('HSET', TAG .. 'cancels:' .. field[4], id, 0)
@@ -48,5 +48,6 @@ redis.call('ZREMRANGEBYSCORE', TAG .. 'ended', '-inf', digits(now))
 for _, model in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '-inf', digits(now))) do
   redis.call('ZREM', TAG .. 'models:seen', model)
   redis.call('HDEL', TAG .. 'models', model)
+  redis.call('HDEL', TAG .. 'models:more', model)
 end
 return { orphans, expired }

@@ -40,7 +40,8 @@ if not seen or tonumber(seen) <= now then
   end
   return redis.error_reply('MODEL_UNKNOWN ' .. model)
 end
-local queue = TAG .. 'queue:' .. class .. ':' .. model
+local format = string.match(ARGV[5], '^{"v":(%d+)') or '1'
+local queue = format == '1' and TAG .. 'queue:' .. class .. ':' .. model or bound_key(class, format .. ':-', model)
 local waiting = redis.call('ZCARD', queue)
 if waiting >= tonumber(ARGV[10]) then return redis.error_reply('QUEUE_FULL ' .. waiting) end
 local size, bytes = #ARGV[5], tonumber(redis.call('GET', TAG .. 'waiting') or 0)
@@ -98,8 +99,9 @@ local function find_taker()
   local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, '+inf', 'LIMIT', 0, MAX_PARKED)
   local best, most, field = nil, -1, nil
   for _, worker in ipairs(parked) do
-    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed')
-    if at[1] and at[4] == '' and tonumber(at[2]) >= rows then
+    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest')
+    local reads = tonumber(format) <= tonumber(at[5] or 1)
+    if at[1] and at[4] == '' and reads and tonumber(at[2]) >= rows then
       local own = shared(TAG .. 'warm:' .. worker, names)
       if own > most or (own == most and tonumber(at[2]) > tonumber(field[2])) then best, most, field = worker, own, at end
     end
@@ -118,6 +120,8 @@ local taker, its = find_taker()
 redis.call('HSET', job, 'state', taker and 'running' or 'queued', 'model', model, 'class', class, 'tenant', ARGV[4],
   'request', ARGV[5], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
   unpack(taker and { 'worker', taker, 'started', digits(now) } or {}))
+if format ~= '1' then redis.call('HSET', job, 'format', format) end
+if taker and its[6] and its[6] ~= '' then redis.call('HSET', job, 'digest', its[6]) end
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
 if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
 if ARGV[16] ~= '' then redis.call('HSET', job, 'prefix', ARGV[16]) end
@@ -137,7 +141,7 @@ if taker then
   local head = table.concat({ its[1], id, deadline and digits(deadline) or '-', digits(order + ARGV[11]) }, ' ')
   if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process is gone
     redis.call('HSET', job, 'state', 'queued', 'attempts', 0)
-    redis.call('HDEL', job, 'worker', 'started')
+    redis.call('HDEL', job, 'worker', 'started', 'digest')
     taker = nil
   end
 end
@@ -147,7 +151,7 @@ if taker then
   redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', its[2] - rows, 'slots', its[3] + 1)
   if #names > 0 then learn(taker, names, now) end
 else
-  redis.call('ZADD', queue, order + ARGV[11], id)
+  enqueue(id, class, model, order + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
   place = redis.call('ZRANK', queue, id)
   redis.call('PUBLISH', TAG .. 'wake:' .. model, class)

@@ -1,15 +1,16 @@
 -- Workers whose lease lives: {id, card, facts (JSON), statistics (JSON), started, jobs running, microseconds left of the
--- lease, microseconds since its last step or false}*. Writes nothing.
+-- lease, microseconds since its last step or false, what older versions cannot read of the card or false}*. Writes
+-- nothing.
 local now = now_us()
 local reply = {}
 local leases = redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf', 'WITHSCORES')
 for i = 1, #leases, 2 do
   local worker = leases[i]
-  local field = redis.call('HMGET', TAG .. 'worker:' .. worker, 'card', 'facts', 'stats', 'started', 'stepped')
+  local field = redis.call('HMGET', TAG .. 'worker:' .. worker, 'card', 'facts', 'stats', 'started', 'stepped', 'more')
   if field[1] then
     reply[#reply + 1] = {
       worker, field[1], field[2], field[3], field[4], redis.call('HLEN', TAG .. 'running:' .. worker),
-      leases[i + 1] - now, field[5] and now - field[5],
+      leases[i + 1] - now, field[5] and now - field[5], field[6],
     }
   end
 end

@@ -1,0 +1,47 @@
+-- Jobs that none of their model's workers can take: those have another digest, or do not read the record's format.
+-- ARGV: us that they wait for such a worker while others serve the model, failed event for another digest, failed event
+--       for a newer format, job TTL in ms, journal TTL in ms.
+-- Replies the number of jobs that were failed.
+-- Promises: while no worker of the model lives, or one lives that can take it, no job is failed; at most 256 a call.
+local patience, events = tonumber(ARGV[1]), { digest = ARGV[2], format = ARGV[3] }
+local queues = bound_queues(MAX_BOUND)
+if #queues == 0 then return 0 end
+local now = now_us()
+local workers = {}
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
+  local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'digest', 'format')
+  if at[1] then
+    workers[at[1]] = workers[at[1]] or {}
+    table.insert(workers[at[1]], { digest = at[2] or '', reads = tonumber(at[3] or 1) })
+  end
+end
+local failed = 0
+for _, one in ipairs(queues) do
+  local format, digest = string.match(one.takers, '^(%d+):(.*)$')
+  local served, has_digest = workers[one.model], false
+  local able = not served
+  for _, worker in ipairs(served or {}) do
+    local fits, reads = digest == '-' or worker.digest == digest, worker.reads >= tonumber(format)
+    has_digest, able = has_digest or fits, able or (fits and reads)
+  end
+  local left = 0
+  for _, class in ipairs({ 'interactive', 'batch' }) do
+    local queue = bound_key(class, one.takers, one.model)
+    if not able and now - one.since >= patience and failed < 256 then
+      for _, id in ipairs(redis.call('ZRANGE', queue, 0, 255 - failed)) do
+        redis.call('ZREM', queue, id)
+        if redis.call('HGET', TAG .. 'job:' .. id, 'state') == 'queued' then
+          finish(id, 'failed', has_digest and events.format or events.digest, tail_of(id) + 1, now, ARGV[4], ARGV[5])
+          failed = failed + 1
+        end
+      end
+    end
+    left = left + redis.call('ZCARD', queue)
+  end
+  if left == 0 then
+    redis.call('ZREM', TAG .. 'bound', one.name)
+  elseif able then
+    redis.call('ZADD', TAG .. 'bound', 'XX', now, one.name)
+  end
+end
+return failed

@@ -1,0 +1,190 @@
+"""A job that has begun goes on under the digest that it began with, and under no other."""
+
+import asyncio
+import re
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import JobClass
+
+A, B = "a" * 32, "b" * 32
+
+
+@pytest.fixture
+async def workers(broker, card):
+    """Two workers of one name with different weights."""
+    leases = [await Lease.register(broker, replace(card, digest=digest)) for digest in (A, B)]
+    yield leases
+    for lease in leases:
+        await lease.close()
+
+
+async def begin(lease, job):
+    """Claim a job, the only one that waits, and show its first token."""
+    (claim,) = await lease.claim(1)
+    assert claim.job_id == job.id
+    await lease.commit([(job.id, TokenEvent(seq=1, token_ids=(7,), text="x"))])
+
+
+async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(broker, card, workers, make_request):
+    ours, theirs = workers
+    job = await broker.jobs.submit(make_request())
+    await begin(ours, job)
+    await ours.release([job.id])
+    assert await theirs.claim(8) == []
+    record = await broker.jobs.get(job.id)
+    assert (record.state, record.position, record.digest) == (JobState.QUEUED, 1, A)
+    (depth,) = await broker.jobs.depth()
+    assert (depth.interactive, depth.running) == (1, 0)
+    twin = await Lease.register(broker, replace(card, digest=A))
+    (claim,) = await twin.claim(8)
+    assert (claim.job_id, [event.token_ids for event in claim.events]) == (job.id, [(7,)])
+    await twin.close()
+
+
+async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(broker, workers, make_request):
+    ours, theirs = workers
+    job = await broker.jobs.submit(make_request())
+    assert [claim.job_id for claim in await ours.claim(1)] == [job.id]
+    await ours.release([job.id])
+    await begin(theirs, job)
+    assert (await broker.jobs.get(job.id)).digest == B
+    await theirs.release([job.id])
+    assert await ours.claim(8) == []  # now it has begun
+
+
+async def test_a_dead_workers_jobs_wait_for_its_digest(broker, card, workers, make_request):
+    ours, theirs = workers
+    begun = await broker.jobs.submit(make_request())
+    await begin(ours, begun)
+    fresh = await broker.jobs.submit(make_request())
+    assert len(await ours.claim(8)) == 1
+    await broker.reaper().bury(ours.id)
+    assert [claim.job_id for claim in await theirs.claim(8)] == [fresh.id]
+    twin = await Lease.register(broker, replace(card, digest=A))
+    assert [claim.job_id for claim in await twin.claim(8)] == [begun.id]
+    await twin.close()
+
+
+async def test_what_was_handed_over_is_bound_too(broker, card, workers, make_request):
+    ours, theirs = workers
+    assert await ours.claim(8, wait=True) == []
+    job = await broker.jobs.submit(make_request())
+    assert job.worker_id == ours.id
+    async with asyncio.timeout(5):
+        while not (claims := await ours.wait_for_work(5.0)):
+            pass
+    await ours.commit([(claims[0].job_id, TokenEvent(seq=1, token_ids=(7,)))])
+    await ours.release([job.id])
+    assert await theirs.claim(8) == []
+
+
+async def test_jobs_of_both_kinds_are_claimed_in_one_order(broker, workers, make_request):
+    """By arrival and priority, interactive ones first, as if they were in one queue."""
+    ours, _ = workers
+    jobs = [await broker.jobs.submit(make_request(job_class=JobClass.BATCH)) for _ in range(2)]
+    await ours.claim(2)
+    await ours.commit([(job.id, TokenEvent(seq=1, token_ids=(7,))) for job in jobs])
+    fresh = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
+    urgent = await broker.jobs.submit(make_request(job_class=JobClass.BATCH, priority=-5))
+    asked = await broker.jobs.submit(make_request())
+    await ours.release([job.id for job in jobs])
+    claims = [claim.job_id for claim in await ours.claim(8)]
+    assert claims == [asked.id, urgent.id, jobs[0].id, jobs[1].id, fresh.id]
+
+
+async def test_a_bound_job_can_be_cancelled_and_expires(broker, workers, make_request, eventually):
+    ours, _ = workers
+    jobs = [await broker.jobs.submit(make_request(expires_in=expires_in)) for expires_in in (None, 0.3)]
+    await ours.claim(2)
+    await ours.commit([(job.id, TokenEvent(seq=1, token_ids=(7,))) for job in jobs])
+    await ours.release([job.id for job in jobs])
+    assert [(one.digest, one.interactive) for one in await broker.jobs.bound()] == [(A, 2)]
+    assert (await broker.jobs.cancel(jobs[0].id)).state is JobState.CANCELLED
+
+    async def expired():
+        await broker.reaper().reap()
+        return (await broker.jobs.get(jobs[1].id)).state is JobState.EXPIRED
+
+    await eventually(expired)
+    assert await broker.jobs.bound() == []
+    assert await ours.claim(8) == []
+
+
+async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(config, card, make_request, raw):
+    """Not before its time, and not while nobody serves the model at all."""
+    async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
+        reaper = broker.reaper()
+        ours = await Lease.register(broker, replace(card, digest=A))
+        job = await broker.jobs.submit(make_request())
+        await begin(ours, job)
+        await ours.close()
+        index, entry = f"{broker.keys.tag}:bound", f"1:{A}:tale"
+        long_ago = 1_000_000
+        raw.zadd(index, {entry: long_ago})
+        assert await reaper.fail_unserved() == 0  # no worker of the name
+        assert raw.zscore(index, entry) > long_ago
+        theirs = await Lease.register(broker, replace(card, digest=B))
+        assert await reaper.fail_unserved() == 0  # others serve it, but not long enough
+        twin = await Lease.register(broker, replace(card, digest=A))
+        raw.zadd(index, {entry: long_ago})
+        assert await reaper.fail_unserved() == 0  # one that could take it
+        await twin.close()
+        raw.zadd(index, {entry: long_ago})
+        assert await reaper.fail_unserved() == 1
+        record = await broker.jobs.get(job.id)
+        assert (record.state, record.error.code, record.error.status) == (JobState.FAILED, "model_changed", 503)
+        assert [event.seq for event in await broker.journal.replay(job.id)] == [1, 2]
+        assert await broker.jobs.bound() == []
+        await reaper.fail_unserved()
+        assert not raw.exists(index)
+        await theirs.close()
+
+
+async def test_what_an_older_reaper_put_back_is_still_bound(broker, workers, make_request, raw):
+    """The release before this one knows one queue for all, and looks into no other."""
+    ours, theirs = workers
+    job, other = await broker.jobs.submit(make_request()), await broker.jobs.submit(make_request())
+    await ours.claim(2)
+    await ours.commit([(one.id, TokenEvent(seq=1, token_ids=(7,))) for one in (job, other)])
+    await ours.release([job.id, other.id])
+    queue, bound = f"{broker.keys.tag}:queue:interactive:tale", f"{broker.keys.tag}:bound:interactive:1:{A}:tale"
+    for one, place in raw.zrange(bound, 0, -1, withscores=True):
+        raw.zadd(queue, {one: place})
+        raw.zrem(bound, one)
+    # An old gateway's cancel takes a bound job out of no queue.
+    raw.hset(f"{broker.keys.tag}:job:{other.id}", "state", "cancelled")
+    assert await theirs.claim(8) == []
+    assert raw.zcard(queue) == 0
+    assert [claim.job_id for claim in await ours.claim(8)] == [job.id]
+
+
+async def test_jobs_and_workers_from_before_digests_go_on_as_they_did(broker, card, workers, make_request):
+    ours, _ = workers
+    old, twin = await Lease.register(broker, card), await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    await begin(old, job)
+    await old.release([job.id])
+    assert [claim.job_id for claim in await twin.claim(8)] == [job.id]
+    await twin.release([job.id])
+    assert [claim.job_id for claim in await ours.claim(8)] == [job.id]
+    for lease in (old, twin):
+        await lease.close()
+
+
+async def test_cards_and_workers_show_their_digests(broker, card, workers):
+    (known,) = await broker.models.cards()
+    assert known.digest in (A, B)
+    assert known.short_digest == known.digest[:12]
+    assert {one.digest for one in await broker.models.workers()} == {A, B}
+
+
+async def test_the_first_release_can_read_new_cards(broker, card, workers, raw):
+    """It refuses a card with a field that it does not know."""
+    stored = raw.hget(f"{broker.keys.tag}:models", "tale")
+    first = ("v", "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs")
+    assert tuple(re.findall(rb'"(\w+)":', stored)) == tuple(name.encode() for name in first)
