@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from ktqueue_kernels import DEMO_MODEL
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf_checkpoint import open_gguf
@@ -49,10 +50,7 @@ class Checkpoint(Protocol):
 def resolve(path: str) -> Path:
     """`demo` to the built-in model's file; any other path as it is. Raises CheckpointError where nothing is there."""
     if path == DEMO:
-        found = sorted((Path(__file__).parent.parent / "demo").glob("*.gguf"))
-        if not found:
-            raise CheckpointError("the built-in demo model is not part of this installation")
-        return found[0]
+        return DEMO_MODEL
     if not Path(path).exists():
         raise CheckpointError(
             f"{path}: no such file or folder; a .gguf file, a Hugging Face folder or 'demo' is expected"
