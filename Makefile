@@ -6,8 +6,8 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 # The first Python that fits and can make a virtual environment; give PYTHON=... to choose another.
-USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	"$$name" -c '$(USABLE)' >/dev/null 2>&1 && { command -v "$$name"; break; }; done)
 
 # Where the CPU build of torch is. Where this cannot be reached, pip takes what its own index has (perhaps CUDA: larger).
@@ -17,7 +17,7 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 ZIG := $(VENV)/zig
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-cache-dir --no-input
-SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
 DRIVER := $(shell find tests/kernels -name '*.cpp' -o -name '*.h')
 ARGS ?=
 
@@ -43,7 +43,10 @@ help: ## Show this list
 
 $(VENV)/python.stamp:
 	@test -n "$(PYTHON)" || { \
-		echo "No Python 3.11 or 3.12 with venv found. On Debian: apt-get install python3 python3-venv python3-dev" >&2; exit 1; }
+		echo "No Python 3.11, 3.12, 3.13 or 3.14 with venv is on PATH. Debian: apt-get install python3 python3-venv python3-dev" >&2; \
+		for name in python3.11 python3.12 python3.13 python3.14 python3; do \
+			if command -v "$$name" >/dev/null; then echo "  $$(command -v "$$name"): $$("$$name" -c '$(USABLE)' 2>&1 | tail -n 1 | grep . || "$$name" -V)" >&2; fi; \
+		done; exit 1; }
 	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { \
 		echo "$(PYTHON) has no headers (Python.h) to compile against. On Debian: apt-get install python3-dev" >&2; exit 1; }
 	@echo "creating .venv with $$("$(PYTHON)" -V)"
@@ -74,11 +77,18 @@ $(VENV)/torch.stamp: $(VENV)/python.stamp constraints.txt
 	$(PIP) install $$index "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)"
 	@touch $@
 
-$(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/compiler.stamp pyproject.toml $(SOURCES)
-	@echo "installing ktqueue and compiling its kernels (about 2 minutes)"
+# Built with tools in .venv, whose paths stay the same: only what has changed is compiled again, here and for a wheel.
+$(VENV)/kernels.stamp: $(VENV)/compiler.stamp $(SOURCES)
+	@echo "compiling the kernels (about 2 minutes)"
+	@$(PIP) install scikit-build-core nanobind cmake ninja
 	@if [ -d "$(ZIG)" ]; then \
 		export CXX="$(ZIG)/c++" CMAKE_ARGS="-DCMAKE_AR=$(ZIG)/ar -DCMAKE_RANLIB=$(ZIG)/ranlib"; fi; \
-	$(PIP) install --editable '.[gateway,worker,embedded,arq]'
+	$(PIP) install --no-build-isolation --editable ./csrc
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/kernels.stamp pyproject.toml
+	@echo "installing ktqueue"
+	@$(PIP) install --no-build-isolation --editable '.[gateway,worker,embedded,arq]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
@@ -88,7 +98,7 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@touch $@
 
 $(VENV)/fuzz.stamp: $(VENV)/dev.stamp
-	@$(PIP) install nanobind atheris
+	@$(PIP) install atheris
 	@touch $@
 
 # ---- what people ask for
@@ -123,11 +133,11 @@ parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matri
 
 build/sanitize-%/stamp: $(VENV)/fuzz.stamp $(SOURCES) $(DRIVER)
 	@echo "compiling the kernels with -fsanitize=$* (a minute or two)"
-	@cmake -S . -B $(@D) -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(BIN)/python -DKTQUEUE_SANITIZE="$*" > /dev/null
-	@cmake --build $(@D) --parallel --target kernel_driver thread_pool_check > /dev/null
+	@$(BIN)/cmake -S csrc -B $(@D) -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(BIN)/python -DKTQUEUE_SANITIZE="$*" > /dev/null
+	@$(BIN)/cmake --build $(@D) --parallel --target kernel_driver thread_pool_check > /dev/null
 	@touch $@
 
-sanitize: build/sanitize-address,undefined/stamp build/sanitize-thread/stamp ## Pool and kernels under ASan, UBSan and TSan (needs cmake)
+sanitize: build/sanitize-address,undefined/stamp build/sanitize-thread/stamp ## Pool and kernels under ASan, UBSan and TSan
 	@for build in $(^D); do "$$build/thread_pool_check"; "$$build/kernel_driver" 300; done
 
 FUZZ_SECONDS ?= 60

@@ -1,4 +1,4 @@
-"""Lines of each package and bytes of the wheel: `python -m benchmarks.size`."""
+"""Lines of each package and bytes of the wheels: `python -m benchmarks.size`."""
 
 import subprocess
 import sys
@@ -34,18 +34,18 @@ def main() -> None:
     table.add_row("all", str(files.total()), str(lines.total()))
     console.print(table)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT)]
-        subprocess.run(command, check=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        packed: Counter[str] = Counter()
-        with ZipFile(wheel) as archive:
-            for entry in archive.infolist():
-                packed["/".join(Path(entry.filename).parts[:2])] += entry.compress_size
-        console.print(f"{wheel.name}: {format_bytes(wheel.stat().st_size)}")
-        largest = Table("in it", "compressed", title="Wheel")
-        for name, size in packed.most_common(12):
-            largest.add_row(name, format_bytes(size))
-        console.print(largest)
+        sources = [str(ROOT), str(ROOT / "csrc")]
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*command, "--wheel-dir", folder, *sources], check=True)
+        for wheel in sorted(Path(folder).glob("*.whl")):
+            packed: Counter[str] = Counter()
+            with ZipFile(wheel) as archive:
+                for entry in archive.infolist():
+                    packed["/".join(Path(entry.filename).parts[:2])] += entry.compress_size
+            largest = Table("in it", "compressed", title=f"{wheel.name}: {format_bytes(wheel.stat().st_size)}")
+            for name, size in packed.most_common(12):
+                largest.add_row(name, format_bytes(size))
+            console.print(largest)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # The HTTP front: no torch, no model. Build from the root: docker build -f docker/gateway.Dockerfile -t ktqueue-gateway .
-FROM python:3.12.12-bookworm AS build
+FROM python:3.12.12-slim-bookworm AS build
 WORKDIR /source
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/source/constraints.txt
 COPY . .

@@ -9,7 +9,7 @@ RUN python -m venv /opt/ktqueue \
     && /opt/ktqueue/bin/pip install --extra-index-url "$TORCH_INDEX" \
         "$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)"
 COPY . .
-RUN /opt/ktqueue/bin/pip install '.[worker]'
+RUN /opt/ktqueue/bin/pip install ./csrc '.[worker]'
 
 FROM python:3.12.12-slim-bookworm
 COPY --from=build /opt/ktqueue /opt/ktqueue

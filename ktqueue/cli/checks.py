@@ -21,7 +21,7 @@ from ktqueue.core.units import format_bytes
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = range(11, 15)  # minor versions: 3.11 to 3.14
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
 GATEWAY_PACKAGES = ("starlette", "uvicorn", "pydantic")
 WORKER_PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "numpy", "pyyaml")
@@ -66,9 +66,9 @@ def examine(config: Config) -> Iterator[Finding]:
 
 def _python() -> Finding:
     fact = f"{sys.version.split()[0]} ({sys.executable})"
-    if sys.version_info[:2] in PYTHONS:
+    if sys.version_info.major == 3 and sys.version_info.minor in PYTHONS:
         return Finding("python", Level.OK, fact)
-    return Finding("python", Level.FAIL, fact, "use Python 3.11 or 3.12")
+    return Finding("python", Level.FAIL, fact, f"use Python 3.{PYTHONS[0]} to 3.{PYTHONS[-1]}")
 
 
 def _packages(name: str, wanted: tuple[str, ...], level: Level, hint: str) -> Finding:
@@ -90,7 +90,7 @@ def _kernels() -> Finding:
 
         return Finding("kernels", Level.OK, f"instruction set {native.isa()} of {', '.join(native.isas())}")
     except ImportError as error:
-        return Finding("kernels", Level.WARN, str(error), "reinstall ktqueue to compile them; only a worker needs them")
+        return Finding("kernels", Level.WARN, str(error), "pip install 'ktqueue[worker]'; only a worker needs them")
     except ValueError as error:
         return Finding("kernels", Level.FAIL, str(error), "unset KTQUEUE_ISA for the best that the CPU has")
 

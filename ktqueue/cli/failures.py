@@ -61,6 +61,8 @@ def line(error: BaseException) -> str:
         package = error.name.partition(".")[0]
         extra = "arq" if package == "arq" else "gateway" if package in GATEWAY_PACKAGES else "worker"
         text = f"this needs the package {error.name}: pip install 'ktqueue[{extra}]'"
+    elif isinstance(error, ImportError):
+        text = str(error)
     else:
         text = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
     return "\n  ".join(" ".join(part.split()) for part in text.splitlines() if part.strip())

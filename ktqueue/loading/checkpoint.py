@@ -3,7 +3,6 @@
 from typing import Any, Protocol
 
 import torch
-
 from ktqueue.loading.gguf_checkpoint import open_gguf
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.safetensors_file import open_folder

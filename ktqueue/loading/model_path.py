@@ -27,10 +27,7 @@ def resolve(path: str) -> Path:
     Raises CheckpointError, which says what to type instead, where nothing is there that could be a model.
     """
     if path == DEMO:
-        found = sorted((Path(__file__).parent.parent / "demo").glob("*.gguf"))
-        if not found:
-            raise CheckpointError("the built-in demo model is not part of this installation")
-        return found[0]
+        return _built_in()
     place = Path(path)
     if not place.exists():
         raise _missing(path, "no such file or folder")
@@ -40,6 +37,16 @@ def resolve(path: str) -> Path:
             raise _wrong(path, f"this folder has no config.json, but GGUF files; give one of them: {listed}")
         raise _missing(path, "this folder has no config.json")
     return place
+
+
+def _built_in() -> Path:
+    try:
+        from ktqueue_kernels import DEMO_MODEL
+    except ImportError:
+        raise CheckpointError(
+            "the built-in demo model comes with the kernels, which are not installed: pip install 'ktqueue[worker]'"
+        ) from None
+    return DEMO_MODEL
 
 
 def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""Typed wrapper of the compiled kernels (the door to `ktqueue._kernels`), and the thread policy.
+"""Typed wrapper of the compiled kernels (the door to `ktqueue_kernels`), and the thread policy.
 
 Arrays are numpy; the kernels read and write them in place and release the interpreter lock. A wrong
 size, type or index raises ValueError before anything is written. Knows no module and no model.
@@ -6,12 +6,20 @@ size, type or index raises ValueError before anything is written. Knows no modul
 
 from typing import Any, Literal
 
+import ktqueue_kernels
 import numpy as np
 import numpy.typing as npt
 import torch
+from ktqueue_kernels import _kernels
 
-from ktqueue import _kernels
+from ktqueue import __version__
 from ktqueue.operators.packed import Bytes, ExpertWeights
+
+if ktqueue_kernels.__version__ != __version__:  # two distributions: an upgrade of one may leave the other behind
+    raise ImportError(
+        f"ktqueue {__version__} needs ktqueue-kernels {__version__}, but {ktqueue_kernels.__version__} is installed: "
+        f"pip install 'ktqueue[worker]=={__version__}'"
+    )
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]

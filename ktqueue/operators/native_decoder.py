@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from ktqueue_kernels import _kernels
 
-from ktqueue import _kernels
 from ktqueue.operators.native import ExpertLayer, Floats, Integers, Linear
 from ktqueue.operators.packed import PackedMatrix
 

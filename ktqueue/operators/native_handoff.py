@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from ktqueue_kernels import _kernels
 
-from ktqueue import _kernels
 from ktqueue.operators.native import ExpertLayer
 
 LINE = 128

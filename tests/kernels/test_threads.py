@@ -138,7 +138,7 @@ def test_threads_are_pinned_where_they_have_the_machine(cpus, quota, threads, pi
 def test_workers_are_pinned_and_the_caller_is_not():
     script = """
 import os, time
-from ktqueue import _kernels
+from ktqueue_kernels import _kernels
 ours = os.sched_getaffinity(0)
 _kernels.set_threads(3, 50, pin="on")
 deadline = time.monotonic() + 20
@@ -169,7 +169,7 @@ def test_pinning_is_one_of_three():
 
 def test_affinity_lowers_the_threads():
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from ktqueue import _kernels; print(_kernels.default_threads())"
+    script += "from ktqueue_kernels import _kernels; print(_kernels.default_threads())"
     assert run(sys.executable, "-c", script).stdout.strip() == "1"
 
 
@@ -211,13 +211,13 @@ def test_calls_from_several_threads(make_weights, run_layer, two_threads):
 
 @pytest.mark.parametrize("cap", native.ISAS)
 def test_environment_caps_the_instruction_set(cap):
-    script = "from ktqueue import _kernels; print(_kernels.isa())"
+    script = "from ktqueue_kernels import _kernels; print(_kernels.isa())"
     below = [isa for isa in native.isas() if native.ISAS.index(isa) <= native.ISAS.index(cap)]
     assert run(sys.executable, "-c", script, KTQUEUE_ISA=cap).stdout.strip() == below[-1]
 
 
 def test_unknown_instruction_set_is_refused():
-    done = run(sys.executable, "-c", "from ktqueue import _kernels; _kernels.isa()", KTQUEUE_ISA="neon")
+    done = run(sys.executable, "-c", "from ktqueue_kernels import _kernels; _kernels.isa()", KTQUEUE_ISA="neon")
     known = ", ".join(native.ISAS)
     assert f"ValueError: KTQUEUE_ISA must be one of {known}, got 'neon'" in done.stderr
     with pytest.raises(ValueError, match=f"isa must be one of {known}, got 'sse9'"):

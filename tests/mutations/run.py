@@ -4,7 +4,6 @@ python tests/mutations/run.py [NAME ...]
 """
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,15 +16,16 @@ from pathlib import Path
 from mutations import MUTATIONS, ROOT
 
 TESTS_FAILED = 1  # pytest's exit code; any other says that they did not run
-# An editable installation finds the package where it was installed from, before the copy that is on the path.
+# An editable installation finds the package where it was installed from, before the copy that is on the path. That of
+# the kernels stays: they are not compiled again for the copy.
 SITE = """
 import sys
-sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
+sys.meta_path[:] = [one for one in sys.meta_path if type(one).__module__ != "_editable_skbc_ktqueue"]
 """
 
 
 def copy_to(folder: Path) -> None:
-    """The tree's files, without what git ignores but with the compiled kernels."""
+    """The tree's files, without what git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -36,11 +36,6 @@ def copy_to(folder: Path) -> None:
         if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-    sys.path.insert(0, str(ROOT))
-    kernels = importlib.util.find_spec("ktqueue._kernels")
-    assert kernels is not None, "the kernels are not compiled"
-    assert kernels.origin is not None
-    shutil.copy2(kernels.origin, folder / "ktqueue")
     (folder / "sitecustomize.py").write_text(SITE)
 
 

@@ -24,9 +24,9 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 
-def project() -> dict[str, Any]:
-    """pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+def project(folder: str = ".") -> dict[str, Any]:
+    """pyproject.toml of a distribution: the root has ktqueue, csrc has ktqueue-kernels."""
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
 
 
 def pins() -> dict[str, str]:
@@ -50,11 +50,32 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
     exact = pins()
     book = project()["project"]
     asked = [*book["dependencies"], *(one for extra in book["optional-dependencies"].values() for one in extra)]
-    asked += project()["build-system"]["requires"]
+    asked += [*project()["build-system"]["requires"], *project("csrc")["build-system"]["requires"]]
     for one in map(Requirement, asked):
+        if one.name == project("csrc")["project"]["name"]:
+            continue  # of this tree
         name = canonicalize_name(one.name)
         assert name in exact, f"{name} is not in constraints.txt"
         assert one.specifier.contains(exact[name]), f"{one} does not allow the pinned {exact[name]}"
+
+
+def test_the_pythons_are_the_same_everywhere() -> None:
+    from ktqueue.cli.checks import PYTHONS
+
+    named = [f"3.{minor}" for minor in PYTHONS]
+    for folder in (".", "csrc"):
+        book = project(folder)["project"]
+        assert book["requires-python"] == f">={named[0]},<3.{PYTHONS[-1] + 1}"
+        of_python = "Programming Language :: Python :: "
+        assert [one.removeprefix(of_python) for one in book["classifiers"] if one.startswith(of_python)] == named
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"(3, {PYTHONS[0]}) <= sys.version_info[:2] <= (3, {PYTHONS[-1]})" in makefile
+    for names in re.findall(r"for name in (python3[^;]*);", makefile):
+        assert names.split() == [*(f"python{one}" for one in named), "python3"]
+    listed = f"{', '.join(named[:-1])} or {named[-1]}"
+    assert f"No Python {listed} with venv is on PATH" in makefile
+    assert f"On Linux with Python {listed}" in (ROOT / "README.md").read_text()
+    assert f"for Python {named[0]} to {named[-1]} on Linux" in (ROOT / "constraints.txt").read_text()
 
 
 def test_what_is_said_to_need_no_extra_needs_none() -> None:
@@ -63,6 +84,7 @@ def test_what_is_said_to_need_no_extra_needs_none() -> None:
     optional = {Requirement(one).name for extra in extras.values() for one in extra}
     optional -= {Requirement(one).name for one in book["dependencies"]}
     called = {"pyyaml": "yaml", "flashinfer-python": "flashinfer"}
+    assert "ktqueue-kernels" in optional
     modules = {called.get(one, one.replace("-", "_")) for one in optional}
     verbs = ("batch_session", "jobs", "submit", "top_session")
     imports = ["import sys", "sys.modules.update(dict.fromkeys(sys.argv[1:]))", "import ktqueue.client"]
@@ -108,9 +130,13 @@ def test_files_are_short() -> None:
 
 
 def test_version_is_said_once() -> None:
+    import ktqueue_kernels
+
     from ktqueue import __version__
 
-    assert project()["project"]["version"] == __version__
+    assert project()["project"]["version"] == project("csrc")["project"]["version"] == __version__
+    assert ktqueue_kernels.__version__ == __version__
+    assert f"ktqueue-kernels=={__version__}" in project()["project"]["optional-dependencies"]["worker"]
     assert f"[{__version__}]" in (changelog := (ROOT / "CHANGELOG.md").read_text()) or "[Unreleased]" in changelog
 
 
@@ -127,6 +153,8 @@ def test_images_install_from_constraints_and_run_as_nobody(name: str) -> None:
     for source in re.findall(r"^COPY (?!--from)(\S+) /", text, re.MULTILINE):
         assert (ROOT / source).exists(), source
     assert ("torch" in text) == (name == "worker")
+    assert ("./csrc '.[" in text) == (name == "worker")
+    assert ("slim" in text.partition("\n")[0]) == (name == "gateway"), "only the kernels need a compiler"
     installed = re.search(r"'\.\[([a-z,]+)\]'", text)
     assert installed is not None
     assert set(installed[1].split(",")) <= set(project()["project"]["optional-dependencies"])
