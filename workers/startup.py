@@ -19,7 +19,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.overlap import Overlap
-from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
@@ -67,22 +67,25 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     config = on_this_machine(config, log.info)
     config = replace(config, threads=set_threads(config))
     dtype = compute_dtype(config)
+    prepared = prepare(
+        config.model,
+        rules=config.rules,
+        device=config.device,
+        dtype=dtype,
+        deferred_experts=config.deferred_experts,
+    )
+    if prepared.refusal is not None:
+        raise prepared.refusal
+    tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
     try:
-        model = load_model(
-            config.model,
-            rules=config.rules,
-            device=config.device,
-            dtype=dtype,
-            deferred_experts=config.deferred_experts,
-            progress=progress,
-        )
+        model = load_prepared(prepared, progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
             param="engine.device",
             value=config.device,
         ) from error
-    return assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
+    return assemble(config, model, tokenizer, captured)
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
