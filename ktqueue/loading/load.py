@@ -147,7 +147,7 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
     if layout.latent:
         _check_latent_attention(skeleton, plan, str(file))
     try:
-        _check_one_device(skeleton, plan, str(file))
+        _check_one_device(skeleton, plan, str(file), device)
         plan = rehearse_hollow(skeleton, plan, layout, checkpoint.path)
     except (CheckpointError, RuleError) as error:
         return Prepared(checkpoint, config, skeleton, plan, dtype, error)
@@ -204,10 +204,9 @@ def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None
             )
 
 
-def _check_one_device(skeleton: nn.Module, plan: Plan, rules: str) -> None:
+def _check_one_device(skeleton: nn.Module, plan: Plan, rules: str, home: str) -> None:
     """A step's numbers stay where the model is: only CpuExperts fetches and returns them."""
     operators = {one.name: one.op for one in plan.replacements}
-    home = plan.device_of("")
     for name, module in skeleton.named_modules():
         place = replaced_at(name, operators)
         if next(module.parameters(recurse=False), None) is None or (place and operators[place] == "CpuExperts"):

@@ -210,6 +210,7 @@ def test_a_gguf_is_refused_as_loading_refuses_it(
     [
         ("- match: {name: 'layers.0$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda, the model is on"),
         ("- match: {name: 'q_proj$'}\n  replace: {op: CpuLinear, device: 'cuda:1'}\n", "would be on cuda:1"),
+        ("- match: {class: 'ForCausalLM$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda"),
         ("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n", "cannot be replaced by CpuLinear"),
         ("- match: {class: 'Fox'}\n  replace: {op: CpuLinear}\n", "this rule is idle"),
     ],
