@@ -19,13 +19,14 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.overlap import Overlap
-from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention import BackendName
 from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.workers.device import check_device_is_here, check_device_name
 from ktqueue.workers.gpu import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.largest_step import run_on_host
 
@@ -68,22 +69,25 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     config = replace(config, threads=set_threads(config))
     native.set_batch_invariant(not on_gpu(config) if config.batch_invariant is None else config.batch_invariant)
     dtype = compute_dtype(config)
+    prepared = prepare(
+        config.model,
+        rules=config.rules,
+        device=config.device,
+        dtype=dtype,
+        deferred_experts=config.deferred_experts,
+    )
+    if prepared.refusal is not None:
+        raise prepared.refusal
+    tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
     try:
-        model = load_model(
-            config.model,
-            rules=config.rules,
-            device=config.device,
-            dtype=dtype,
-            deferred_experts=config.deferred_experts,
-            progress=progress,
-        )
+        model = load_prepared(prepared, progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
             param="engine.device",
             value=config.device,
         ) from error
-    return assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
+    return assemble(config, model, tokenizer, captured)
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
@@ -208,11 +212,14 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def check_choices(config: EngineConfig) -> None:
     """What can be said of the settings without looking at this machine. Raises ConfigError."""
+    check_device_name(config.device)
     for name, known in CHOICES.items():
         if (chosen := getattr(config, name)) not in known:
             raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
     if not 0 < config.gpu_memory_utilization <= 1:
         raise _wrong("gpu_memory_utilization", config.gpu_memory_utilization, "above 0 and at most 1", 1)
+    if not on_gpu(config) and config.kv_cache_dtype == "fp8":
+        raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
     if config.deferred_experts < 0:
         raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
     if config.deferred_experts and not on_gpu(config):
@@ -253,14 +260,7 @@ def _check(config: EngineConfig) -> None:
         native.isa()
     except ValueError as error:
         raise ConfigError(str(error), param="KTQUEUE_ISA") from error
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise _wrong("device", config.device, "a torch device such as cpu or cuda:0", "cpu, cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise _wrong("device", config.device, "cpu: this machine has no CUDA device", "cpu")
-    if device.type != "cuda" and config.kv_cache_dtype == "fp8":
-        raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
+    check_device_is_here(config.device)
 
 
 def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:

@@ -49,6 +49,7 @@ def inspect(
     report = examine(
         config.model,
         rules=config.rules,
+        tokenizer=config.tokenizer,
         device=config.device,
         dtype=dtype,
         cache_dtype=cache_dtype(config, dtype),

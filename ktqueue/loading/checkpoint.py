@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 from ktqueue.loading.gguf_checkpoint import open_gguf
-from ktqueue.loading.model_path import resolve
+from ktqueue.loading.model_path import resolve_model
 from ktqueue.loading.safetensors_file import open_folder
 from ktqueue.loading.synthetic import PREFIX, open_synthetic
 from ktqueue.operators.packed import ExpertWeights, PackedMatrix
@@ -49,5 +49,5 @@ def open_checkpoint(path: str) -> Checkpoint:
     """
     if path.startswith(PREFIX):
         return open_synthetic(path)
-    found = resolve(path)
+    found = resolve_model(path)
     return open_folder(found) if found.is_dir() else open_gguf(found)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.plan import replaced_at
 from ktqueue.loading.quants import tensor_bytes
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
+from ktqueue.loading.tokenizer import load_tokenizer
 from ktqueue.loading.widened import kept_as
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT
 from ktqueue.operators.gpu.quantised_linear import stays_quantised
@@ -73,17 +75,24 @@ def inspect(
     path: str,
     *,
     rules: str | None = None,
+    tokenizer: str | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     deferred_experts: int = 0,
 ) -> Report:
-    """The report of a model file under a rule file; `cache_dtype` if not `dtype`.
+    """The report of a model file under a rule file; `tokenizer`: of another folder, `cache_dtype` if not `dtype`.
 
-    Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out or a
-    model that cannot be run: that is the report's `refusal`.
+    Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out, a model
+    that cannot be run or a tokenizer that cannot be built: that is the report's `refusal`.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
+    refusal: KtqueueError | None = prepared.refusal
+    if refusal is None:
+        try:
+            load_tokenizer(tokenizer or path)
+        except CheckpointError as error:
+            refusal = error
     rows = list(_rows(prepared))
     totals: dict[str, int] = {}
     for row in rows:
@@ -97,7 +106,7 @@ def inspect(
         parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
         rows=rows,
         device_bytes=totals,
-        refusal=None if prepared.refusal is None else prepared.refusal.message,
+        refusal=None if refusal is None else refusal.message,
         hidden=int(prepared.config.hidden_size),
         experts_per_token=experts_per_token(prepared.config),
         cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,

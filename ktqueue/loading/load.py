@@ -85,6 +85,7 @@ class Prepared:
     config: Config
     skeleton: nn.Module
     plan: Plan
+    dtype: torch.dtype
     refusal: CheckpointError | RuleError | None = None
 
 
@@ -146,9 +147,11 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
     if layout.latent:
         _check_latent_attention(skeleton, plan, str(file))
     try:
-        return Prepared(checkpoint, config, skeleton, rehearse_hollow(skeleton, plan, layout, checkpoint.path))
+        _check_one_device(skeleton, plan, str(file), device)
+        plan = rehearse_hollow(skeleton, plan, layout, checkpoint.path)
     except (CheckpointError, RuleError) as error:
-        return Prepared(checkpoint, config, skeleton, plan, error)
+        return Prepared(checkpoint, config, skeleton, plan, dtype, error)
+    return Prepared(checkpoint, config, skeleton, plan, dtype)
 
 
 def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
@@ -201,6 +204,23 @@ def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None
             )
 
 
+def _check_one_device(skeleton: nn.Module, plan: Plan, rules: str, home: str) -> None:
+    """A step's numbers stay where the model is: only CpuExperts fetches and returns them."""
+    operators = {one.name: one.op for one in plan.replacements}
+    for name, module in skeleton.named_modules():
+        place = replaced_at(name, operators)
+        if next(module.parameters(recurse=False), None) is None or (place and operators[place] == "CpuExperts"):
+            continue
+        if torch.device(device := plan.device_of(name)) not in (torch.device(home), torch.device(f"{home}:0")):
+            raise RuleError(
+                f"{rules}: {name} ({type(module).__name__}) would be on {device}, the model is on {home}: only "
+                "CpuExperts can be on another device than the model",
+                param="engine.rules",
+                limit=home,
+                value=device,
+            )
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -237,6 +257,11 @@ def load_model(
     Raises CheckpointError naming file and tensor, RuleError naming file:line, ConfigError as `prepare` does.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
+    return load_prepared(prepared, progress)
+
+
+def load_prepared(prepared: Prepared, progress: Progress | None = None) -> LoadedModel:
+    """Load what has been prepared. Raises its refusal, and CheckpointError naming file and tensor."""
     if prepared.refusal is not None:
         raise prepared.refusal
     facts = card_facts(prepared.config, prepared.checkpoint)
@@ -246,8 +271,8 @@ def load_model(
     prepared.checkpoint.close()
     module.eval()
     if not isinstance(module, Operator):
-        rehearse(module, kv_layout(prepared.config, 1, dtype), path)
-    return LoadedModel(module, prepared.config, facts, dtype, attention)
+        rehearse(module, kv_layout(prepared.config, 1, prepared.dtype), prepared.checkpoint.path)
+    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

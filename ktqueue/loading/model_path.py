@@ -24,13 +24,18 @@ _HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w
 def resolve(path: str) -> Path:
     """`demo` to the built-in model's file; any other path as it is.
 
-    Raises CheckpointError, which says what to type instead, where nothing is there that could be a model.
+    Raises CheckpointError, which says what to type instead, where nothing is there.
     """
     if path == DEMO:
         return _built_in()
-    place = Path(path)
-    if not place.exists():
+    if not Path(path).exists():
         raise _missing(path, "no such file or folder")
+    return Path(path)
+
+
+def resolve_model(path: str) -> Path:
+    """The same, of which a folder must have a config.json. Raises CheckpointError."""
+    place = resolve(path)
     if place.is_dir() and not (place / "config.json").exists():
         if files := sorted(place.glob("*.gguf")):
             listed = ", ".join(str(file) for file in files[:MAX_LISTED])
@@ -62,7 +67,13 @@ def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineC
         path = hub.download(model, say)
         return replace(config, model=str(path), served_model_name=config.served_model_name or model.served_name)
     if not config.model.startswith(SYNTHETIC):
-        resolve(config.model)
+        resolve_model(config.model)
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+        raise CheckpointError(
+            f"{config.tokenizer}: no such folder; --tokenizer takes one with a tokenizer.json, or a .gguf file",
+            param="engine.tokenizer",
+            value=config.tokenizer,
+        )
     return config
 
 

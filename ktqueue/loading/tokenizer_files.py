@@ -38,6 +38,10 @@ class TokenizerFile:
 def read_tokenizer(folder: Path) -> TokenizerFile:
     """Read `folder`/tokenizer.json. Raises CheckpointError."""
     path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: No such file; a model in safetensors needs one, which --tokenizer can take from another folder"
+        )
     document = read_json(path)
     try:
         model, added = document["model"], document.get("added_tokens") or []

@@ -1,11 +1,17 @@
 """The inspect report: every byte of the file is in a row, and devices follow the plan."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.gguf_checkpoint import read_parts
 from ktqueue.loading.gguf_file import Writer, type_name
 from ktqueue.loading.inspect import inspect
@@ -13,6 +19,7 @@ from ktqueue.loading.load import load_model
 from ktqueue.loading.quants import tensor_bytes
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.workers.startup import build
 
 
 def demo_with(quants: dict[str, str], path: Path) -> str:
@@ -87,3 +94,134 @@ def test_embeddings_in_a_type_that_is_widened_are_told_so(tmp_path: Path) -> Non
     (embedding,) = [row for row in inspect(path).rows if row.name == "model.embed_tokens"]
     assert embedding.file_bytes == 8192 * 256 * 22 // 32
     assert embedding.device_bytes == 8192 * 256 * 34 // 32
+
+
+Damage = Callable[[Path], None]
+
+
+def config_with(**values: object) -> Damage:
+    """Change keys of config.json."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def rewritten(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
+    """Why a worker will not start, and why inspect refuses; both before a weight is read."""
+    said: list[str] = []
+    with pytest.raises(KtqueueError) as loading:
+        build(EngineConfig(model=path, rules=rules), progress=lambda *_: said.append("read"))
+    assert said == []
+    try:
+        refusal = inspect(path, rules=rules).refusal
+    except KtqueueError as error:
+        refusal = error.message
+    assert refusal is not None
+    return loading.value.message, refusal
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without("tokenizer.json"), "tokenizer.json: No such file"),
+        (rewritten("tokenizer.json", b'{"model": {}}'), "not a tokenizer file"),
+        (rewritten("tokenizer_config.json", b"{"), "tokenizer_config.json"),
+        (without("model.safetensors"), "model.safetensors"),
+        (rewritten("model.safetensors", b"\x08\0\0"), "truncated or corrupt"),
+        (config_with(model_type="fox"), "model_type 'fox' is unknown"),
+        (config_with(num_hidden_layers=3), "num_hidden_layers is 3"),
+        (config_with(quantization_config={"quant_method": "awq", "bits": 4}), "quantised with AWQ in 4 bits"),
+        (config_with(quantization_config={"quant_method": "gptq", "bits": 8}), "quantised with GPTQ in 8 bits"),
+        (config_with(quantization_config={"quant_method": "fp8"}), "quantised with FP8, which is not supported"),
+        (config_with(quantization_config={"load_in_4bit": True}), "quantised with bitsandbytes in 4 bits"),
+        (config_with(quantization_config={"quant_method": "mxfp4"}), "quantised with MXFP4"),
+        (config_with(text_config={"quantization_config": {"quant_algo": "NVFP4"}}), "quantised with NVFP4"),
+        (config_with(compression_config={"quant_method": "compressed-tensors"}), "compressed-tensors"),
+    ],
+)
+def test_a_folder_is_refused_as_loading_refuses_it(damage: Damage, words: str, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    damage(folder)
+    loading, looking = both_refusals(str(folder))
+    assert loading == looking and words in looking
+
+
+def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, tmp_path: Path) -> None:
+    """Its tensors are of types that no kernel has: to say that first would help nobody."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    config_with(quantization_config={"quant_method": "fp8"})(folder)
+    safetensors.torch.save_file({"model.layers.0.x": torch.zeros(4, dtype=torch.int32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        inspect(str(folder))
+    assert "FP8" in str(caught.value) and "Q4_0" not in str(caught.value)
+    assert caught.value.param == "quantization_config"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("gemma2", {}), ("bart", {}), ("bert", {}), ("mixtral", {"layer_types": ["fox"] * 2})]
+)
+def test_a_model_that_cannot_run_is_refused_as_loading_refuses_it(
+    model_type: str, changes: dict[str, object], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(make_model(model_type), folder)
+    config_with(**changes)(folder)
+    loading, looking = both_refusals(str(folder))
+    assert loading == looking
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"qwen2", b"qwen9", "tokenizer.ggml.pre 'qwen9' is not supported"),
+        (b"qwen3moe.block_count", b"qwen3moe.block_kount", "block_count"),
+        (b"general.architecture", b"general.architektur!", "architecture"),
+    ],
+)
+def test_a_gguf_is_refused_as_loading_refuses_it(
+    old: bytes, new: bytes, words: str, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    raw = tiny_gguf.read_bytes()
+    assert raw.count(old) and len(old) == len(new)
+    path.write_bytes(raw.replace(old, new))
+    loading, looking = both_refusals(str(path))
+    assert loading == looking and words in looking
+    path.write_bytes(raw[: len(raw) // 2])
+    loading, looking = both_refusals(str(path))
+    assert loading == looking and "truncated" in looking
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ("- match: {name: 'layers.0$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda, the model is on"),
+        ("- match: {name: 'q_proj$'}\n  replace: {op: CpuLinear, device: 'cuda:1'}\n", "would be on cuda:1"),
+        ("- match: {class: 'ForCausalLM$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda"),
+        ("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n", "cannot be replaced by CpuLinear"),
+        ("- match: {class: 'Fox'}\n  replace: {op: CpuLinear}\n", "this rule is idle"),
+    ],
+)
+def test_rules_are_refused_as_loading_refuses_them(rules: str, words: str, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(rules)
+    loading, looking = both_refusals(str(tiny), str(file))
+    assert loading == looking and words in looking
+    assert "rules.yaml" in looking
+
+
+def test_experts_may_be_elsewhere(tiny: Path) -> None:
+    assert inspect(str(tiny), rules="modules", device="cuda", dtype=torch.bfloat16).refusal is None

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
-from ktqueue.workers.startup import build, resolve_max_model_len, resolve_num_pages, served_name
+from ktqueue.workers import device as device_module
+from ktqueue.workers.startup import build, check_choices, resolve_max_model_len, resolve_num_pages, served_name
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
 
@@ -50,6 +52,58 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: st
     assert param in caught.value.message
     assert caught.value.limit is not None
     assert str(caught.value.value) in caught.value.message.replace(" B", "")
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("xpu", "Intel GPUs are not supported yet; with cpu"),
+        ("xpu:1", "Intel GPUs"),
+        ("npu", "Ascend NPUs"),
+        ("rocm", "AMD GPUs"),
+        ("mps", "Apple GPUs"),
+        ("gpu", "did you mean cuda?"),
+        ("cuda:", "cpu, cuda or cuda:N"),
+        ("cuda:x", "cpu, cuda or cuda:N"),
+        ("meta", "cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_that_no_engine_runs_on_is_refused_by_name(device: str, words: str) -> None:
+    """By what looks at a model, too."""
+    for check in (build, check_choices):
+        with pytest.raises(ConfigError) as caught:
+            check(EngineConfig(device=device))
+        assert words in str(caught.value)
+        assert (caught.value.param, caught.value.value) == ("engine.device", device)
+
+
+def test_why_there_is_no_cuda_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as caught:
+            build(EngineConfig(device="cuda:1"))
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    assert "torch 2.99.1+cpu is built without CUDA; `pip install --force-reinstall torch==2.99.1`" in refusal()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "no NVIDIA driver is loaded" in refusal()
+    driver.touch()
+
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore")
+
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    assert "CUDA 13.0 of torch cannot use the driver: The NVIDIA driver on your system is too old," in refusal()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "must be cuda or cuda:0 on this machine, which has 1 GPU, got 'cuda:1'" in refusal()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "built for ROCm" in refusal()
 
 
 def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
