@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import redis
+from installed import installed_bin as install
 from redis_fleet import ClusterFleet, SentinelFleet
 
 from ktqueue.broker.keys import Keys
@@ -98,6 +99,13 @@ def redis_url(redis_server: str, redis_direct: str) -> str:
 def broker_config(redis_url: str) -> BrokerConfig:
     """Settings for an empty server."""
     return BrokerConfig(url=redis_url)
+
+
+@pytest.fixture(scope="session")
+def installed_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with `ktqueue` and `python` where the wheel of this tree is installed; one for the whole run."""
+    folder = tmp_path_factory.getbasetemp()
+    return install((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "installed")
 
 
 @pytest.fixture(scope="session")
