@@ -3,6 +3,7 @@ weights of every format."""
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped: a line for each reason, with how many tests it kept from running."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,10 +119,10 @@ def installed_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of big test inputs beside the checkout; skips where it is absent."""
+    """The folder of test inputs that are too big for the repository, beside the checkout; skips where it is absent."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip("shared/data is absent")
+        pytest.skip("there is no folder shared/data beside the clone")
     return folder
 
 

@@ -13,6 +13,7 @@ class Wrapped:
         self._column = 0
         self._spaces = 0  # not written yet: none at the end of a line
         self._word = ""
+        self._paused = False  # the next line does not begin with a space
 
     def add(self, text: str) -> None:
         """Write the whole words of what has come."""
@@ -23,10 +24,17 @@ class Wrapped:
                 self._column = self._spaces = 0
             elif character == " ":
                 out.append(self._take())
-                self._spaces += 1
+                self._spaces += not self._paused
             else:
+                self._paused = False
                 self._word += character
         write("".join(out))
+
+    def pause(self) -> None:
+        """End the paragraph in the middle of a sentence, for something else to be written."""
+        write(self._take() + "\n\n")
+        self._column = self._spaces = 0
+        self._paused = True
 
     def end(self) -> None:
         """Write the last word and end the line."""

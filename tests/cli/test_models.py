@@ -1,14 +1,14 @@
 """`inspect`, `convert` and `doctor`. Those that import torch run in this process: it does so once."""
 
 import json
-import lzma
 import re
-import shutil
 import socket
 
 import pytest
+import transformers
 
 from ktqueue.cli.main import run
+from ktqueue.loading.tokenizer_models import train_byte_level
 from ktqueue.operators import native
 
 
@@ -145,13 +145,14 @@ def test_doctor_sees_the_running_stack(ktqueue, stack):
     assert "reachable, 1 worker(s) serve demo" in done.stdout
 
 
-def test_convert_makes_a_file_that_inspect_reads(here, tmp_path, shared_data):
+def test_convert_makes_a_file_that_inspect_reads(here, tmp_path):
     folder = tmp_path / "tale-teller"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(shared_data / "demo-model" / name, folder)
-    with lzma.open(shared_data / "demo-model" / "model.safetensors.xz") as packed:
-        (folder / "model.safetensors").write_bytes(packed.read())
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, vocab_size=300, eos_token_id=299)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    train_byte_level(["There was a fox."] * 9, 300, "qwen2", ["<|im_end|>"]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     code, _, err = here("convert", folder, "out.gguf", "--experts", "q8_0", "--dense", "f16")
     assert code == 0, err
     assert "MiB" in err

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ RECEIVER = "9000"  # the port of the program that webhooks call
 MODEL = "FILE.gguf"  # any model; here the built-in one by its path
 REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
 
+(DEMO,) = (ROOT / "ktqueue" / "demo").glob("*.gguf")
 PROGRAMS = {
     str(page.relative_to(ROOT)): blocks(page)
     for page in pages()
@@ -31,36 +31,31 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def installed() -> Path:
-    """The folder of `python` and `ktqueue`."""
-    return Path(sys.executable).parent
-
-
-@pytest.fixture(scope="module")
-def running(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+def running(installed_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A `ktqueue up`: its port, and the folder where it was started."""
     port = free_port()
-    with PageRunner(tmp_path_factory.mktemp("up"), installed, port, {}) as runner:
+    with PageRunner(tmp_path_factory.mktemp("up"), installed_bin, port, {}) as runner:
         runner.shell("ktqueue up")
         yield port, runner.here
 
 
+@pytest.mark.timeout(300)  # a page starts and stops some servers
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_page_runs_as_printed(
-    page: str, installed: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    page: str, installed_bin: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
     code = "".join(block.runnable for block in PROGRAMS[page])
     port, folder = (free_port(), None) if STARTS.search(code) else request.getfixturevalue("running")
     values = {
         GATEWAY: f"127.0.0.1:{port}",
         RECEIVER: str(free_port()),
-        MODEL: str(next((ROOT / "ktqueue" / "demo").glob("*.gguf"))),
+        MODEL: str(DEMO),
     }
     server = PrivateServer()
     if REDIS in code:
         values[REDIS] = server.start(tmp_path_factory.mktemp("redis"), port=0)
     try:
-        with PageRunner(tmp_path_factory.mktemp("page"), installed, port, values) as runner:
+        with PageRunner(tmp_path_factory.mktemp("page"), installed_bin, port, values) as runner:
             if folder is not None:
                 (runner.here / ".ktqueue").symlink_to(folder / ".ktqueue")
             for block in PROGRAMS[page]:

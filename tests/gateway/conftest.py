@@ -2,15 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
 import pytest
+from openai.types import Completion, ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
@@ -19,6 +22,7 @@ from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenE
 from ktqueue.core.model_card import ModelCard
 from ktqueue.gateway.serve import GatewayServer, build_server
 
+SCHEMAS = Path(__file__).resolve().parents[3] / "shared" / "data" / "api" / "openai-openapi.json"
 CARD = ModelCard(
     name="tale", created=1_700_000_000, max_model_len=512, vocab_size=256, architecture="test", quantization="none",
     max_num_seqs=512,
@@ -255,23 +259,46 @@ def _nullable(node: Any) -> Any:
     return {"anyOf": [rest, {"type": "null"}]} if node.get("nullable") is True else rest
 
 
-@pytest.fixture(scope="session")
-def openai_schemas(shared_data: Path) -> dict[str, Any]:
-    """The schemas of OpenAI's own description."""
-    document = json.loads((shared_data / "api" / "openai-openapi.json").read_text())
-    return _nullable(document["components"]["schemas"])
+class _Models(BaseModel):
+    """OpenAI's list of models; the package has no type of its own for it."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class _Refusal(BaseModel):
+    error: ErrorObject
+
+
+TYPES: dict[str, type[BaseModel]] = {
+    "CreateChatCompletionResponse": ChatCompletion,
+    "CreateChatCompletionStreamResponse": ChatCompletionChunk,
+    "CreateCompletionResponse": Completion,
+    "Error": ErrorObject,
+    "ErrorResponse": _Refusal,
+    "ListModelsResponse": _Models,
+    "Model": Model,
+}
 
 
 @pytest.fixture(scope="session")
-def conforms(openai_schemas: dict[str, Any]) -> Iterator[Callable[[Any, str], None]]:
-    """`conforms(value, "Error")`: the value fits the schema of that name, or the test fails."""
+def conforms() -> Callable[[Any, str], None]:
+    """`conforms(value, "Error")`: the value fits what OpenAI calls so, or the test fails.
+
+    It must fit the type of the openai package; where there is a copy of OpenAI's own description, its schema too.
+    """
+    components: dict[str, Any] = {}
+    if SCHEMAS.exists():
+        components = {"schemas": _nullable(json.loads(SCHEMAS.read_text())["components"]["schemas"])}
     validators: dict[str, jsonschema.Draft202012Validator] = {}
-    components = {"schemas": openai_schemas}
 
     def check(value: Any, name: str) -> None:
+        TYPES[name].model_validate(value, strict=True)
+        if not components:
+            return
         if name not in validators:
             schema = {"$ref": f"#/components/schemas/{name}", "components": components}
             validators[name] = jsonschema.Draft202012Validator(schema)
         validators[name].validate(value)
 
-    yield check
+    return check

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),  # FlashInfer compiles
     pytest.mark.filterwarnings("default"),  # FlashInfer's own, and that sync_debug_mode is new
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
 BACKENDS = ("flashinfer", "triton")

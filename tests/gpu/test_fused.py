@@ -9,7 +9,7 @@ import torch
 from ktqueue.operators.gpu.fused import FEW_ROWS, add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 from ktqueue.workers.gpu import sum_exactly
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 ROWS = (1, 64, 2500)

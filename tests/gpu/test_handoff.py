@@ -12,7 +12,7 @@ from ktqueue.operators.gpu.fused import add_rms_norm, route
 from ktqueue.operators.gpu.handoff import Handoff
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 HIDDEN, EXPERTS, K, MOST = 512, 16, 4, 300
 

@@ -23,7 +23,7 @@ from .test_engine import DEVICES, NEW_TOKENS, RULES, on_device, requests, serve,
 GPU = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),  # that sync_debug_mode is new
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 LATENT, ROTARY = 512, 64
 SCALING = 192**-0.5

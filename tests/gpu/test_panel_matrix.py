@@ -9,7 +9,7 @@ from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLine
 
 from ..operators.gpu.matrices import BLOCKS, activations, columns_of, make_panels
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:

@@ -9,7 +9,7 @@ from ktqueue.operators.gpu.int8_rows import Int8Rows
 
 from ..operators.gpu.panel_pools import make_pool, route, small
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the error's norm: weights and what lies between the two products are rounded to the dtype."""

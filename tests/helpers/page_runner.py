@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pages import PYTHON, SHELL, Block
 
-BLOCK_SECONDS = 60
+BLOCK_SECONDS = 120
 STOP_SECONDS = 30.0
 
 # `ktqueue` as the page calls it. What serves until it is stopped gets a terminal of its own, and the page goes on when
@@ -18,7 +18,7 @@ TERMINAL = r"""#!/bin/bash
 real={ktqueue} folder={terminals}
 case "$1" in
   up | gateway | worker | bridge | control) ;;
-  top) case " $* " in *" --once "*) ;; *) exec timeout --foreground --preserve-status --signal INT 2 "$real" "$@" ;; esac ;&
+  top) [[ " $* " == *" --once "* ]] || exec timeout --foreground --preserve-status --signal INT 2 "$real" "$@" ;&
   *) exec "$real" "$@" ;;
 esac
 if [[ "$1" =~ ^(up|gateway)$ ]] && [ -e "$folder/up" ]; then

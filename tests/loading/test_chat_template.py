@@ -1,4 +1,5 @@
-"""Chat templates: real ones render as transformers renders them; malformed messages are refused by field."""
+"""Chat templates: ours in the styles of known families, and real ones where they are at hand, render as transformers
+renders them; malformed messages are refused by field."""
 
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
         {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call_1"},
     ],
 }
+TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 NAMES = (
     "GLM-4.6",
     "Kimi-K2-Instruct",
@@ -63,6 +65,21 @@ def test_real_templates_equal_transformers(name: str, talk: str, with_tools: boo
         assert got == rendered[0][0]
     assert TALKS[talk][-1]["content"] in got
     if not name.startswith("deepseek"):  # its template has no place for tools
+        assert ("weather of a <place> & time" in got) == with_tools
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=[path.stem for path in TEMPLATES])
+@pytest.mark.parametrize("talk", list(TALKS))
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_templates_of_all_styles_equal_transformers(path: Path, talk: str, with_tools: bool) -> None:
+    source = path.read_text(encoding="utf-8")
+    tools = TOOLS if with_tools else []
+    got = ChatTemplate(source, SPECIAL, path.stem).render(TALKS[talk], tools)
+    options: dict[str, Any] = {"chat_template": source, "add_generation_prompt": True, **SPECIAL}
+    assert got == render_jinja_template([TALKS[talk]], tools=tools or None, **options)[0][0]
+    for message in TALKS[talk]:
+        assert message["content"] in got
+    if path.stem != "bars":  # it has no place for tools
         assert ("weather of a <place> & time" in got) == with_tools
 
 

@@ -107,7 +107,10 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/engine/sampler.py",
         "noise = uniform(rows.stream, rows.position)",
         "noise = uniform(rows.stream, rows.position + __import__('time').time_ns() % 1_000_003)",
-        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling1]",),
+        (
+            f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling1]",
+            "tests/cli/test_demo.py::test_the_tale_survives_its_worker_and_nothing_is_left_behind",
+        ),
     ),
     "double finish": Mutation(
         "a job ends once, also where its worker goes on",

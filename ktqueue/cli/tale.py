@@ -1,0 +1,138 @@
+"""The tale of `ktqueue demo`: streamed over HTTP while its worker is killed, and once more while nothing happens."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ktqueue.cli.talkers import stream_document
+from ktqueue.core.errors import KtqueueError, Unavailable
+
+if TYPE_CHECKING:
+    from ktqueue.broker.broker import Broker
+    from ktqueue.workers.child import Child
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """Who died, who went on with which token (counted from 1), and after how many seconds."""
+
+    killed: int
+    successor: int
+    token: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tale:
+    """A tale that was streamed. Times in seconds."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    first_token: float
+    seconds: float
+    takeover: Takeover | None
+
+
+class Page(Protocol):
+    """Where a tale is shown as it comes."""
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+
+    def killed(self, pid: int) -> None:
+        """A worker was killed, and all that it had written is shown. For a while there is no text."""
+
+    def taken_over(self, takeover: Takeover) -> None:
+        """The text goes on."""
+
+
+async def stream_tale(
+    url: str,
+    body: Mapping[str, Any],
+    broker: "Broker",
+    *,
+    page: Page | None = None,
+    victim: "Child | None" = None,
+    at: int = 0,
+) -> Tale:
+    """Stream one chat completion to its end; `victim` gets SIGKILL when event `at` of the job has come.
+
+    Raises Unavailable, KtqueueError: also where the answer was complete before the kill, or has a gap or a repeat.
+    """
+    import httpx
+
+    # The chunks of a conversation carry the number of their event.
+    headers = {"X-Conversation-Id": f"tale-{os.urandom(8).hex()}"}
+    began = time.monotonic()
+    first: float | None = None
+    death: _Death | None = None
+    takeover: Takeover | None = None
+    texts: list[str] = []
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, headers=headers) as response,
+        ):
+            response.raise_for_status()
+            job_id = response.headers["x-job-id"]
+            seq, shown = 0, False
+            async for line in response.aiter_lines():
+                if line.startswith("id:"):
+                    seq = int(line[3:].partition(".")[0])
+                for choice in stream_document(line).get("choices", ()):
+                    if death is not None and takeover is None and seq > death.last_seq:
+                        assert victim is not None
+                        takeover = Takeover(death.pid, victim.pid or 0, death.tokens + 1, time.monotonic() - death.at)
+                        if page is not None:
+                            page.taken_over(takeover)
+                    if text := choice["delta"].get("content"):
+                        first = first if first is not None else time.monotonic() - began
+                        texts.append(text)
+                        if page is not None:
+                            page.add(text)
+                if victim is not None and death is None and seq >= at:
+                    death = await _kill(victim, broker, job_id)
+                if death is not None and not shown and seq >= death.last_seq:
+                    shown = True
+                    if page is not None:
+                        page.killed(death.pid)
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url}: {error or type(error).__name__}") from error
+    seconds = time.monotonic() - began
+    events = await broker.journal.replay(job_id)
+    if "".join(texts) != "".join(event.text for event in events):
+        raise KtqueueError(f"the stream of {job_id} is not what its journal holds")
+    token_ids = tuple(one for event in events for one in event.token_ids)
+    return Tale("".join(texts), token_ids, first or 0.0, seconds, takeover)
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    pid: int
+    at: float
+    last_seq: int  # of the events that it has written
+    tokens: int  # in them
+
+
+async def _kill(victim: "Child", broker: "Broker", job_id: str) -> _Death:
+    """Kill a worker, and find out how far it came. Raises KtqueueError where the job was complete by then."""
+    pid = victim.pid
+    if pid is None:
+        raise KtqueueError("there is no worker to kill")
+    os.kill(pid, signal.SIGKILL)
+    at = time.monotonic()
+    while _runs(pid):  # noqa: ASYNC110 # nothing tells of the end of another's child
+        await asyncio.sleep(0.001)
+    events = await broker.journal.replay(job_id)
+    if events[-1].state is not None:
+        raise KtqueueError(f"{job_id} was complete before its worker was dead")
+    return _Death(pid, at, events[-1].seq, sum(len(event.token_ids) for event in events))
+
+
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}/exe").exists()  # of a zombie it does not
