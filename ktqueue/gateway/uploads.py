@@ -11,6 +11,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.gateway.faults import ClientGone, SlowBody, TooManyBodyBytes
 
 GRACE_SECONDS = 5.0  # before the least rate counts
+SMALL_BYTES = 32 << 10  # what is longer takes turns, a piece at a time, so that large bodies don't delay small ones
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,7 @@ class Uploads:
         self._settings = settings
         self._open: set[_Upload] = set()
         self._held = 0  # bytes
+        self._turns = asyncio.Lock()  # first come, first served
 
     async def read(self, request: Request) -> bytearray:
         """The whole body. Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone."""
@@ -57,6 +59,9 @@ class Uploads:
                 self._drop_largest()
             if not upload.dropped:
                 self._set_deadline(upload, began, clock())
+            if len(upload.data) > SMALL_BYTES:
+                async with self._turns:
+                    await asyncio.sleep(0)  # lets the loop serve everybody else once
 
     def _set_deadline(self, upload: _Upload, began: float, now: float) -> None:
         settings = self._settings
