@@ -90,6 +90,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
+        self.flow = FlowControl(self.transport)  # the other one refers to this object: only a search would free both
 
     def evict(self) -> None:
         """Make room for another connection."""

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import RequestTooLarge
@@ -37,29 +37,34 @@ class Uploads:
         try:
             async with upload.timer:
                 await self._receive(request, upload)
+            return upload.data
         except TimeoutError:
             raise self._why(upload) from None
-        except ClientDisconnect as error:
-            raise ClientGone("the client left while sending its body") from error
         finally:
             self._open.discard(upload)
             self._held -= len(upload.data)
-        return upload.data
+            upload.data = bytearray()  # not to be kept by an error's traceback
 
     async def _receive(self, request: Request, upload: _Upload) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
         self._set_deadline(upload, began, began)
-        async for piece in request.stream():
-            upload.data += piece
-            self._held += len(piece)
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client left while sending its body")
+            more = message.get("more_body", False)
+            upload.data += message["body"]
+            self._held += len(message["body"])
+            del message  # a waiting request keeps no second copy
             if len(upload.data) > self._settings.max_body_bytes:
                 raise too_large(len(upload.data), self._settings.max_body_bytes)
             if self._held > self._settings.max_bodies_bytes:
                 self._drop_largest()
             if not upload.dropped:
                 self._set_deadline(upload, began, clock())
-            if len(upload.data) > SMALL_BYTES:
+            if more and len(upload.data) > SMALL_BYTES:
                 async with self._turns:
                     await asyncio.sleep(0)  # lets the loop serve everybody else once
 
