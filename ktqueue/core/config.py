@@ -149,7 +149,7 @@ class GatewayConfig:
     api_keys: tuple[str, ...] = ()  # SHA-256 hashes; none here nor of tenants: no authentication
     tenants: tuple[TenantConfig, ...] = ()
     max_body_bytes: int = 8 << 20
-    max_bodies_bytes: int = 256 << 20  # of bodies that are being read, in all
+    max_bodies_bytes: int = 64 << 20  # of bodies that are being read, in all
     max_connections: int = 2_000  # requests that are answered at once
     max_sockets: int | None = None  # open TCP connections; None: twice max_connections, and 64
     max_sockets_per_address: int = 512  # 0: no limit

@@ -20,7 +20,7 @@ from ktqueue.gateway import health, jobs, models
 from ktqueue.gateway.chat import create_chat_completion
 from ktqueue.gateway.completions import create_completion
 from ktqueue.gateway.edge import Edge
-from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound
+from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.openai_document import build_document
 from ktqueue.gateway.replies import error_response
@@ -93,7 +93,8 @@ async def _reap(gateway: Gateway) -> None:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KtqueueError)
-    if error.info().status >= 500:
+    # Refusals that a stranger can cause as often as he likes are counted, not logged.
+    if error.info().status >= 500 and not isinstance(error, TooManyConnections | TooManyBodyBytes):
         logger.warning("%s %s: %s", request.method, request.url.path, error.message)
     return error_response(error)
 

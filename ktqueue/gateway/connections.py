@@ -13,6 +13,7 @@ from typing import Protocol
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.faults import TooManyConnections, TooManyFromAddress
 
+LINGERING = 16  # connections whose last bytes are read and thrown away, so that the client gets its answer
 OVERFLOW = 64  # connections beyond the limits: each may send one request, which is refused unless it is a probe
 
 
@@ -35,7 +36,7 @@ class Connections:
         self._counts: Counter[str] = Counter()
         self._idle: dict[str, dict[Connection, None]] = {}  # of each address, the longest idle first; none is empty
         self._overflow: dict[Connection, None] = {}
-        self.evicted = 0
+        self._lingering: dict[Connection, None] = {}
 
     def __len__(self) -> int:
         return len(self._addresses) + len(self._overflow)
@@ -65,9 +66,7 @@ class Connections:
                     value=len(self._addresses),
                 )
         if refusal is not None:
-            if len(self._overflow) >= OVERFLOW:
-                self._evict(next(iter(self._overflow)))
-            self._overflow[connection] = None
+            self._add(connection, self._overflow, OVERFLOW)
             return refusal
         self._addresses[connection] = address
         self._counts[address] += 1
@@ -86,9 +85,17 @@ class Connections:
         if address is not None:
             self._not_idle(connection, address)
 
+    def linger(self, connection: Connection, *, on: bool = True) -> None:
+        """What this connection sends from now on is thrown away. However many do that, few are read."""
+        if not on:
+            self._lingering.pop(connection, None)
+        elif connection not in self._lingering:
+            self._add(connection, self._lingering, LINGERING)
+
     def leave(self, connection: Connection) -> None:
         """The connection is closed. Once more is no error."""
         self._overflow.pop(connection, None)
+        self._lingering.pop(connection, None)
         address = self._addresses.pop(connection, None)
         if address is not None:
             self._not_idle(connection, address)
@@ -103,6 +110,11 @@ class Connections:
             if not idle:
                 del self._idle[address]
 
+    def _add(self, connection: Connection, few: dict[Connection, None], limit: int) -> None:
+        if len(few) >= limit:
+            self._evict(next(iter(few)))
+        few[connection] = None
+
     def _evict_one(self, address: str) -> bool:
         idle = self._idle.get(address)
         if not idle:
@@ -112,7 +124,6 @@ class Connections:
 
     def _evict(self, connection: Connection) -> None:
         self.leave(connection)
-        self.evicted += 1
         connection.evict()
 
     def _group(self, host: str) -> tuple[str, bool]:

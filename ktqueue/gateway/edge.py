@@ -68,7 +68,10 @@ class Edge:
         try:
             scope["tenant"] = self._gateway.keys.tenant(path, headers)
             if path not in PROBES:
-                self._check_connection(scope)
+                refusal = _refusal(scope)
+                if refusal is not None:
+                    await error_response(refusal)(scope, receive, send)
+                    return
                 if _has_body(scope, headers):
                     self.check_room()
                     receive = place.taken_with_body(receive)
@@ -81,14 +84,6 @@ class Edge:
             await self._app(scope, receive, send)
         finally:
             place.free()
-
-    def _check_connection(self, scope: Scope) -> None:
-        """What the connection's own state says: see protocol.py."""
-        state = scope.get("state", {})
-        if state.get("refusal") is not None:
-            raise state["refusal"]
-        if state.get("probes_only"):
-            raise RouteNotFound("this port is for /healthz, /readyz and /metrics", param="path", value=scope["path"])
 
     def check_room(self) -> None:
         """Raises TooManyConnections if as many requests are being answered as may be."""
@@ -130,6 +125,15 @@ class _Place:
         if self._taken:
             self._edge.active -= 1
             self._taken = False
+
+
+def _refusal(scope: Scope) -> KtqueueError | None:
+    """Why this connection is for probes alone, if it is: see protocol.py."""
+    state = scope.get("state", {})
+    if state.get("probes_only"):
+        return RouteNotFound("this port is for /healthz, /readyz and /metrics", param="path", value=scope["path"])
+    refusal: KtqueueError | None = state.get("refusal")
+    return refusal
 
 
 def _has_body(scope: Scope, headers: Headers) -> bool:

@@ -154,7 +154,6 @@ class Exchange:
         self._gateway.metrics.streams.inc()
         return EventStream(
             self._frames(first, include_usage),
-            stall_seconds=settings.stall_seconds,
             finished=self._end_stream,
             headers=self._headers,
         )

@@ -135,7 +135,6 @@ async def stream_events(request: Request) -> Response:
     resources.callback(gateway.metrics.streams.dec)
     return EventStream(
         _frames(feed, gateway.config.gateway.heartbeat_seconds),
-        stall_seconds=gateway.config.gateway.stall_seconds,
         finished=resources.close,
         headers={"x-job-id": record.id},
     )

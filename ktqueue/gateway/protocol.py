@@ -11,6 +11,7 @@ from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ktqueue.core.errors import KtqueueError
@@ -22,8 +23,27 @@ from ktqueue.gateway.replies import error_response
 from ktqueue.gateway.uploads import too_large
 
 PIECE_BYTES = 4 << 10  # fed to the parser at once: what it may take beyond a limit
-MAX_PIPELINED = 8  # requests that wait for the answer to one before them; the connection ends after that many
+MAX_PIPELINED = 2  # requests that wait for the answer to one before them; the connection ends after that many
 LINGER_SECONDS = 5.0  # from a refusal to the end of its connection: closed with bytes unread, it would lose the refusal
+
+
+class _Enough(Exception):
+    """Ends the parsing. The error for the client is not raised itself, since it would keep what was sent in memory: it
+    refers to this call and the connection to it."""
+
+
+class _NoReadAhead(FlowControl):
+    """Reads on only once the application has taken the piece of a body that is there."""
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        """Called when the application asks for more, which is before it gets what is there."""
+        cycle = self._protocol.cycle
+        if cycle is None or not cycle.body or cycle.response_complete:
+            super().resume_reading()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -53,6 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and wait for headers."""
         super().connection_made(transport)
+        self.flow = _NoReadAhead(self)
         self._metrics.connections.inc()
         self._refusal = self._connections.enter(self, self.client[0] if self.client else "")
         if self._refusal is not None:
@@ -69,6 +90,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
+        self.flow = FlowControl(self.transport)  # the other one refers to this object: only a search would free both
 
     def evict(self) -> None:
         """Make room for another connection."""
@@ -102,6 +126,8 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._deaf:
                 return
             self._parse(view[start : start + PIECE_BYTES])
+        if self._in_body and self.cycle.body and not self.cycle.response_complete:
+            self.flow.pause_reading()  # until the application asks for more
         if self._in_headers and self._header_timer is None:
             self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
 
@@ -140,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._fault = UrlTooLong(
                 f"the URL must be at most {limit} bytes (gateway.max_url_bytes)", limit=limit, value=len(self.url)
             )
-            raise self._fault
+            raise _Enough
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer: those are counted and dropped, since uvicorn would add them to the headers."""
@@ -149,7 +175,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_count += 1
         if self._header_bytes > self._settings.max_header_bytes:
             self._fault = self._too_large()
-            raise self._fault
+            raise _Enough
         limit = self._settings.max_headers
         if self._header_count > limit:
             self._fault = HeadersTooLarge(
@@ -157,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 limit=limit,
                 value=self._header_count,
             )
-            raise self._fault
+            raise _Enough
         if self._in_headers:
             super().on_header(name, value)
 
@@ -167,7 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._deaf = True
             self.cycle.keep_alive = False
-            raise HeadersTooLarge("too many requests were sent before an answer")
+            raise _Enough
         super().on_headers_complete()
         self._in_headers, self._in_body = False, True
         if self._header_timer is not None:
@@ -189,6 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """The request is there as a whole."""
         self._unparsed_bytes = 0
         self._in_body = False
+        self._connections.linger(self, on=False)
         super().on_message_complete()
         self._note_state()
 
@@ -197,6 +224,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._await_reading()
+        elif self._in_body:
+            self._connections.linger(self)
         self._note_state()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -251,6 +280,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
         self.transport.write_eof()
         self.flow.resume_reading()
+        self._connections.linger(self)
         self._end_within(LINGER_SECONDS)
 
     def _note_state(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import RequestTooLarge
@@ -11,6 +11,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.gateway.faults import ClientGone, SlowBody, TooManyBodyBytes
 
 GRACE_SECONDS = 5.0  # before the least rate counts
+SMALL_BYTES = 32 << 10  # what is longer takes turns, a piece at a time, so that large bodies don't delay small ones
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,7 @@ class Uploads:
         self._settings = settings
         self._open: set[_Upload] = set()
         self._held = 0  # bytes
+        self._turns = asyncio.Lock()  # first come, first served
 
     async def read(self, request: Request) -> bytearray:
         """The whole body. Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone."""
@@ -35,28 +37,36 @@ class Uploads:
         try:
             async with upload.timer:
                 await self._receive(request, upload)
+            return upload.data
         except TimeoutError:
             raise self._why(upload) from None
-        except ClientDisconnect as error:
-            raise ClientGone("the client left while sending its body") from error
         finally:
             self._open.discard(upload)
             self._held -= len(upload.data)
-        return upload.data
+            upload.data = bytearray()  # not to be kept by an error's traceback
 
     async def _receive(self, request: Request, upload: _Upload) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
         self._set_deadline(upload, began, began)
-        async for piece in request.stream():
-            upload.data += piece
-            self._held += len(piece)
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client left while sending its body")
+            more = message.get("more_body", False)
+            upload.data += message["body"]
+            self._held += len(message["body"])
+            del message  # a waiting request keeps no second copy
             if len(upload.data) > self._settings.max_body_bytes:
                 raise too_large(len(upload.data), self._settings.max_body_bytes)
             if self._held > self._settings.max_bodies_bytes:
                 self._drop_largest()
             if not upload.dropped:
                 self._set_deadline(upload, began, clock())
+            if more and len(upload.data) > SMALL_BYTES:
+                async with self._turns:
+                    await asyncio.sleep(0)  # lets the loop serve everybody else once
 
     def _set_deadline(self, upload: _Upload, began: float, now: float) -> None:
         settings = self._settings

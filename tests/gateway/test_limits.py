@@ -124,7 +124,7 @@ async def test_pipelined_requests_are_answered_up_to_a_number(serve_with, connec
     async with serve_with() as (_, url):
         client = await connect(url)
         await client.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
-        assert 1 <= (await client.ended()).count(b"HTTP/1.1 200") <= 10
+        assert 1 <= (await client.ended()).count(b"HTTP/1.1 200") <= 4
 
 
 async def test_a_client_that_reads_no_answer_is_dropped(serve_with):
