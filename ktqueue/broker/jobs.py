@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
 from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_error, limit_words, standing
+from ktqueue.broker.models import RETRY_NO_WORKER, Models, model_not_found
 from ktqueue.broker.prefix import prefix_names
 from ktqueue.broker.scripts import Refused, Scripts
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
@@ -20,7 +21,6 @@ from ktqueue.core.errors import (
     JobConflict,
     JobNotFound,
     KtqueueError,
-    ModelNotFound,
     QueueFull,
     RequestTooLarge,
     Unavailable,
@@ -35,7 +35,6 @@ __all__ = ["JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
-RETRY_NO_WORKER = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -77,6 +76,7 @@ class Jobs:
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._config = config
+        self._models = Models(scripts)
         self._terminal = Terminal.of(config)
 
     async def submit(
@@ -141,6 +141,8 @@ class Jobs:
                 " ".join(prefix_names(request)),
             )
         except Refused as refused:
+            if refused.code == "MODEL_UNKNOWN":
+                raise model_not_found(request.model, await self._models.cards()) from refused
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
             raise error or _submit_error(refused, request, cap) from refused
         if reply[0] == 0:
@@ -273,8 +275,6 @@ def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> Ktq
             return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")
         case "GONE":
             return JobConflict(f"job {refused.detail} of this idempotency key has ended and its record has expired")
-        case "MODEL_UNKNOWN":
-            return ModelNotFound(f"no worker serves the model {request.model!r}", param="model", value=request.model)
         case "NO_MODELS":
             return Unavailable("no worker serves any model yet", retry_after=RETRY_NO_WORKER)
         case "QUEUE_FULL":

@@ -14,3 +14,4 @@ class ModelCard:
     architecture: str
     quantization: str
     max_num_seqs: int
+    longest_token: int | None = None  # bytes of text that one token may stand for; None: no limit is known

@@ -48,6 +48,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             await gateway.settle()
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
+            gateway.large_bodies.close()
             if opened:
                 await gateway.broker.close()
 

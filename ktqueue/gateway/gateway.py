@@ -10,11 +10,15 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, QueueFull, RateLimitExceeded, TenantLimitReached, Unavailable
+from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.auth import Keys, Tenant
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.large_bodies import LargeBodies
 from ktqueue.gateway.metrics import Metrics
+
+LARGE_PROMPT = 4_096  # characters or token ids; a smaller one costs a worker little
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,7 @@ class Gateway:
         self.metrics = Metrics()
         self.keys = Keys(config.gateway)
         self.draining = False
+        self.large_bodies = LargeBodies()
         self._broker = broker
         self._feeds: set[Feed] = set()
         self._chores: set[asyncio.Task[None]] = set()
@@ -50,7 +55,11 @@ class Gateway:
         return True
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
-        """Submit a tenant's job, within its limits. Raises what `Jobs.submit` raises."""
+        """Submit a tenant's job, within its limits.
+
+        Raises what `Jobs.submit` raises, and ContextLengthExceeded where the model's card says that it cannot fit.
+        """
+        await self._check_size(generation)
         try:
             record = await self.broker.jobs.submit(
                 generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
@@ -65,6 +74,17 @@ class Gateway:
         if record.standing is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
+
+    async def _check_size(self, generation: GenerationRequest) -> None:
+        """Refuse a large prompt here that a worker would refuse after much work."""
+        text, ids = generation.prompt, generation.prompt_token_ids
+        if len(text or ids or ()) <= LARGE_PROMPT:
+            return
+        for card in await self.broker.models.cards():
+            if card.name == generation.model and ids is not None:
+                check_tokens(len(ids), card.max_model_len)
+            elif card.name == generation.model and text is not None:
+                check_text(text, card.max_model_len, card.longest_token)
 
     @contextmanager
     def feed(self, job_ids: Sequence[str], *, after: int = 0) -> Iterator[Feed]:

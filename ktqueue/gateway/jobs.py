@@ -12,7 +12,7 @@ from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
 from ktqueue.gateway.auth import tenant_of
-from ktqueue.gateway.body import read_json
+from ktqueue.gateway.body import read_body
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
@@ -59,7 +59,7 @@ async def find_job(request: Request) -> JobRecord:
 async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
-    generation = parse_job(await read_json(request))
+    generation = await read_body(request, parse_job)
     if generation.webhook is not None:
         generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
     record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ktqueue.core.errors import ModelNotFound
+from ktqueue.broker.models import model_not_found
 from ktqueue.core.model_card import ModelCard
 from ktqueue.gateway.replies import json_response
 
@@ -37,7 +37,4 @@ async def get_model(request: Request) -> Response:
     for card in cards:
         if card.name == name:
             return json_response(model_json(card))
-    known = ", ".join(sorted(card.name for card in cards)) or "none"
-    raise ModelNotFound(
-        f"the model {name[:256]!r} does not exist; known: {known}", param="model", limit=known, value=name[:256]
-    )
+    raise model_not_found(name, cards)
