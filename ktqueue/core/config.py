@@ -20,6 +20,7 @@ from ktqueue.core.units import parse_bytes
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 CPU_CACHE_BYTES = 256 << 20
 DURABILITIES = ("process", "fsync")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
 
 
@@ -144,6 +145,7 @@ class GatewayConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # SHA-256 hashes; none here nor of tenants: no authentication
     tenants: tuple[TenantConfig, ...] = ()
+    cors_origins: tuple[str, ...] = ()  # whose pages may call the API from a browser; "*": any
     max_body_bytes: int = 8 << 20
     max_connections: int = 2_000
     heartbeat_seconds: float = 15.0
@@ -156,6 +158,14 @@ class GatewayConfig:
         """Raises ConfigError."""
         check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
         check_tenants(self.tenants, self.api_keys)
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"gateway.cors_origins must be origins such as https://example.org:8443, or *, got {origin!r}",
+                    param="gateway.cors_origins",
+                    limit="* or scheme://host[:port]",
+                    value=origin,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,19 @@ from typing import Any
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
-from ktqueue.core.errors import KtqueueError, QueueFull, RateLimitExceeded, TenantLimitReached, Unavailable
+from ktqueue.core.errors import (
+    JournalRegressed,
+    KtqueueError,
+    QueueFull,
+    RateLimitExceeded,
+    TenantLimitReached,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent
 from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.auth import Keys, Tenant
-from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.faults import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.large_bodies import LargeBodies
 from ktqueue.gateway.metrics import Metrics
@@ -96,6 +104,19 @@ class Gateway:
         finally:
             self._feeds.discard(feed)
             self._chore(feed.close())
+
+    async def events_after(self, job_id: str, after: int) -> list[TokenEvent]:
+        """The events that a reader who has those up to `after` has missed so far. Raises JobNotFound, UnknownEvent."""
+        try:
+            return await self.broker.journal.replay(job_id, after)
+        except JournalRegressed as error:
+            raise UnknownEvent(
+                f"Last-Event-ID must be at most {error.limit}, the last event of this job so far, got {after}; "
+                "where Redis lost events, read the job again from its beginning",
+                param="Last-Event-ID",
+                limit=error.limit,
+                value=after,
+            ) from error
 
     def abandon(self, job_ids: Iterable[str]) -> None:
         """Cancel these jobs soon; nobody waits for them any more."""

@@ -118,12 +118,12 @@ async def stream_events(request: Request) -> Response:
     """The journal as SSE from `Last-Event-ID` on, until the event that ends the job.
 
     204 when the reader has that event already: so a browser's EventSource stops coming back.
-    Raises JobNotFound, JournalRegressed, InvalidRequest.
+    Raises JobNotFound, UnknownEvent, InvalidRequest.
     """
     gateway: Gateway = request.app.state.gateway
     after = last_seq(request.headers, request.query_params)
     record = await find_job(request)
-    if record.state.terminal and after and not await gateway.broker.journal.replay(record.id, after):
+    if after and not await gateway.events_after(record.id, after) and record.state.terminal:
         return Response(status_code=204)
     resources = ExitStack()
     feed = resources.enter_context(gateway.feed([record.id], after=after))

@@ -12,6 +12,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http10 import Http10
 
 GARBAGE = 20_000  # new objects between two looks for cycles: a token makes some, and none of them in a cycle
 CONNECTIONS_PER_REQUEST = 2  # idle keep-alive connections beside the active ones, before new ones are refused
@@ -50,7 +51,7 @@ def build_server(config: Config) -> GatewayServer:
     settings = config.gateway
     app = create_app(config)
     server_config = uvicorn.Config(
-        app,
+        Http10(app),
         host=settings.host,
         port=settings.port,
         loop="uvloop",
