@@ -64,11 +64,14 @@ class Client:
     async def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
         """Queue a job: a request, or its fields and sampling parameters as keywords.
 
-        `job_id`, `idempotency_key` and `tenant` may be given beside them. Raises what `Jobs.submit` raises, and
+        `job_id`, `idempotency_key` and `tenant` may be given beside them. Keywords without a `model` ask for the only
+        one that is served. Raises what `Jobs.submit` raises, and
         InvalidRequest.
         """
         options = {key: settings.pop(key) for key in _SUBMIT & settings.keys()}
         if request is None:
+            if settings.get("model") is None:
+                settings["model"] = await self._open_broker().models.only_name()
             request = make_request(**settings)
         elif settings:
             raise TypeError(f"give a request or keywords, not both: {', '.join(sorted(settings))}")

@@ -4,6 +4,7 @@ Crash-only: when the engine breaks or hangs, `run` raises, the process ends, and
 """
 
 import asyncio
+import functools
 import logging
 
 from ktqueue.broker.broker import Broker
@@ -12,6 +13,7 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
+from ktqueue.loading.template_process import TemplateProcesses
 from ktqueue.loading.tokenizer import Tokenizer
 from ktqueue.workers.admission import Tokeniser
 from ktqueue.workers.engine_thread import EngineThread
@@ -30,7 +32,10 @@ class GenerationWorker:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, broker: Broker, card: ModelCard, config: Config) -> None:
         self._engine = EngineThread(engine)
-        self._tokeniser = Tokeniser(tokenizer.encode_request)
+        self._templates = None if tokenizer.template is None else TemplateProcesses(tokenizer.template)
+        render = None if self._templates is None else self._templates.render
+        encode = functools.partial(tokenizer.encode_request, max_model_len=card.max_model_len, render=render)
+        self._tokeniser = Tokeniser(encode)
         self._broker = broker
         self._card = card
         self._config = config
@@ -50,6 +55,8 @@ class GenerationWorker:
     async def run(self) -> None:
         """Work until drained. Raises EngineStalled or whatever broke the engine: the process must then end."""
         reaper = asyncio.create_task(self._reap(), name="reaper")
+        if self._templates is not None:
+            self._templates.start()
         try:
             while (lease := await self._register()) is not None:
                 self.incarnations += 1
@@ -68,6 +75,8 @@ class GenerationWorker:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
             self._tokeniser.close()
+            if self._templates is not None:
+                self._templates.close()
             self._engine.close()
 
     async def _reap(self) -> None:

@@ -51,6 +51,7 @@ class Incarnation:
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
         self._admitted: list[RunningJob] = []
+        self._admissions: set[asyncio.Task[None]] = set()
         self._suspects: asyncio.Queue[RunningJob] = asyncio.Queue()
         self._aborts: list[str] = []
         self._has_work = False
@@ -72,9 +73,10 @@ class Incarnation:
             async with asyncio.TaskGroup() as group:
                 parts = (self._outbox.run(), self._heartbeat.run(), self._try_out())
                 background = [group.create_task(part) for part in parts]
-                intake = group.create_task(self._intake())
+                intake = group.create_task(self._intake(group))
                 await self._generate()
                 await intake
+                background += self._admissions  # of jobs that go back to the queue
                 await self._outbox.flush()
                 if self._jobs:
                     log.info("drained; %d jobs go back to the queue", len(self._jobs))
@@ -98,10 +100,10 @@ class Incarnation:
 
     # Claims
 
-    async def _intake(self) -> None:
+    async def _intake(self, group: asyncio.TaskGroup) -> None:
         claims: list[Claim] = []
         while not self._draining.is_set():
-            await self._take(claims)
+            await self._take(claims, group)
             await self._let_go()
             free, interactive = self._room()
             claims = await self._lease.claim(free, interactive, wait=True) if interactive > 0 else []
@@ -142,7 +144,7 @@ class Incarnation:
         interactive = sum(job.rows for job in self._jobs.values()) - batch
         return max(0, self._rows - interactive - batch), self._rows - interactive - min(batch, self._batch_floor)
 
-    async def _take(self, claims: list[Claim]) -> None:
+    async def _take(self, claims: list[Claim], group: asyncio.TaskGroup) -> None:
         accepted = [RunningJob(claim) for claim in claims]
         for claim in claims:
             if claim.events or claim.attempt > 1:
@@ -153,7 +155,9 @@ class Incarnation:
             if self._is_suspect(job):
                 self._suspects.put_nowait(job)
             elif not self._drain_over:
-                await self._admit(job)
+                admission = group.create_task(self._admit(job), name=f"admit {job.id}")
+                self._admissions.add(admission)
+                admission.add_done_callback(self._admissions.discard)
 
     def _is_suspect(self, job: RunningJob) -> bool:
         """Is this the last try of a job that shared workers with others before?"""

@@ -133,6 +133,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         architecture=model.card_facts.architecture,
         quantization=model.card_facts.quantization,
         max_num_seqs=config.max_num_seqs,
+        longest_token=tokenizer.longest_token,
     )
     return Built(engine, tokenizer, card, model, resolved)
 

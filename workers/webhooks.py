@@ -7,7 +7,6 @@ seconds), `webhook-signature`: `v1,` and the base64 of HMAC-SHA256 over `ID.TIME
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import socket
 import ssl
 import time
@@ -24,12 +23,10 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.config import ControlConfig
 from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.webhook import Webhook
+from ktqueue.core.webhook import Webhook, is_public
 from ktqueue.gateway.openai_records import record_json, result_json
 
 SECRET_PREFIX = "whsec_"  # then base64, as the specification has it; other secrets are taken as they are
-NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the IPv4 address is in the last 32 bits
-NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215
 GONE = 410  # the receiver wants no more
 
 
@@ -142,17 +139,3 @@ async def _pinned(webhook: Webhook, config: ControlConfig) -> tuple[httpx.URL, s
             if not is_public(address):
                 raise Undeliverable(f"{webhook.url} leads to {address}, which is not on the public Internet")
     return url.copy_with(host=addresses[0]), url.host
-
-
-def is_public(address: str) -> bool:
-    """May a stranger name this address? Not a private, local, shared, reserved or multicast one."""
-    one = ipaddress.ip_address(address)
-    if isinstance(one, ipaddress.IPv6Address):
-        if one in NAT64_LOCAL:
-            return False
-        if one in NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)))
-        inner = one.ipv4_mapped or one.sixtofour or (one.teredo[1] if one.teredo else None)
-        if inner is not None:
-            return is_public(str(inner))
-    return one.is_global and not one.is_multicast

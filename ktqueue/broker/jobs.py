@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
 from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_error, limit_words, standing
+from ktqueue.broker.models import RETRY_NO_WORKER, Models, model_not_found
 from ktqueue.broker.prefix import prefix_names
 from ktqueue.broker.scripts import Refused, Scripts
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
@@ -19,7 +20,6 @@ from ktqueue.core.errors import (
     JobConflict,
     JobNotFound,
     KtqueueError,
-    ModelNotFound,
     QueueFull,
     RequestTooLarge,
     Unavailable,
@@ -34,7 +34,6 @@ __all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_fo
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
-RETRY_NO_WORKER = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -91,6 +90,7 @@ class Jobs:
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._config = config
+        self._models = Models(scripts)
         self._terminal = Terminal.of(config)
 
     async def submit(
@@ -155,6 +155,8 @@ class Jobs:
                 " ".join(prefix_names(request)),
             )
         except Refused as refused:
+            if refused.code == "MODEL_UNKNOWN":
+                raise model_not_found(request.model, await self._models.cards()) from refused
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
             raise error or _submit_error(refused, request, cap) from refused
         if reply[0] == 0:
@@ -224,7 +226,7 @@ class Jobs:
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
-        """Waiting jobs that only some workers of their model can take; 64 groups at most, the longest unserved first."""
+        """Waiting jobs that only some workers of their model can take: 64 groups at most, longest unserved first."""
         reply = await self._scripts.call("bound")
         return [
             BoundJobs(
@@ -298,8 +300,6 @@ def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> Ktq
             return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")
         case "GONE":
             return JobConflict(f"job {refused.detail} of this idempotency key has ended and its record has expired")
-        case "MODEL_UNKNOWN":
-            return ModelNotFound(f"no worker serves the model {request.model!r}", param="model", value=request.model)
         case "NO_MODELS":
             return Unavailable("no worker serves any model yet", retry_after=RETRY_NO_WORKER)
         case "QUEUE_FULL":

@@ -1,12 +1,15 @@
 """Which models are served, and by whom."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.scripts import Scripts
 from ktqueue.core.codec import decode_card, loads
+from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.model_card import ModelCard
+
+RETRY_NO_WORKER = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,14 @@ class WorkerInfo:
         return int(self.process.rpartition(":")[2])
 
 
+def model_not_found(name: str, cards: Iterable[ModelCard]) -> ModelNotFound:
+    """The error for a model that nobody serves; it says which are served."""
+    served = ", ".join(card.name for card in cards) or "none"
+    return ModelNotFound(
+        f"no worker serves the model {name[:256]!r}; served: {served}", param="model", limit=served, value=name[:256]
+    )
+
+
 class Models:
     """Models and workers of an installation. Every call raises Unavailable when Redis is away."""
 
@@ -46,6 +57,18 @@ class Models:
         """Models with a live worker, or that had one within the model TTL; by name."""
         cards = [decode_card(card, more) for card, more in await self._scripts.call("models")]
         return sorted(cards, key=lambda card: card.name)
+
+    async def only_name(self) -> str:
+        """The name of the one model that is known. Raises InvalidRequest where there are several, else Unavailable."""
+        names = [card.name for card in await self.cards()]
+        if not names:
+            raise Unavailable("no worker serves any model yet", param="model", retry_after=RETRY_NO_WORKER)
+        if len(names) > 1:
+            served = ", ".join(names)
+            raise InvalidRequest(
+                f"model is missing, and must be one of those served: {served}", param="model", limit=served
+            )
+        return names[0]
 
     async def workers(self) -> list[WorkerInfo]:
         """Workers whose lease lives; by id."""

@@ -21,6 +21,7 @@ from ktqueue.core.units import parse_bytes
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 CPU_CACHE_BYTES = 256 << 20
 DURABILITIES = ("process", "fsync")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
 
 
@@ -148,6 +149,7 @@ class GatewayConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # SHA-256 hashes; none here nor of tenants: no authentication
     tenants: tuple[TenantConfig, ...] = ()
+    cors_origins: tuple[str, ...] = ()  # whose pages may call the API from a browser; "*": any
     max_body_bytes: int = 8 << 20
     max_bodies_bytes: int = 64 << 20  # of bodies that are being read, in all
     max_connections: int = 2_000  # requests that are answered at once
@@ -191,6 +193,14 @@ class GatewayConfig:
                     param="gateway.trusted_addresses",
                     value=address,
                 ) from error
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"gateway.cors_origins must be origins such as https://example.org:8443, or *, got {origin!r}",
+                    param="gateway.cors_origins",
+                    limit="* or scheme://host[:port]",
+                    value=origin,
+                )
 
     @property
     def socket_limit(self) -> int:

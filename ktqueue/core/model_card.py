@@ -21,6 +21,7 @@ class ModelCard:
     quantization: str
     max_num_seqs: int
     digest: str = ""
+    longest_token: int | None = None  # bytes of text that one token may stand for; None: no limit is known
 
     @property
     def short_digest(self) -> str:

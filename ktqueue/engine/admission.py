@@ -10,7 +10,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
-from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.prompt_size import check_tokens
 from ktqueue.core.request import MAX_SEED, JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.detokenizer import Detokenizer, StopStrings
@@ -90,14 +91,7 @@ class Admission:
     def _prompt(self, ids: Many[int]) -> NDArray[np.int32]:
         if len(ids) == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt", limit=1, value=0)
-        if len(ids) + 1 > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, the prompt has "
-                f"{len(ids)} tokens and leaves no room for a completion.",
-                param="prompt",
-                limit=self._max_model_len,
-                value=len(ids),
-            )
+        check_tokens(len(ids), self._max_model_len)
         return self._ids("prompt", ids)
 
     def _ids(self, param: str, ids: Collection[int]) -> NDArray[np.int32]:

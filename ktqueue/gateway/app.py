@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +23,7 @@ from ktqueue.gateway.completions import create_completion
 from ktqueue.gateway.edge import Edge
 from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.headers import EXPOSED_HEADERS
 from ktqueue.gateway.openai_document import build_document
 from ktqueue.gateway.replies import error_response
 from ktqueue.gateway.stream import StreamEndpoint
@@ -48,12 +50,13 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             await gateway.settle()
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
+            gateway.large_bodies.close()
             if opened:
                 await gateway.broker.close()
 
     app = Starlette(
         routes=routes(),
-        middleware=[Middleware(Edge, gateway=gateway)],
+        middleware=[*_cors(config.gateway.cors_origins), Middleware(Edge, gateway=gateway)],
         exception_handlers={KtqueueError: _on_error, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
@@ -67,7 +70,10 @@ def routes() -> list[Route]:
     return [
         Route("/", health.pointer),
         Route("/healthz", health.healthz),
+        Route("/health", health.healthz),
+        Route("/ping", health.healthz),
         Route("/readyz", health.readyz),
+        Route("/version", health.version),
         Route("/metrics", health.metrics),
         Route("/openapi.json", health.openapi),
         Route("/v1/models", models.list_models),
@@ -78,6 +84,21 @@ def routes() -> list[Route]:
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
         Route("/v1/jobs/{job_id}/events", jobs.stream_events),
+    ]
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Who else's pages may read answers. Outside of the edge: a preflight has no key, and refusals are read too."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),  # OpenAI's package sends a dozen of its own
+            expose_headers=EXPOSED_HEADERS,
+        )
     ]
 
 

@@ -16,7 +16,7 @@ from ktqueue.core.errors import AuthenticationFailed
 from ktqueue.core.limits import TenantLimits
 from ktqueue.core.tenants import DEFAULT_TENANT
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # probes carry no keys
+OPEN_PATHS = frozenset({"/healthz", "/health", "/ping", "/readyz"})  # probes carry no keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,15 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.headers import Place, conversation_id, idempotency_key, rate_headers
 from ktqueue.gateway.openai_choices import Choices
 from ktqueue.gateway.openai_replies import reply_to
+from ktqueue.gateway.openai_requests import Call
 from ktqueue.gateway.sse import DONE, PING, EventStream, frame, watch
 from ktqueue.gateway.stopwatch import Stopwatch
 
 
-async def answer(
-    request: Request,
-    generations: Sequence[GenerationRequest],
-    *,
-    stream: bool,
-    include_usage: bool,
-) -> Response:
+async def answer(request: Request, call: Call) -> Response:
     """The response to one request. Raises KtqueueError where the answer is an error with its own status."""
     gateway: Gateway = request.app.state.gateway
+    generations = call.generations
     key, conversation = idempotency_key(request.headers), conversation_id(request.headers)
     if conversation is not None and len(generations) > 1:
         raise InvalidRequest(
@@ -45,7 +41,7 @@ async def answer(
         )
     records = await submit(gateway, generations, key, tenant_of(request))
     if conversation is not None:
-        await begin_turn(gateway, tenant_of(request), conversation, Turn(records[0].id, include_usage), key)
+        await begin_turn(gateway, tenant_of(request), conversation, Turn(records[0].id, call.include_usage), key)
     exchange = Exchange(
         gateway,
         request,
@@ -53,8 +49,8 @@ async def answer(
         keep=key is not None or conversation is not None,
         after=None if conversation is None else (0, 0.0),
     )
-    if stream:
-        return await exchange.stream(include_usage=include_usage)
+    if call.stream:
+        return await exchange.stream(include_usage=call.include_usage)
     return await exchange.whole()
 
 

@@ -14,6 +14,7 @@ from ktqueue.core.errors import (
     EngineFailure,
     ErrorInfo,
     InvalidRequest,
+    JournalRegressed,
     KtqueueError,
     Unavailable,
 )
@@ -118,6 +119,12 @@ class TooManyBodyBytes(Unavailable):
     code = "too_many_body_bytes"
 
 
+class UnknownEvent(JournalRegressed):
+    """A reader says that it has an event which the journal does not hold."""
+
+    status = 400
+
+
 class ShuttingDown(Unavailable):
     """The gateway stops; another one, or this one restarted, will answer."""
 
@@ -182,7 +189,9 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
 
 
 def retry_headers(status: int, retry_after: float | None = None) -> dict[str, str]:
-    """`Retry-After` (whole seconds, at least 1) for the statuses that invite another try."""
+    """What another try needs: time (`Retry-After`, whole seconds, at least 1), or a key (`WWW-Authenticate`)."""
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
     if status not in (429, 503):
         return {}
     return {"retry-after": str(max(RETRY_AFTER, math.ceil(retry_after or 0)))}

@@ -9,13 +9,25 @@ from typing import Any
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
-from ktqueue.core.errors import KtqueueError, QueueFull, RateLimitExceeded, TenantLimitReached, Unavailable
+from ktqueue.core.errors import (
+    JournalRegressed,
+    KtqueueError,
+    QueueFull,
+    RateLimitExceeded,
+    TenantLimitReached,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.auth import Keys, Tenant
-from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.faults import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.large_bodies import LargeBodies
 from ktqueue.gateway.metrics import Metrics
 from ktqueue.gateway.uploads import Uploads
+
+LARGE_PROMPT = 4_096  # characters or token ids; a smaller one costs a worker little
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +41,7 @@ class Gateway:
         self.keys = Keys(config.gateway)
         self.uploads = Uploads(config.gateway)
         self.draining = False
+        self.large_bodies = LargeBodies()
         self._broker = broker
         self._feeds: set[Feed] = set()
         self._chores: set[asyncio.Task[None]] = set()
@@ -52,7 +65,11 @@ class Gateway:
         return True
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
-        """Submit a tenant's job, within its limits. Raises what `Jobs.submit` raises."""
+        """Submit a tenant's job, within its limits.
+
+        Raises what `Jobs.submit` raises, and ContextLengthExceeded where the model's card says that it cannot fit.
+        """
+        await self._check_size(generation)
         try:
             record = await self.broker.jobs.submit(
                 generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
@@ -68,6 +85,17 @@ class Gateway:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
 
+    async def _check_size(self, generation: GenerationRequest) -> None:
+        """Refuse a large prompt here that a worker would refuse after much work."""
+        text, ids = generation.prompt, generation.prompt_token_ids
+        if len(text or ids or ()) <= LARGE_PROMPT:
+            return
+        for card in await self.broker.models.cards():
+            if card.name == generation.model and ids is not None:
+                check_tokens(len(ids), card.max_model_len)
+            elif card.name == generation.model and text is not None:
+                check_text(text, card.max_model_len, card.longest_token)
+
     @contextmanager
     def feed(self, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> Iterator[Feed]:
         """The journals of these jobs; interrupted when the gateway stops, closed at the end of the block."""
@@ -78,6 +106,19 @@ class Gateway:
         finally:
             self._feeds.discard(feed)
             self._chore(feed.close())
+
+    async def events_after(self, job_id: str, after: int) -> list[TokenEvent]:
+        """The events that a reader who has those up to `after` has missed so far. Raises JobNotFound, UnknownEvent."""
+        try:
+            return await self.broker.journal.replay(job_id, after, lenient=True)
+        except JournalRegressed as error:
+            raise UnknownEvent(
+                f"Last-Event-ID must be at most {error.limit}, the last event of this job so far, got {after}; "
+                "where Redis lost events, read the job again from its beginning",
+                param="Last-Event-ID",
+                limit=error.limit,
+                value=after,
+            ) from error
 
     def abandon(self, job_ids: Iterable[str]) -> None:
         """Cancel these jobs soon; nobody waits for them any more."""

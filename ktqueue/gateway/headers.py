@@ -13,6 +13,15 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _SEQ = re.compile(r"[0-9]{1,18}")
 _PLACE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,3}))?")
+# Headers of answers that a page of another origin may read (CORS).
+EXPOSED_HEADERS = (
+    "location",
+    "retry-after",
+    "www-authenticate",
+    "x-job-id",
+    "x-request-id",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 Place = tuple[int, float]  # in a numbered stream: seq of an event, and how many of its frames; inf for all of them
 
 

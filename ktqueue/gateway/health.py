@@ -1,4 +1,4 @@
-"""Is it alive (/healthz), can it serve (/readyz), how is it doing (/metrics), and what is it (/)."""
+"""Is it alive (/healthz, /health, /ping), can it serve (/readyz), how is it doing (/metrics), what is it (/)."""
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -17,6 +17,11 @@ from ktqueue.gateway.replies import json_response
 async def healthz(request: Request) -> Response:
     """200 as long as the process answers at all."""
     return json_response({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    """Which ktqueue this is."""
+    return json_response({"version": __version__})
 
 
 async def readyz(request: Request) -> Response:
@@ -68,5 +73,5 @@ async def pointer(request: Request) -> Response:
     return PlainTextResponse(
         f"ktqueue {__version__}: an OpenAI-compatible gateway.\n"
         "POST /v1/chat/completions, /v1/completions, /v1/jobs\n"
-        "GET /v1/models, /v1/jobs, /healthz, /readyz, /metrics, /openapi.json\n"
+        "GET /v1/models, /v1/jobs, /healthz, /readyz, /metrics, /version, /openapi.json\n"
     )

@@ -13,7 +13,7 @@ from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
 from ktqueue.gateway.auth import tenant_of
-from ktqueue.gateway.body import read_json
+from ktqueue.gateway.body import read_body
 from ktqueue.gateway.faults import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
@@ -60,7 +60,7 @@ async def find_job(request: Request) -> JobRecord:
 async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
-    generation = parse_job(await read_json(request))
+    generation = await read_body(request, parse_job)
     if generation.webhook is not None:
         generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
     record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
@@ -120,12 +120,12 @@ async def stream_events(request: Request) -> Response:
     """The journal as SSE from `Last-Event-ID` on, until the event that ends the job.
 
     204 when the reader has that event already: so a browser's EventSource stops coming back.
-    Raises JobNotFound, JournalRegressed, InvalidRequest.
+    Raises JobNotFound, UnknownEvent, InvalidRequest.
     """
     gateway: Gateway = request.app.state.gateway
     after = last_seq(request.headers, request.query_params)
     record = await find_job(request)
-    if record.state.terminal and after and not await gateway.broker.journal.replay(record.id, after, lenient=True):
+    if after and not await gateway.events_after(record.id, after) and record.state.terminal:
         return Response(status_code=204)
     resources = ExitStack()
     feed = resources.enter_context(gateway.feed([record.id], after=after, lenient=True))

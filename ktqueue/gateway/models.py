@@ -6,8 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ktqueue.broker.models import WorkerInfo
-from ktqueue.core.errors import ModelNotFound
+from ktqueue.broker.models import WorkerInfo, model_not_found
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.gateway.replies import json_response
 
@@ -46,7 +45,4 @@ async def get_model(request: Request) -> Response:
     for card in cards:
         if card.name == name:
             return json_response(model_json(card, await models.workers()))
-    known = ", ".join(sorted(card.name for card in cards)) or "none"
-    raise ModelNotFound(
-        f"the model {name[:256]!r} does not exist; known: {known}", param="model", limit=known, value=name[:256]
-    )
+    raise model_not_found(name, cards)

@@ -25,6 +25,7 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.JobEvent,
     shapes.ErrorResponse,
     shapes.Status,
+    shapes.Version,
 )
 _ERRORS = {
     "400": "A field is wrong.",
@@ -32,7 +33,7 @@ _ERRORS = {
     "404": "No such model or job.",
     "409": "The job is in a state that does not allow this.",
     "413": "The body is too large.",
-    "415": "The body is not JSON.",
+    "415": "The body is not JSON, or compressed in a way that is not known.",
     "422": "The idempotency key was used with another request.",
     "429": "The queue is full, or a limit of the tenant is reached; see Retry-After.",
     "503": "No broker, no worker, or too many connections; see Retry-After.",
@@ -120,6 +121,9 @@ def _paths() -> Json:
         },
         "/v1/jobs/{job_id}/events": {"get": events, "parameters": job},
         "/healthz": {"get": _get("healthz", "Does the process answer?", shapes.Status, errors=())},
+        "/health": {"get": _get("health", "The same as /healthz.", shapes.Status, errors=())},
+        "/ping": {"get": _get("ping", "The same as /healthz.", shapes.Status, errors=())},
+        "/version": {"get": _get("version", "Which ktqueue is this?", shapes.Version, errors=("401",))},
         "/readyz": {"get": _get("readyz", "Is there a broker and a live worker?", shapes.Status, errors=("503",))},
         "/metrics": {"get": _text("metrics", "Prometheus metrics.")},
         "/openapi.json": {"get": _text("openapi", "This description.", "application/json")},

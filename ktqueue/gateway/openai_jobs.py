@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.request import (
@@ -20,15 +20,24 @@ from ktqueue.core.request import (
     GenerationRequest,
     JobClass,
     SamplingParams,
+    are_token_ids,
 )
 from ktqueue.core.webhook import MAX_URL, Webhook
-from ktqueue.gateway.openai_errors import parse
+from ktqueue.gateway.openai_errors import must_be, parse
 from ktqueue.gateway.openai_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
 from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
 from ktqueue.gateway.openai_requests import parse_chat
 
 _OWN = frozenset({"sampling", "prompt", "prompt_token_ids"})
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def _token_ids(value: Any) -> Any:
+    # Faster than pydantic, which would also describe each of a million wrong entries.
+    if value is None or (isinstance(value, list) and value and are_token_ids(value)):
+        return value
+    wrong = next((one for one in value if not are_token_ids([one])), value) if isinstance(value, list) else value
+    raise must_be("a list of at least one token id, 0 or a positive integer each", wrong)
 
 
 class SamplingBody(BaseModel):
@@ -81,7 +90,9 @@ class GenerationBody(BaseModel):
     model: str = Field(min_length=1, max_length=256)
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    prompt_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    prompt_token_ids: Annotated[list[TokenId] | None, SkipValidation, BeforeValidator(_token_ids)] = Field(
+        None, min_length=1
+    )
     sampling: SamplingBody | None = None
     job_class: Literal["interactive", "batch"] = "interactive"
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)

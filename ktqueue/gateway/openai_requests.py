@@ -4,9 +4,10 @@ Pure; knows no HTTP. What other fields there are is in `foreign_fields`, what bo
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
@@ -41,16 +42,18 @@ def _prompt(value: Any) -> Any:
 class CompletionBody(CommonFields):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[int] | list[str] | list[list[int]] | list[Prompt], BeforeValidator(_prompt)]
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]] | list[Prompt], SkipValidation, BeforeValidator(_prompt)
+    ]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def prompts(self) -> list[Prompt]:
         """The prompts, one for each job."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if type(self.prompt[0]) is int:
-            return [[one for one in self.prompt if isinstance(one, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        # `_prompt` has looked at the list; here its first entry says what the others are.
+        single = type(self.prompt[0]) is int
+        return [cast(list[int], self.prompt)] if single else cast(list[Prompt], self.prompt)
 
     def requests(self) -> tuple[GenerationRequest, ...]:
         """One request for each prompt. Raises InvalidRequest."""
@@ -130,3 +133,24 @@ def parse_chat(body: Mapping[str, Any]) -> ChatBody:
 def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
     """A validated completion body. Raises InvalidRequest."""
     return parse(CompletionBody, *translate(body, special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a body asks for: jobs, and how their answer is given."""
+
+    generations: tuple[GenerationRequest, ...]
+    stream: bool
+    include_usage: bool
+
+
+def chat_call(body: Mapping[str, Any]) -> Call:
+    """What a chat body asks for. Raises InvalidRequest."""
+    chat = parse_chat(body)
+    return Call((chat.request(),), bool(chat.stream), chat.wants_usage())
+
+
+def completion_call(body: Mapping[str, Any]) -> Call:
+    """What a completion body asks for. Raises InvalidRequest."""
+    completion = parse_completion(body)
+    return Call(completion.requests(), bool(completion.stream), completion.wants_usage())

@@ -221,3 +221,9 @@ class Status(_Shape):
     """How the gateway is."""
 
     status: Literal["ok"]
+
+
+class Version(_Shape):
+    """Which version the gateway is."""
+
+    version: str

@@ -18,6 +18,7 @@ from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.connections import OVERFLOW, Connections
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http10 import Http10
 from ktqueue.gateway.protocol import LimitedProtocol
 
 GARBAGE = 20_000  # new objects between two looks for cycles: a token makes some, and none of them in a cycle
@@ -88,7 +89,7 @@ def build_server(config: Config) -> GatewayServer:
     )
     protocol: Any = partial(LimitedProtocol, gateway=gateway, connections=connections, probes_only=False)
     server_config = uvicorn.Config(
-        app,
+        Http10(app),
         host=settings.host,
         port=settings.port,
         loop="uvloop",

@@ -33,7 +33,7 @@ class StreamEndpoint(HTTPEndpoint):
 async def resume(request: Request) -> Response:
     """The stream from its beginning, or from `Last-Event-ID`, in the chunks that the first reader gets.
 
-    Raises JobNotFound where the conversation or its answer is unknown or forgotten, JournalRegressed, InvalidRequest.
+    Raises JobNotFound where the conversation or its answer is unknown or forgotten, UnknownEvent, InvalidRequest.
     """
     gateway: Gateway = request.app.state.gateway
     if request.query_params.get("from", "0") != "0":
@@ -50,7 +50,7 @@ async def resume(request: Request) -> Response:
     record = await gateway.broker.jobs.get(turn.job_id)
     # The whole journal is read again, since later chunks depend on it; that it is long enough must be asked.
     if after[0]:
-        await gateway.broker.journal.replay(record.id, after[0])
+        await gateway.events_after(record.id, after[0])
     exchange = Exchange(gateway, request, [record], keep=True, after=after, resumed=True)
     return await exchange.stream(include_usage=turn.include_usage)
 

@@ -13,11 +13,14 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
 
+from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError, InvalidRequest
+from ktqueue.core.short_repr import short_repr
 
 RESERVED = frozenset({"messages", "tools", "raise_exception", "strftime_now"})
 
@@ -29,13 +32,17 @@ class ChatTemplate:
         """Raises CheckpointError, naming `where` the template came from, if it does not parse."""
         # Not the immutable sandbox: Kimi-K2's template appends to a list of its own. It gets copies to work on.
         environment = SandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # constants are not computed here, where nothing limits what that costs
+            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
+        environment.code_generator_class = _PlainCodeGenerator
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self.source = source
-        self._special = dict(special)
+        self.special = dict(special)
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -49,21 +56,40 @@ class ChatTemplate:
     ) -> str:
         """The prompt text, ending where the assistant is to speak.
 
-        Raises InvalidRequest where a message is malformed or the template refuses the conversation.
+        Raises InvalidRequest where a message is malformed, the template refuses the conversation, or leaves tools,
+        their calls or their results out of the prompt.
         """
         if wrong := RESERVED & set(kwargs or {}):
             name = sorted(wrong)[0]
             raise InvalidRequest(
                 f"chat_template_kwargs must not set {name!r}", param=f"chat_template_kwargs.{name}", limit="other names"
             )
-        names: dict[str, Any] = {**self._special, "add_generation_prompt": True, "documents": None, **(kwargs or {})}
-        plain = deepcopy([_plain(index, message) for index, message in enumerate(messages)])
+        names: dict[str, Any] = {**self.special, "add_generation_prompt": True, "documents": None, **(kwargs or {})}
+        plain = [_plain(index, message) for index, message in enumerate(messages)]
         try:
-            return self._template.render(messages=plain, tools=deepcopy(list(tools)) or None, **names)
+            text = self._render(plain, tools, names)
         except Exception as error:  # a template is a program: whatever it raises is about this request
             raise InvalidRequest(
-                f"the model's chat template refused the messages: {error}", param="messages"
+                f"the model's chat template refused the messages: {str(error)[:500]}", param="messages"
             ) from error
+        if tools and self._is_same(text, plain, (), names):
+            raise _left_out("tools")
+        for index, message in enumerate(plain):
+            for name, other in _tool_fields(message):
+                changed = [*plain[:index], {**message, name: other}, *plain[index + 1 :]]
+                if self._is_same(text, changed, tools, names):
+                    raise _left_out(f"messages[{index}].{name}")
+        return text
+
+    def _render(self, messages: Sequence[Any], tools: Sequence[Any], names: Mapping[str, Any]) -> str:
+        return self._template.render(messages=deepcopy(messages), tools=deepcopy(list(tools)) or None, **names)
+
+    def _is_same(self, text: str, messages: Sequence[Any], tools: Sequence[Any], names: Mapping[str, Any]) -> bool:
+        """Is the prompt `text` also where what the client asked for is another? Then it had no effect."""
+        try:
+            return self._render(messages, tools, names) == text
+        except Exception:  # the template looks at it
+            return False
 
 
 def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,10 +129,24 @@ def _call(param: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise _refuse(f"{param}.function.arguments", "JSON", arguments[:80]) from error
+            arguments = loads(arguments or "{}")
+        except CodecError as error:
+            raise _refuse(f"{param}.function.arguments", "JSON", short_repr(arguments)) from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tool_fields(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What a message says of tools, and for each field something else."""
+    fields: list[tuple[str, Any]] = [("tool_calls", None)] if message.get("tool_calls") else []
+    if message["role"] in ("tool", "function") and message["content"]:
+        fields.append(("content", message["content"] + "."))
+    return fields
+
+
+def _left_out(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the model's chat template leaves {param} out of the prompt: it knows no tools", param=param, limit="left out"
+    )
 
 
 def _refuse(param: str, limit: str, value: str) -> InvalidRequest:
@@ -130,6 +170,15 @@ def _to_json(
 ) -> str:
     """jinja2's own filter escapes HTML characters, which would change what the model reads."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _PlainCodeGenerator(CodeGenerator):
+    """Leaves the computation of constants that are printed to the rendering; `optimized` says nothing of these."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 class _GenerationBlock(Extension):

@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import torch
+
 from ktqueue.loading.gguf_checkpoint import open_gguf
 from ktqueue.loading.model_path import resolve_model
 from ktqueue.loading.safetensors_file import open_folder

@@ -1,10 +1,12 @@
 """Text and messages to token ids, and token ids to bytes, for a Hugging Face folder or a GGUF file alone."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
+from ktqueue.core.prompt_size import check_text
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading import tokenizer_files, tokenizer_models
 from ktqueue.loading.chat_template import ChatTemplate
@@ -54,6 +56,11 @@ class Tokenizer:
         return self._eos_token_ids
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self._template
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source, if the model has one."""
         return self._template.source if self._template else None
@@ -69,24 +76,47 @@ class Tokenizer:
             raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
         return tokenizer_models.encode(self._model, text, add_special_tokens=add_special_tokens)
 
-    def encode_request(self, request: GenerationRequest) -> list[int]:
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Bytes of text that one token may stand for; None where the tokenizer may drop text or run it together."""
+        shrinkage = tokenizer_models.shrinkage(self._model)
+        if shrinkage is None:
+            return None
+        ids = range(len(self._tokens))
+        return shrinkage * max(len(self.token_bytes(one) or self._tokens[one].encode()) for one in ids)
+
+    def encode_request(
+        self,
+        request: GenerationRequest,
+        *,
+        max_model_len: int | None = None,
+        render: Callable[[GenerationRequest], str] | None = None,
+    ) -> list[int]:
         """The prompt's token ids: messages through the chat template, text, or the ids given.
 
-        Raises InvalidRequest naming the field at fault.
+        `max_model_len` in tokens: a text that cannot fit by its bytes is not tokenised. `render` stands in for `render`
+        of this tokenizer.
+
+        Raises InvalidRequest naming the field at fault, ContextLengthExceeded.
         """
         if request.prompt_token_ids is not None:
-            for position, token_id in enumerate(request.prompt_token_ids):
-                if token_id >= self._size:
-                    raise InvalidRequest(
-                        f"prompt_token_ids[{position}] must be below {self._size}, got {token_id}",
-                        param=f"prompt_token_ids[{position}]",
-                        limit=self._size - 1,
-                        value=token_id,
-                    )
-            return list(request.prompt_token_ids)
-        if request.prompt is not None:
-            return self._within(self.encode(request.prompt), "prompt")
-        return self._within(self.encode(self.render(request), add_special_tokens=False), "messages")
+            return self._checked_ids(request.prompt_token_ids)
+        field = "messages" if request.prompt is None else "prompt"
+        text = request.prompt if request.prompt is not None else (render or self.render)(request)
+        if max_model_len is not None:
+            check_text(text, max_model_len, self.longest_token, field)
+        return self._within(self.encode(text, add_special_tokens=request.prompt is not None), field)
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        if ids and max(ids) >= self._size:
+            position = next(place for place, one in enumerate(ids) if one >= self._size)
+            raise InvalidRequest(
+                f"prompt_token_ids[{position}] must be below {self._size}, got {ids[position]}",
+                param=f"prompt_token_ids[{position}]",
+                limit=self._size - 1,
+                value=ids[position],
+            )
+        return list(ids)
 
     def render(self, request: GenerationRequest) -> str:
         """The prompt text of a request with messages. Raises InvalidRequest."""

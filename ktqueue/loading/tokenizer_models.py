@@ -1,8 +1,10 @@
 """Builds runnable tokenizers (the door to the tokenizers library) from plain vocabulary data or a tokenizer.json."""
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -34,6 +36,50 @@ def encode(model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text: a pool of threads is of no use, and of harm
     ids: list[int] = model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
+
+
+def shrinkage(model: Model) -> int | None:
+    """How many bytes of text one byte of a token may stand for at most; None where text may vanish or run together.
+
+    Looks for what keeps text as it is; a kind of tokenizer that is not known here may do anything.
+    """
+    if type(model.model) is not models.BPE:
+        return None
+    if any(token.lstrip or token.rstrip for token in model.get_added_tokens_decoder().values()):
+        return None  # such a token takes the white space beside it
+    parts = [*_parts(model.normalizer), *_parts(model.pre_tokenizer)]
+    if not all(_keeps_text(part) for part in parts):
+        return None
+    kinds = {part["type"] for part in parts}
+    vocabulary = model.get_vocab()
+    if "ByteLevel" in kinds:
+        whole = all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
+    else:
+        whole = model.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if not whole:
+        return None
+    return 3 if "NFC" in kinds else 1  # composing makes UTF-8 at most three times shorter (Unicode FAQ, normalization)
+
+
+def _parts(step: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, as its JSON has them."""
+    waiting = [] if step is None else [json.loads(step.__getstate__())]
+    while waiting:
+        part = waiting.pop()
+        waiting += part.get("normalizers", []) + part.get("pretokenizers", [])
+        yield part
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    match part["type"]:
+        case "Sequence" | "NFC" | "Prepend" | "ByteLevel" | "Metaspace" | "Digits":
+            return True
+        case "Split" | "Punctuation":
+            return bool(part["behavior"] != "Removed")
+        case "Replace":
+            replaced = part["pattern"].get("String")
+            return replaced is not None and len(part["content"].encode()) >= len(replaced.encode())
+    return False
 
 
 def build(data: VocabularyData, source: str) -> Model:

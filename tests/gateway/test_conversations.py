@@ -177,7 +177,8 @@ async def test_what_cannot_be_taken_up_is_told(http, worker, broker, raw_keys):
     assert answer.status_code == 200
     assert (await resume(http, **{"from": 0}))[-1] == "data: [DONE]"
     beyond = await http.get(STREAM, params=query(), headers={"last-event-id": "99"})
-    assert beyond.json()["error"]["code"] == "journal_regressed"
+    assert (beyond.status_code, beyond.json()["error"]["code"]) == (400, "journal_regressed")
+    assert beyond.json()["error"]["value"] == 99
     (key,) = raw_keys("conversation:*")
     assert 0 < key[1] <= broker.config.idempotency_ttl
 

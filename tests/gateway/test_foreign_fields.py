@@ -1,4 +1,4 @@
-"""Fields of other servers: honoured under our name, without effect, or refused by name. The docs have the same table."""
+"""Fields of other servers: honoured under our name, without effect, or refused by name, as the docs say."""
 
 from pathlib import Path
 from typing import Any

@@ -36,6 +36,14 @@ async def test_submit_and_look_up(http, worker):
     assert done["created_at"] <= done["started_at"] <= done["finished_at"]
 
 
+PRIVATE = [
+    "https://127.0.0.1/", "https://127.1/x", "https://2130706433/", "https://0x7f000001/", "https://0177.0.0.1/",
+    "https://10.0.0.1:8443/", "https://192.168.1.1/", "https://169.254.169.254/latest/meta-data", "https://100.64.0.1/",
+    "https://0.0.0.0/", "https://[::1]/", "https://[fe80::1]/", "https://[fd00::1]/", "https://[::ffff:10.0.0.1]/",
+    "https://[64:ff9b::a00:1]/", "https://localhost/", "https://LOCALHOST./", "https://a.localhost/",
+]  # fmt: skip
+
+
 async def test_webhooks_are_refused_where_nobody_would_call_them(http, config, serving_config, worker):
     hook = {"url": "http://example.org/hook", "events": ["failed"]}
     off = await http.post(JOBS, json={**BODY, "webhook": hook})
@@ -44,6 +52,9 @@ async def test_webhooks_are_refused_where_nobody_would_call_them(http, config, s
     async with serving_config(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as one:
         plain = await one.post(JOBS, json={**BODY, "webhook": hook})
         assert (plain.status_code, plain.json()["error"]["param"]) == (400, "webhook.url")
+        for url in PRIVATE:
+            private = await one.post(JOBS, json={**BODY, "webhook": {"url": url}})
+            assert (private.status_code, private.json()["error"]["param"]) == (400, "webhook.url"), url
         wrong = await one.post(JOBS, json={**BODY, "webhook": {**hook, "events": ["done"]}})
         assert wrong.status_code == 400
         for body in (BODY, {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}):
@@ -134,12 +145,13 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, to
         async with http.stream("GET", job["events_url"]) as response:
             assert (await tools.read_frames(response)).ids == list(range(1, 63))
         beyond = await http.get(job["events_url"] + "?starting_after=99")
-        assert "journal_regressed" in beyond.text
+        assert (beyond.status_code, beyond.json()["error"]["limit"]) == (400, 62)
 
 
 async def test_wrong_last_event_id(http, worker):
     job = (await http.post(JOBS, json=BODY)).json()
-    for given in ("x", "-1", "1.5", "9" * 30):
+    await wait_for_end(http, job["id"])
+    for given in ("x", "-1", "1.5", "9" * 30, "9" * 18, "99"):
         response = await http.get(job["events_url"], headers={"last-event-id": given})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "Last-Event-ID"

@@ -244,6 +244,7 @@ def test_special_requests_of_vllms_clients(client, model):
         messages=MESSAGES,
         max_tokens=6,
         tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+        tool_choice="none",
         user="me",
         extra_body={"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 6},
     )

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, normalizers
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.request import GenerationRequest
@@ -213,3 +214,23 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
     (tmp_path / "few.gguf").write_bytes(raw[:at] + (200).to_bytes(8, "little") + raw[at + 8 :])
     with pytest.raises(CheckpointError, match=r"384 tokens, but 'token_embd.weight' has 200 rows"):
         load_tokenizer(str(tmp_path / "few.gguf"))
+
+
+def test_no_text_has_fewer_tokens_than_its_bytes_say():
+    tokenizer = load_tokenizer("demo")
+    longest = tokenizer.longest_token
+    assert longest is not None
+    by_length = sorted(range(tokenizer.size), key=lambda one: len(tokenizer.token_bytes(one)))
+    best = tokenizer.token_bytes(by_length[-1]).decode()
+    for text in (best * 200, "e\u0301" * 500, " " * 3_000, "<|endoftext|>" * 100, "\U0001f98a" * 50, "\n\t" * 700):
+        assert len(text.encode()) <= longest * len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Replace(Regex(" +"), " ")],
+)
+def test_a_tokenizer_that_may_shorten_texts_says_nothing(normalizer):
+    tokenizer = load_tokenizer("demo")
+    tokenizer._model.normalizer = normalizer
+    assert tokenizer.longest_token is None

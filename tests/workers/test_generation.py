@@ -341,14 +341,14 @@ async def test_cancel_while_a_bad_prompt_is_tokenised(
 ) -> None:
     began, over = threading.Event(), threading.Event()
 
-    def refuse_late(request: GenerationRequest) -> list[int]:
+    def refuse_late(request: GenerationRequest, **options: Any) -> list[int]:
         if request.prompt == "bad":
             began.set()
             over.wait(30)
             raise InvalidRequest("no", param="prompt")
-        return encode(request)
+        return encode(request, **options)
 
-    encode: Callable[[GenerationRequest], list[int]] = model.tokenizer.encode_request
+    encode: Callable[..., list[int]] = model.tokenizer.encode_request
     monkeypatch.setattr(model.tokenizer, "encode_request", refuse_late)
     async with start_worker() as running:
         other = await broker.jobs.submit(ask(max_tokens=400))  # a cancel is told as steps of others are committed

@@ -1,0 +1,155 @@
+"""HTTP around the requests: probes, other origins, old clients, missing models, content types, challenges."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from ktqueue import Client, SyncClient, __version__
+from ktqueue.broker.lease import Lease
+from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
+from ktqueue.core.tenants import hash_of
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+ORIGIN = "https://page.example"
+
+
+async def test_probes_and_the_version(serve_with):
+    async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        for path in ("/healthz", "/health", "/ping"):
+            assert (await http.get(path)).json() == {"status": "ok"}
+            assert (await http.head(path)).status_code == 200
+        assert (await http.get("/version")).status_code == 401
+        assert (await http.get("/version", headers={"x-api-key": "key"})).json() == {"version": __version__}
+
+
+async def test_a_refused_key_says_which_scheme(serve_with):
+    async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = await http.post(CHAT, json=BODY, headers=headers)
+            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_other_origins(serve_with, worker):
+    preflight = {
+        "origin": ORIGIN,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-os",
+    }
+    async with (
+        serve_with(api_keys=(hash_of("key"),), cors_origins=(ORIGIN,)) as (_, url),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        allowed = await http.options(CHAT, headers=preflight)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
+        assert {"GET", "POST", "DELETE"} <= set(allowed.headers["access-control-allow-methods"].split(", "))
+        assert (await http.options(CHAT, headers={**preflight, "origin": "https://evil.example"})).status_code == 400
+        for key, status in (("key", 200), ("wrong", 401)):
+            answer = await http.post(CHAT, json=BODY, headers={"origin": ORIGIN, "x-api-key": key})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == ORIGIN
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            assert {"x-request-id", "x-job-id", "retry-after"} <= set(exposed)
+        other = await http.get("/healthz", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_settings_no_other_origin_is_let_in(http, worker):
+    headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    assert (await http.options(CHAT, headers=headers)).status_code == 405
+    answer = await http.post(CHAT, json=BODY, headers={"origin": ORIGIN})
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def raw(url: str, version: str, path: str, body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
+    """A request as old clients send it, and the answer's headers and bytes up to the end of the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    lines, _, rest = answer.partition(b"\r\n\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines.decode().split("\r\n")[1:])
+    return headers, rest
+
+
+async def test_old_clients_get_no_chunks(url, worker):
+    headers, answer = await raw(url, "1.0", CHAT, {**BODY, "stream": True})
+    assert "transfer-encoding" not in headers
+    assert headers["connection"] == "close"
+    lines = [line for line in answer.split(b"\n") if line and not line.startswith(b":")]
+    assert all(line.startswith(b"data: ") for line in lines)
+    assert lines[-1] == b"data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-1])
+    assert text == "Once upon a time"
+    headers, answer = await raw(url, "1.0", CHAT, BODY)
+    assert int(headers["content-length"]) == len(answer)
+
+
+async def test_content_types_that_are_not_json_say_what_to_send(http, worker):
+    data = json.dumps(BODY).encode()
+    response = await http.post(CHAT, content=data, headers={"content-type": "application/x-www-form-urlencoded"})
+    assert response.status_code == 415
+    assert "-H 'content-type: application/json'" in response.json()["error"]["message"]
+    assert response.json()["error"]["value"] == "application/x-www-form-urlencoded"
+    assert (await http.post(CHAT, content=data)).status_code == 200  # none at all
+
+
+async def test_a_missing_model_is_the_only_one(http, worker, broker):
+    for path, body in (
+        (CHAT, {"messages": BODY["messages"]}),
+        (COMPLETE, {"prompt": "Once", "model": None}),
+    ):
+        assert (await http.post(path, json=body)).json()["model"] == "tale"
+    assert (await http.post("/v1/jobs", json={"prompt": "Once", "sampling": {}})).json()["model"] == "tale"
+    unknown = await http.post(CHAT, json={**BODY, "model": "story"})
+    assert (unknown.status_code, unknown.json()["error"]["limit"]) == (404, "tale")
+    assert "served: tale" in unknown.json()["error"]["message"]
+    other = await Lease.register(broker, replace(worker_card(await broker.models.cards()), name="other"))
+    two = await http.post(CHAT, json={"messages": BODY["messages"]})
+    assert (two.status_code, two.json()["error"]["param"], two.json()["error"]["limit"]) == (
+        400,
+        "model",
+        "other, tale",
+    )
+    await other.close()
+
+
+def worker_card(cards: Any) -> Any:
+    (card,) = cards
+    return card
+
+
+async def test_without_any_model_there_is_none_to_take(http):
+    response = await http.post(CHAT, json={"messages": BODY["messages"]})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_a_missing_model_in_python(worker, broker, broker_config):
+    async with Client(config=broker_config) as client:
+        assert (await client.generate(prompt="Once")).text == "Once upon a time"
+        with pytest.raises(ModelNotFound, match="served: tale"):
+            await client.submit(model="story", prompt="Once")
+        other = await Lease.register(broker, replace(worker_card(await broker.models.cards()), name="other"))
+        with pytest.raises(InvalidRequest, match="one of those served: other, tale"):
+            await client.submit(prompt="Once")
+        await other.close()
+
+    def blocking() -> str:
+        with SyncClient(config=replace(broker_config, prefix="empty")) as client, pytest.raises(Unavailable):
+            client.submit(prompt="Once")
+        with SyncClient(config=broker_config) as client:
+            return client.submit(model="tale", prompt="Once").model
+
+    assert await asyncio.to_thread(blocking) == "tale"
