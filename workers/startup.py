@@ -18,6 +18,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.overlap import Overlap
+from ktqueue.loading.identity import ModelFiles, compute_settings
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
@@ -62,22 +63,31 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     _check(config)
     config = replace(config, threads=set_threads(config))
     dtype = compute_dtype(config)
-    try:
-        model = load_model(
-            config.model,
-            rules=config.rules,
-            device=config.device,
-            dtype=dtype,
+    with ModelFiles(config.model, config.tokenizer) as files:
+        try:
+            model = load_model(
+                config.model,
+                rules=config.rules,
+                device=config.device,
+                dtype=dtype,
+                deferred_experts=config.deferred_experts,
+                progress=progress,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: "
+                f"{error}",
+                param="engine.device",
+                value=config.device,
+            ) from error
+        built = assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
+        settings = compute_settings(
+            model.plan,
+            dtype=str(dtype),
+            kv_cache_dtype=str(cache_dtype(config, dtype)),
             deferred_experts=config.deferred_experts,
-            progress=progress,
         )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
-            param="engine.device",
-            value=config.device,
-        ) from error
-    return assemble(config, model, load_tokenizer(config.tokenizer or config.model), captured)
+        return replace(built, card=replace(built.card, digest=files.digest(settings)))
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:

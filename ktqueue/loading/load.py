@@ -66,6 +66,7 @@ class LoadedModel:
     card_facts: CardFacts
     dtype: torch.dtype
     attention: AttentionFacts
+    plan: Plan
 
     @property
     def experts_per_token(self) -> int:
@@ -246,7 +247,7 @@ def load_model(
     module.eval()
     if not isinstance(module, Operator):
         rehearse(module, kv_layout(prepared.config, 1, dtype), path)
-    return LoadedModel(module, prepared.config, facts, dtype, attention)
+    return LoadedModel(module, prepared.config, facts, dtype, attention, prepared.plan)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

@@ -32,7 +32,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     maps: list[Bytes] = []
     extra = _layers_that_predict_more(config)
     renamed = to_modules(config)
-    for file in _files(folder):
+    for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
             name = renamed(tensor.name)
@@ -65,8 +65,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path) -> list[Path]:
-    """One file, which goes before an index, as in transformers; or those that the index names."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the index names.
+
+    Raises CheckpointError.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]

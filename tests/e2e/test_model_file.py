@@ -1,0 +1,67 @@
+"""The model's file is cut, written over and put back while workers serve: no job fails, none gets other weights."""
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.loading.checkpoint import resolve
+
+GREEDY = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+
+
+async def served(stack: Any) -> list[str]:
+    (model,) = (await stack.http.get("/v1/models")).json()["data"]
+    return list(model["digests"])
+
+
+async def reload(stack: Any) -> list[str]:
+    """Kill the fork server, and its worker with it; the digests of the model that is loaded then."""
+    former, worker = await served(stack), stack.up.workers[0].pid
+    os.kill(stack.up.fork_server.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while stack.up.workers[0].pid in (worker, None) or (now := await served(stack)) == former:
+            await asyncio.sleep(0.05)
+    return now
+
+
+@pytest.mark.timeout(200)
+async def test_a_model_file_may_change_under_its_workers(start_stack: Any, tmp_path: Path) -> None:
+    path = Path(shutil.copy(resolve("demo"), tmp_path / "demo.gguf"))
+    original = path.read_bytes()
+    body = {"prompt": "Once upon a time", "sampling": GREEDY}
+    async with start_stack(engine={"model": str(path)}, broker={"max_attempts": 1}) as stack:
+        calm = await stack.read(await stack.submit(**body))
+
+        def cut(events: int) -> None:
+            if events == 20:
+                os.truncate(path, 4096)
+
+        job = await stack.submit(**body)
+        stream = await stack.read(job, on_event=cut)
+        assert stream.choices() == calm.choices()
+        assert path.stat().st_size == 4096
+        record = await stack.job(job)
+        assert (record["state"], record["attempts"]) == ("done", 1)
+        assert stack.up.workers[0].deaths == 0
+        assert [record["digest"]] == await served(stack)
+
+        # Other weights under the same name: what has begun waits for its own, what has not is served.
+        middle = len(original) // 2
+        changed = bytes(byte ^ 1 for byte in original[middle : middle + 4096])
+        path.write_bytes(original[:middle] + changed + original[middle + 4096 :])
+        begun = await stack.submit(**body)
+        stream = await stack.read(begun, leave_after=20)
+        assert await reload(stack) != [record["digest"]]
+        fresh = await stack.submit(prompt="Once", sampling={**GREEDY, "max_tokens": 4})
+        assert (await stack.read(fresh)).state == "done"
+        waiting = await stack.job(begun)
+        assert (waiting["state"], waiting["position"], waiting["digest"]) == ("queued", 1, record["digest"])
+
+        path.write_bytes(original)
+        assert await reload(stack) == [record["digest"]]
+        assert (await stack.read(begun, stream)).choices() == calm.choices()
