@@ -224,7 +224,7 @@ class Jobs:
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
-        """Waiting jobs that only some workers of their model can take; 64 groups at most, the longest unserved first."""
+        """Waiting jobs that only some workers of their model can take; 64 groups at most, longest unserved first."""
         reply = await self._scripts.call("bound")
         return [
             BoundJobs(

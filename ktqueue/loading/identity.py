@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ktqueue.core.codec import dumps
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, Unavailable
 from ktqueue.loading.checkpoint import resolve
 from ktqueue.loading.gguf_checkpoint import part_paths
 from ktqueue.loading.plan import Plan
@@ -62,15 +62,15 @@ class ModelFiles:
     def digest(self, settings: Mapping[str, Any]) -> str:
         """The model's digest, in hexadecimal; waits until all is read. `settings`: see `compute_settings`.
 
-        Raises CheckpointError where a file has been changed since the beginning, so that the weights that were loaded
-        are perhaps of neither.
+        Raises Unavailable where a file has been changed since the beginning, so that what was loaded is perhaps neither
+        the one nor the other: a new start may find it whole.
         """
         whole = hashlib.sha256(dumps([COMPUTATION, self._name, dict(settings)]))
         for leaves in self._leaves:
             whole.update(hashlib.sha256(b"".join(leaf.result() for leaf in leaves)).digest())
         for path, state in self._states.items():
             if _state(path) != state:
-                raise CheckpointError(f"{path}: the file was changed while it was loaded; start again")
+                raise Unavailable(f"{path}: the file was changed while it was loaded")
         return whole.hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -112,7 +112,7 @@ def _leaf(path: Path, start: int, size: int) -> bytes:
             while size:
                 data = file.read(min(size, READ_BYTES))
                 if not data:
-                    raise CheckpointError(f"{path}: the file was cut while it was loaded; start again")
+                    raise Unavailable(f"{path}: the file was cut while it was loaded")
                 made.update(data)
                 size -= len(data)
     except OSError as error:

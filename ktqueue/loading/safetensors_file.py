@@ -66,10 +66,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the index names.
-
-    Raises CheckpointError.
-    """
+    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the
+    index names. Raises CheckpointError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]

@@ -63,7 +63,7 @@ class CpuDecoder(Operator):
         """Pack all matrices; embeddings stay as they are stored. Raises ValueError if they do not fit."""
         facts = self.facts
         stored = weights.matrix("model.embed_tokens.weight")
-        # A copy: whoever read a mapped file that is cut or written over would die of SIGBUS, or go on with other weights.
+        # A copy: who reads a mapped file that is cut or written over dies of SIGBUS, or goes on with other weights.
         embedding = replace(stored, data=stored.data.copy())
         head = load_linear(weights, "lm_head", **self._options)
         self.embedding_bytes = embedding.data.nbytes

@@ -1,6 +1,5 @@
 """A digest is equal where tokens are, whatever files are called; and no file that is changed later is read again."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import Unavailable
 from ktqueue.loading import identity
 from ktqueue.loading.checkpoint import resolve
 from ktqueue.loading.identity import ModelFiles, compute_settings
@@ -94,7 +93,7 @@ def test_settings_count_where_they_decide_tokens(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_loaded_is_refused(copy):
-    with ModelFiles(str(copy), None) as files, pytest.raises(CheckpointError, match=r"copy.gguf.*changed while"):
+    with ModelFiles(str(copy), None) as files, pytest.raises(Unavailable, match=r"copy.gguf.*changed while"):
         [leaf.result() for leaves in files._leaves for leaf in leaves]
         with copy.open("r+b") as file:
             file.write(b"GGUF")
@@ -104,7 +103,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(copy):
 def test_a_file_that_is_cut_while_it_is_loaded_is_refused(copy):
     files = ModelFiles(str(copy), None)
     os.truncate(copy, 1000)
-    with pytest.raises(CheckpointError, match=r"copy.gguf.*cut while"), files:
+    with pytest.raises(Unavailable, match=r"copy.gguf.*cut while"), files:
         files.digest({})
 
 
