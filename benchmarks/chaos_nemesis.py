@@ -45,10 +45,10 @@ class HalfBlind(Supervisor):
 
     unseen: set[int]
 
-    def bury(self, pid: int) -> None:
+    def bury(self, pid: int, code: int) -> None:
         """See Supervisor."""
         if pid not in self.unseen:
-            super().bury(pid)
+            super().bury(pid, code)
 
 
 class Nemesis:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,7 @@ class Contest:
             killed = time.monotonic_ns()
             victim.kill()
             if name == SUPERVISED:
-                asyncio.run(bury(BrokerConfig(url=self._url), victim.process_id))
+                asyncio.run(bury(BrokerConfig(url=self._url), victim.process_id, -signal.SIGKILL))
             at = client.ask({"again": LONGEST_WAIT[tuned]})["at"]
         return {"seconds": None if at is None else (at - killed) / 1e9, "twice": False}
 

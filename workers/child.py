@@ -30,7 +30,8 @@ class ProcessFailed(KtqueueError):
 
 
 class Child:
-    """`final_codes` are exit codes that say that starting again would not help. `on_death` gets the process id.
+    """`final_codes` are exit codes that say that starting again would not help. `on_death` gets the process id
+    and the return code.
 
     `quick_death` and `longest_pause`: seconds; the less a start costs, the less it has to be put off. A process that a
     signal ended is always started again: what killed it may be a job, and a job does that only so often.
@@ -45,7 +46,7 @@ class Child:
         final_codes: frozenset[int] = frozenset(),
         quick_death: float = QUICK_DEATH,
         longest_pause: float = LONGEST_PAUSE,
-        on_death: Callable[[int], None] | None = None,
+        on_death: Callable[[int, int], None] | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
@@ -88,7 +89,7 @@ class Child:
                 return
             self.deaths += 1
             if self._on_death is not None:
-                self._on_death(process.pid)
+                self._on_death(process.pid, code)
             if code in self._final_codes:
                 raise ProcessFailed(f"{self.name} ended with code {code}{self._log_tail()}")
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < self._quick_death else 0
@@ -147,4 +148,6 @@ class Child:
 
 
 def _cause(code: int) -> str:
+    if code == -signal.SIGBUS:
+        return "signal SIGBUS: memory is used up or broken, or a file in use was cut"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"

@@ -19,6 +19,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.overlap import Overlap
+from ktqueue.loading.identity import ModelFiles, compute_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
@@ -79,15 +80,24 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     if prepared.refusal is not None:
         raise prepared.refusal
     tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
-    try:
-        model = load_prepared(prepared, progress)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: {error}",
-            param="engine.device",
-            value=config.device,
-        ) from error
-    return assemble(config, model, tokenizer, captured)
+    with ModelFiles(config.model, config.tokenizer) as files:
+        try:
+            model = load_prepared(prepared, progress)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: "
+                f"{error}",
+                param="engine.device",
+                value=config.device,
+            ) from error
+        built = assemble(config, model, tokenizer, captured)
+        settings = compute_settings(
+            model.plan,
+            dtype=str(dtype),
+            kv_cache_dtype=str(cache_dtype(config, dtype)),
+            deferred_experts=config.deferred_experts,
+        )
+        return replace(built, card=replace(built.card, digest=files.digest(settings)))
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:

@@ -152,9 +152,9 @@ class Supervisor:
             await self._redis.stop()
             self._redis = None
 
-    def bury(self, pid: int) -> None:
+    def bury(self, pid: int, code: int) -> None:
         """A worker's process has ended: let its jobs go on before its lease lapses."""
-        task = asyncio.create_task(bury(self.config.broker, pid), name=f"burial of {pid}")
+        task = asyncio.create_task(bury(self.config.broker, pid, code), name=f"burial of {pid}")
         self._burials.add(task)
         task.add_done_callback(self._burials.discard)
 
@@ -220,7 +220,7 @@ class Supervisor:
         name: str,
         launch: Launch,
         state: Path,
-        on_death: Callable[[int], None] | None = None,
+        on_death: Callable[[int, int], None] | None = None,
         **pauses: float,
     ) -> Child:
         log_path = state / f"{name}.log"

@@ -42,9 +42,12 @@ class Reaper:
                 away = True
             await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
 
-    async def bury(self, worker_id: str) -> None:
-        """Take a worker's jobs back now, since its process is known to have ended. Raises Unavailable."""
-        await self._scripts.call("bury", worker_id)
+    async def bury(self, worker_id: str, *, blameless: bool = False) -> None:
+        """Take a worker's jobs back now, since its process is known to have ended.
+
+        `blameless`: none of its jobs can have been the cause, so that this is nobody's try. Raises Unavailable.
+        """
+        await self._scripts.call("bury", worker_id, "1" if blameless else "")
         await self.reap()
 
     async def reap(self) -> tuple[int, int]:

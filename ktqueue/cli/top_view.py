@@ -72,7 +72,7 @@ def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "
         Text(remark, style="yellow", no_wrap=True, overflow="ellipsis"),
         _workers(shown_workers),
         Text(),
-        _queues(queues),
+        _queues(queues, snapshot.workers),
     )
 
 
@@ -102,14 +102,13 @@ def _unserved(bound: Sequence["BoundJobs"]) -> str:
 
 
 def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
-    made = _table(("worker", "model", "digest", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
+    made = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
     for worker in workers:
         stats = worker.stats
         pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
         made.add_row(
             "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # without the host, which has a column
             worker.model,
-            worker.digest[:SHORT_DIGEST],
             worker.host,
             span(worker.lease_left, digits=1),
             f"{stats.get('running', 0):.0f}/{worker.max_num_seqs}",
@@ -120,11 +119,15 @@ def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
     return made
 
 
-def _queues(queues: Sequence[tuple[str, str, int, int, float | None]]) -> "Table":
-    made = _table(("queue", "class"), ("waiting", "running", "oldest wait"))
+def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"]) -> "Table":
+    made = _table(("queue", "class", "digest"), ("waiting", "running", "oldest wait"))
+    digests: dict[str, set[str]] = {}
+    for worker in workers:
+        digests.setdefault(worker.model, set()).add(worker.digest[:SHORT_DIGEST])
     for model, job_class, waiting, running, wait in queues:
         oldest = "" if wait is None else span(wait, digits=1)
-        made.add_row(model, job_class, f"{waiting:,}", f"{running:,}", oldest)
+        served = " ".join(sorted(digests.get(model, ())))
+        made.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", oldest)
     return made
 
 

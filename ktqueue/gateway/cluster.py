@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ktqueue.broker.jobs import QueueDepth, TenantLoad
+from ktqueue.broker.jobs import BoundJobs, QueueDepth, TenantLoad
 from ktqueue.broker.models import WorkerInfo
+from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.gateway.metrics import Metric, counter, gauge
 
 # Key of a worker's stats, vLLM's metric name, what it is. Counters grow as long as one incarnation lives.
@@ -45,6 +46,15 @@ def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
         queued.add_metric((depth.model, "batch"), depth.batch)
         running.add_metric((depth.model,), depth.running)
     return [queued, running]
+
+
+def bound_metrics(bound: Iterable[BoundJobs]) -> list[Metric]:
+    """What waits for some workers of its model alone."""
+    waiting = gauge("jobs_bound", "Jobs that wait for a worker with a digest.", ("model_name", "digest", "format"))
+    for one in bound:
+        digest = (one.digest or "")[:SHORT_DIGEST]
+        waiting.add_metric((one.model, digest, str(one.format)), one.interactive + one.batch)
+    return [waiting]
 
 
 def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:

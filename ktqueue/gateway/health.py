@@ -7,7 +7,7 @@ from ktqueue import __version__
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import DEFAULT_TENANT
 from ktqueue.gateway.auth import tenant_of
-from ktqueue.gateway.cluster import queue_metrics, tenant_metrics, worker_metrics
+from ktqueue.gateway.cluster import bound_metrics, queue_metrics, tenant_metrics, worker_metrics
 from ktqueue.gateway.faults import PermissionDenied, ShuttingDown
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
@@ -53,11 +53,11 @@ async def metrics(request: Request) -> Response:
     snapshot: list[Metric] = []
     up = gauge("broker_up", "Whether the broker answered.", ())
     try:
-        depths = await gateway.broker.jobs.depth()
+        depths, bound = await gateway.broker.jobs.depth(), await gateway.broker.jobs.bound()
         workers = await gateway.broker.models.workers()
         loads = await gateway.broker.jobs.tenant_loads([tenant.name for tenant in gateway.config.gateway.tenants])
         up.add_metric((), 1)
-        snapshot = [*queue_metrics(depths), *tenant_metrics(loads), *worker_metrics(workers)]
+        snapshot = [*queue_metrics(depths), *bound_metrics(bound), *tenant_metrics(loads), *worker_metrics(workers)]
     except KtqueueError:
         up.add_metric((), 0)
     return Response(gateway.metrics.exposition([up, *snapshot]), headers={"content-type": CONTENT_TYPE})

@@ -156,6 +156,7 @@ class Model(_Shape):
     max_model_len: int
     architecture: str
     quantization: str
+    digests: list[str]
 
 
 class ModelList(_Shape):
@@ -180,8 +181,9 @@ class Job(_Shape):
     object: Literal["job"]
     state: Literal["queued", "running", "done", "failed", "cancelled", "expired"]
     model: str
+    digest: str | None
     job_class: Literal["interactive", "batch"]
-    priority: int
+    priority: int | None
     created_at: float
     started_at: float | None
     finished_at: float | None

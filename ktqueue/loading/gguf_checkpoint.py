@@ -25,6 +25,15 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 MAX_LAYERS = 4096
 
 
+def part_paths(path: Path) -> list[Path]:
+    """The files of a GGUF model, in order, by the name of any of them."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match["stem"], int(match["count"])
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
 def read_parts(path: Path) -> list[GgufHeader]:
     """The headers of all parts of a GGUF model, in order; metadata is in the first. Raises CheckpointError."""
     match = _SPLIT.fullmatch(path.name)
@@ -38,8 +47,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
         return [header]
     count = int(match["count"])
     parts = []
-    for number in range(1, count + 1):
-        part = path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf")
+    for number, part in enumerate(part_paths(path), 1):
         if not part.exists():
             raise CheckpointError(f"{part}: part {number} of {count} is missing")
         header = read_header(part)

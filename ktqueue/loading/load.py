@@ -66,6 +66,7 @@ class LoadedModel:
     card_facts: CardFacts
     dtype: torch.dtype
     attention: AttentionFacts
+    plan: Plan
 
     @property
     def experts_per_token(self) -> int:
@@ -272,7 +273,7 @@ def load_prepared(prepared: Prepared, progress: Progress | None = None) -> Loade
     module.eval()
     if not isinstance(module, Operator):
         rehearse(module, kv_layout(prepared.config, 1, prepared.dtype), prepared.checkpoint.path)
-    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention)
+    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention, prepared.plan)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

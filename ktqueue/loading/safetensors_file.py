@@ -35,7 +35,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     maps: list[Bytes] = []
     extra = _layers_that_predict_more(config)
     renamed = to_modules(config)
-    for file in _files(folder):
+    for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
             name = renamed(tensor.name)
@@ -55,8 +55,9 @@ def _layers_that_predict_more(config: dict[str, Any]) -> range:
     return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
 
-def _files(folder: Path) -> list[Path]:
-    """One file, which goes before an index, as in transformers; or those that the index names."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the
+    index names. Raises CheckpointError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]

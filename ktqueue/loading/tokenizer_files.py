@@ -21,6 +21,7 @@ from ktqueue.loading.json_file import read_json
 from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.vocabulary_data import VocabularyData
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 

@@ -4,7 +4,7 @@ Takes the place of the model that transformers built: token ids go in, logits co
 layers. Rotary tables come from the model's own module. Knows no file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -60,9 +60,11 @@ class CpuDecoder(Operator):
         return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
 
     def load(self, weights: ModuleWeights) -> None:
-        """Pack all matrices; embeddings are read where they are stored. Raises ValueError if they do not fit."""
+        """Pack all matrices; embeddings stay as they are stored. Raises ValueError if they do not fit."""
         facts = self.facts
-        embedding = weights.matrix("model.embed_tokens.weight")
+        stored = weights.matrix("model.embed_tokens.weight")
+        # A copy: who reads a mapped file that is cut or written over dies of SIGBUS, or goes on with other weights.
+        embedding = replace(stored, data=stored.data.copy())
         head = load_linear(weights, "lm_head", **self._options)
         self.embedding_bytes = embedding.data.nbytes
         self._dense_bytes = head.bytes

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import time
 from itertools import islice
@@ -9,11 +10,11 @@ from itertools import islice
 import pytest
 from rich.console import Console
 
-from ktqueue.broker.jobs import QueueDepth
+from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.broker.server import PrivateServer
 from ktqueue.broker.snapshot import Snapshot
-from ktqueue.cli.top_view import frame
+from ktqueue.cli.top_view import document, frame
 
 LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
 
@@ -27,7 +28,9 @@ def test_one_frame_is_plain_text(ktqueue, stack):
     assert heads.split() == ["worker", "model", "host", "lease", "rows", "pages", "tok/s", "last", "step"]
     assert "demo" in worker
     queues = done.stdout.partition("queue ")[2].splitlines()
-    assert [line.split()[:4] for line in queues[1:]] == [["demo", "interactive", "0", "0"], ["demo", "batch", "0", "0"]]
+    shown = [line.split() for line in queues[1:]]
+    assert [row[:2] + row[3:5] for row in shown] == [["demo", "interactive", "0", "0"], ["demo", "batch", "0", "0"]]
+    assert all(re.fullmatch("[0-9a-f]{12}", row[2]) for row in shown)
     assert "\033" not in done.stdout
 
 
@@ -117,6 +120,7 @@ def worker(number: int) -> WorkerInfo:
     """A worker with wide figures."""
     return WorkerInfo(
         worker_id=f"long-host-name-{1000000 + number}-ab12cd34", model="Qwen3-Coder-480B-A35B-Instruct-Q4_K_M",
+        digest="0123456789abcdef" * 2,
         max_num_seqs=256, running=255, host="long-host-name.rack-7.example", started_at=0.0,
         process=f"boot:1:{1000000 + number}",
         stats={"running": 256, "free_pages": 0, "total_pages": 9, "draining": 1,
@@ -144,3 +148,15 @@ def test_a_frame_fits_a_small_terminal(workers, models):
         assert figure in text
     assert "1000000-a" in text
     assert ("lines do not fit" in text) == (workers + models > 2)
+
+
+def test_jobs_that_no_worker_can_take_are_named():
+    bound = [
+        BoundJobs(model="chat", format=1, digest="0123456789abcdef" * 2, interactive=2, batch=1, unserved=60.0),
+        BoundJobs(model="chat", format=2, digest=None, interactive=4, batch=0, unserved=1.0),
+    ]
+    snapshot = Snapshot(taken_at=0.0, workers=[], depths=[], bound=bound, memory_used=1, memory_limit=0)
+    written = io.StringIO()
+    Console(file=written, width=120).print(frame(snapshot))
+    assert "3 jobs of chat wait for a worker with digest 0123456789ab (and 4 more)" in written.getvalue()
+    assert [one["unserved"] for one in document(snapshot)["bound"]] == [60.0, 1.0]

@@ -3,13 +3,16 @@
 import contextlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktqueue.core import codec
 from ktqueue.core.codec import (
     CodecError,
+    NewerFormat,
     decode_card,
     decode_event,
     decode_request,
@@ -165,3 +168,29 @@ def test_what_json_cannot_hold_is_an_invalid_request(value):
     request = GenerationRequest(model="m", messages=({"role": "user", "content": value},))
     with pytest.raises(InvalidRequest, match="JSON"):
         encode_request(request)
+
+
+def test_what_a_newer_version_added_in_a_known_format_is_passed_over():
+    request = GenerationRequest(model="tale", prompt="Once")
+    value = json.loads(encode_request(request))
+    value["novelty"] = value["sampling"]["novelty"] = 1
+    assert decode_request(json.dumps(value)) == request
+    event = TokenEvent(seq=1, text="x", state=JobState.FAILED, error=ErrorInfo(code="a", message="b"))
+    value = json.loads(encode_event(event))
+    value["novelty"] = value["e"]["novelty"] = 1
+    assert decode_event(1, json.dumps(value)) == event
+    card = ModelCard(
+        name="tale", created=1, max_model_len=1, vocab_size=1, architecture="a", quantization="b", max_num_seqs=1,
+        digest="c",
+    )  # fmt: skip
+    more = json.dumps({**json.loads(encode_card_more(card)), "novelty": 1})
+    assert decode_card(encode_card(card), more) == card
+    assert decode_card(encode_card(card)) == replace(card, digest="")
+
+
+def test_a_newer_format_is_told_from_what_is_no_record(monkeypatch):
+    with pytest.raises(NewerFormat, match=r"format 2.*up to 1"):
+        decode_event(1, b'{"v":2,"x":"a"}')
+    monkeypatch.setattr(codec, "VERSION", 2)
+    for version in (1, 2):
+        assert decode_event(1, f'{{"v":{version},"x":"a"}}').text == "a"

@@ -69,12 +69,19 @@ async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
 
 
 async def test_what_a_signal_ends_is_never_given_up_nor_put_off_for_long(tmp_path: Path) -> None:
-    died: list[int] = []
+    died: list[tuple[int, int]] = []
     command = Command(["sh", "-c", "kill -9 $$"], os.environ)
-    child = Child("thing", command, log_path=tmp_path / "log", on_death=died.append, longest_pause=0.01)
+    child = Child(
+        "thing",
+        command,
+        log_path=tmp_path / "log",
+        on_death=lambda pid, code: died.append((pid, code)),
+        longest_pause=0.01,
+    )
     watching = asyncio.create_task(child.run())
     await until(lambda: child.deaths > 2 * child_module.MAX_QUICK_DEATHS)
     assert len(set(died)) == len(died) >= 2 * child_module.MAX_QUICK_DEATHS
+    assert {code for _, code in died} == {-signal.SIGKILL}
     child.stop()
     await child.ended(5.0)
     await watching

@@ -4,6 +4,7 @@
 -- A worker is dead when its lease has lapsed, or when it has let a beat pass and the connection that it had when it beat
 -- last is closed, although this server has been there all the time: that is how the death of a process looks from here.
 -- Of a dead worker's jobs those are to blame whose journals have not grown since; or the one on trial, if it is of them.
+-- None is where whoever saw the worker's end says so.
 -- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
 -- it began gets one more lease time; at most 256 deadlines a call.
 local SILENCE = 0.375 -- leases without a beat, of which there are four in each
@@ -20,14 +21,15 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', digits(now)
 end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', digits(now))) do
   local running = redis.call('HGETALL', TAG .. 'running:' .. worker)
-  local trial, on_trial = redis.call('HGET', TAG .. 'worker:' .. worker, 'trial'), false
+  local field = redis.call('HMGET', TAG .. 'worker:' .. worker, 'trial', 'blameless')
+  local trial, on_trial = field[1], false
   for i = 1, #running, 2 do
     on_trial = on_trial or running[i] == trial and not has_grown(trial, tonumber(running[i + 1]))
   end
   for i = 1, #running, 2 do
     local id, seq = running[i], tonumber(running[i + 1])
     local how = 'suspect'
-    if on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end
+    if field[2] or on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end
     give_back(id, seq, now, how, max_attempts, events, ARGV[6], ARGV[7])
     orphans = orphans + 1
   end

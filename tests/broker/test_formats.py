@@ -1,0 +1,129 @@
+"""Records and journals of a newer version: an older worker leaves them, an older reader says what it cannot read."""
+
+from dataclasses import replace
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core import codec
+from ktqueue.core.codec import NewerFormat
+from ktqueue.core.events import JobState, TokenEvent
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """What is done in its block is done by a version that writes and reads format 2."""
+
+    class Newer:
+        def __enter__(self):
+            monkeypatch.setattr(codec, "VERSION", 2)
+
+        def __exit__(self, *fault):
+            monkeypatch.undo()
+
+    return Newer()
+
+
+async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(broker, card, make_request, newer):
+    old = await Lease.register(broker, card)
+    with newer:
+        ahead = [await broker.jobs.submit(make_request()) for _ in range(300)]
+    behind = await broker.jobs.submit(make_request())
+    assert [claim.job_id for claim in await old.claim(8)] == [behind.id]
+    (depth,) = await broker.jobs.depth()
+    assert (depth.interactive, depth.running) == (300, 1)
+    with newer:
+        young = await Lease.register(broker, card)
+        claims = await young.claim(2)
+    assert [(claim.job_id, claim.attempt) for claim in claims] == [(ahead[0].id, 1), (ahead[1].id, 1)]
+    for lease in (old, young):
+        await lease.close()
+
+
+async def test_a_newer_worker_takes_jobs_of_both_formats_in_order(broker, card, make_request, newer):
+    await (await Lease.register(broker, card)).close()
+    first = await broker.jobs.submit(make_request())
+    with newer:
+        second = await broker.jobs.submit(make_request())
+    third = await broker.jobs.submit(make_request())
+    with newer:
+        young = await Lease.register(broker, card)
+        claims = await young.claim(8)
+    assert [claim.job_id for claim in claims] == [first.id, second.id, third.id]
+    await young.close()
+
+
+async def test_no_newer_job_is_handed_to_an_older_worker_that_waits(broker, card, make_request, newer):
+    old = await Lease.register(broker, card)
+    assert await old.claim(8, wait=True) == []
+    with newer:
+        job = await broker.jobs.submit(make_request())
+    assert (job.state, job.worker_id) == (JobState.QUEUED, None)
+    await old.close()
+
+
+async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(broker, card, make_request, newer, raw):
+    old = await Lease.register(broker, card)
+    strange = await broker.jobs.submit(make_request())
+    raw.hset(f"{broker.keys.tag}:job:{strange.id}", "request", b'{"v":2,"model":"tale"}')
+    good = await broker.jobs.submit(make_request())
+    assert [claim.job_id for claim in await old.claim(8)] == [good.id]
+    record = await broker.jobs.get(strange.id)
+    assert (record.state, record.attempts, record.request) == (JobState.QUEUED, 0, None)
+    assert await old.claim(8) == []
+    assert [(one.format, one.digest, one.interactive) for one in await broker.jobs.bound()] == [(2, None, 1)]
+    assert (await broker.jobs.cancel(strange.id)).state is JobState.CANCELLED
+    await old.close()
+
+
+async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(broker, card, make_request, newer):
+    card = replace(card, digest="d" * 32)
+    job = None
+    with newer:
+        young = await Lease.register(broker, card)
+    job = await broker.jobs.submit(make_request())
+    with newer:
+        await young.claim(1)
+        await young.commit([(job.id, TokenEvent(seq=1, token_ids=(7,), text="x"))])
+        await young.release([job.id])
+    old = await Lease.register(broker, card)
+    assert await old.claim(8) == []
+    assert (await broker.jobs.get(job.id)).state is JobState.QUEUED
+    assert await old.claim(8) == []
+    with newer:
+        (claim,) = await young.claim(8)
+    assert (claim.job_id, claim.attempt, claim.events[0].text) == (job.id, 1, "x")
+    for lease in (old, young):
+        await lease.close()
+
+
+async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(config, card, make_request, newer, raw):
+    async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
+        old = await Lease.register(broker, card)
+        with newer:
+            job = await broker.jobs.submit(make_request())
+        assert await broker.reaper().fail_unserved() == 0
+        raw.zadd(f"{broker.keys.tag}:bound", {"2:-:tale": 1_000_000})
+        assert await broker.reaper().fail_unserved() == 1
+        record = await broker.jobs.get(job.id)
+        assert (record.state, record.error.code) == (JobState.FAILED, "version_changed")
+        await old.close()
+
+
+async def test_a_reader_says_what_it_cannot_read_and_a_lenient_one_goes_on(broker, card, make_request, newer):
+    await (await Lease.register(broker, card)).close()
+    job = await broker.jobs.submit(make_request())
+    worker = await Lease.register(broker, card)
+    await worker.claim(1)
+    await worker.commit([(job.id, TokenEvent(seq=1, text="x"))])
+    with newer:
+        await worker.commit([(job.id, TokenEvent(seq=2, text="y")), (job.id, TokenEvent(seq=3, state=JobState.DONE))])
+    with pytest.raises(NewerFormat, match="format 2"):
+        await broker.journal.replay(job.id)
+    seen = [event async for event in broker.journal.follow(job.id, lenient=True)]
+    assert seen == await broker.journal.replay(job.id, lenient=True)
+    assert [(event.seq, event.text, event.format) for event in seen] == [(1, "x", None), (2, "", 2), (3, "", 2)]
+    record = await broker.jobs.get(job.id)
+    assert (record.state, record.usage) == (JobState.DONE, None)
+    await worker.close()

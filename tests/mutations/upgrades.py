@@ -1,0 +1,79 @@
+"""Mutations of what holds while models and versions are replaced."""
+
+from mutation import SCRIPTS, Mutation
+
+DIGEST, FORMATS = "tests/broker/test_digest.py", "tests/broker/test_formats.py"
+IDENTITY, BURIAL = "tests/loading/test_identity.py", "tests/workers/test_burial.py"
+
+UPGRADES: dict[str, Mutation] = {
+    "what has begun goes to anybody": Mutation(
+        "a job that has begun goes on under its own digest alone",
+        f"{SCRIPTS}/prelude.lua",
+        "(seq > 0 and at[2] or '-')",
+        "'-'",
+        (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
+    ),
+    "an older version's queue is trusted": Mutation(
+        "a job that has begun goes on under its own digest alone, also where an older version put it back",
+        f"{SCRIPTS}/claim.lua",
+        "job.digest and job.digest ~= digest and tail_of(id) or 0",
+        "0",
+        (f"{DIGEST}::test_what_an_older_reaper_put_back_is_still_bound",),
+    ),
+    "a changed model fails jobs at once": Mutation(
+        "a job whose digest is gone fails only after its time, and while others serve the model",
+        f"{SCRIPTS}/unserved.lua",
+        "local able = not served",
+        "local able = false",
+        (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
+    ),
+    "a digest of half a file": Mutation(
+        "two models with other weights have other digests",
+        "ktqueue/loading/identity.py",
+        "starts = range(0, size, LEAF_BYTES)",
+        "starts = range(0, size // 2, LEAF_BYTES)",
+        (f"{IDENTITY}::test_one_bit_of_the_weights_makes_another_model",),
+    ),
+    "embeddings stay mapped": Mutation(
+        "a model's file may be cut while it is served",
+        "ktqueue/operators/decoder.py",
+        "data=stored.data.copy()",
+        "data=stored.data",
+        (f"{IDENTITY}::test_no_file_is_mapped_once_a_model_is_loaded[gguf-default]",),
+    ),
+    "SIGBUS is a job's fault": Mutation(
+        "what the machine does to a worker is no try of its jobs",
+        f"{SCRIPTS}/reap.lua",
+        "if field[2] or on_trial",
+        "if on_trial",
+        (f"{BURIAL}::test_what_the_machine_did_is_no_jobs_try",),
+    ),
+    "newer jobs in everybody's way": Mutation(
+        "a worker claims only what it can read, and is not held up by the rest",
+        f"{SCRIPTS}/submit.lua",
+        "if format ~= '1' then redis.call('HSET', job, 'format', format) end",
+        "",
+        (f"{FORMATS}::test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them",),
+    ),
+    "newer jobs are handed to older workers": Mutation(
+        "a worker is given only what it can read",
+        f"{SCRIPTS}/submit.lua",
+        "tonumber(format) <= tonumber(at[5] or 1)",
+        "true",
+        (f"{FORMATS}::test_no_newer_job_is_handed_to_an_older_worker_that_waits",),
+    ),
+    "what cannot be read is failed": Mutation(
+        "a job of a newer format is left to workers that read it",
+        "ktqueue/broker/lease.py",
+        "            except NewerFormat as fault:\n                newer +=",
+        "            except ZeroDivisionError as fault:\n                newer +=",
+        (f"{FORMATS}::test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try",),
+    ),
+    "a newer record hides the job": Mutation(
+        "a gateway shows and cancels jobs that it cannot read",
+        "ktqueue/broker/job_record.py",
+        "    except (CodecError, InvalidRequest) as error:",
+        "    except InvalidRequest as error:",
+        ("tests/gateway/test_newer.py::test_a_newer_record_can_be_seen_listed_and_cancelled",),
+    ),
+}
