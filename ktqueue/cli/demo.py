@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ktqueue.cli.console import results, write
+from ktqueue.cli.extras import require
 from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.wrapped import Wrapped
@@ -46,6 +47,7 @@ def demo(common: CommonFlags, engine: EngineFlags) -> None:
     """Start everything, stream a tale over HTTP, run a batch of 32 prompts, sum up, stop everything."""
     import asyncio
 
+    require("gateway", "worker")
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
     config = settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0))
     config = replace(config, gateway=replace(config.gateway, api_keys=(), tenants=()))  # its own, for a minute
