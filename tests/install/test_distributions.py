@@ -1,5 +1,6 @@
 """What wheels and source distributions hold, and that a wheel is the same from the tree and from the sources."""
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -64,6 +65,23 @@ def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(whee
         parts = [Path(name).parts for name in sources.getnames()]
     assert {part[1] for part in parts} == {"ktqueue", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
     assert contents(build_wheel(archive, tmp_path / "wheel")) == contents(wheel)
+
+
+def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel, tmp_path):
+    context = tmp_path / "context"
+    context.mkdir()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    for name in (line[1:] for line in lines if line.startswith("!")):
+        source, target = ROOT / name, context / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy2(source, target)
+    assert contents(build_wheel(context, tmp_path / "wheel")) == contents(wheel)
+    assert (context / "csrc" / "ktqueue_kernels" / "tale-teller-q4_0.gguf").is_file()
+    assert (context / "csrc" / "LICENSE").is_file()
 
 
 def test_the_sources_of_the_kernels_are_whole(tmp_path):
