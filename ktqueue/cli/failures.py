@@ -7,7 +7,7 @@ import sys
 import traceback
 from enum import IntEnum
 
-from ktqueue.cli.extras import extra_with
+from ktqueue.cli.extras import command, extra_with
 from ktqueue.core.errors import (
     CheckpointError,
     ConfigError,
@@ -57,7 +57,7 @@ def line(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
-        text = f"this needs the package {error.name}: pip install 'ktqueue[{extra_with(error.name)}]'"
+        text = f"this needs the package {error.name}: {command(extra_with(error.name))}"
     elif isinstance(error, ImportError):
         text = str(error)
     else:

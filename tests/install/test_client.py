@@ -66,5 +66,6 @@ def test_other_verbs_say_what_to_install_and_start_nothing(run, client_bin, tmp_
     done = run(client_bin / "ktqueue", *words.split(), cwd=tmp_path)
     assert done.returncode == 1
     assert f"pip install 'ktqueue[{extras}]'" in done.stderr
+    assert (f"pip install ./csrc '.[{extras}]'" in done.stderr) == ("worker" in extras)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
