@@ -163,6 +163,15 @@ format: $(VENV)/dev.stamp ## Put Python and C++ into shape
 	@$(BIN)/ruff format .
 	@git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h' | xargs --no-run-if-empty $(BIN)/clang-format -i
 
+$(VENV)/release.stamp: $(VENV)/dev.stamp
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")' > "$(VENV)/release.txt"
+	@$(PIP) install --requirement "$(VENV)/release.txt"
+	@touch $@
+
+.PHONY: wheels
+wheels: $(VENV)/release.stamp ## Build, check and try what a release uploads, in dist/ (ARGS="--pythons 3.11 --no-trial")
+	@$(BIN)/python -m release.wheels $(ARGS)
+
 .PHONY: bench size clean
 bench: $(VENV)/dev.stamp ## Measure engine and system; LLAMA_PYTHON=... adds llama.cpp beside it
 	@$(BIN)/python -m benchmarks.run $(ARGS)

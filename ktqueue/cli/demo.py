@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ktqueue.cli.console import results, write
+from ktqueue.cli.extras import require
 from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
@@ -74,10 +74,8 @@ def demo(common: CommonFlags, engine: EngineFlags) -> None:
     """Start everything, stream a tale whose worker is killed, run a batch of 32 prompts, sum up, stop everything."""
     import asyncio
 
-    # On AMX a prompt that is read again, as after a kill, may differ by rounding from what was computed token by token.
-    os.environ.setdefault("KTQUEUE_ISA", "avx512")
+    require("gateway", "worker")
     logging.getLogger("ktqueue").setLevel(logging.ERROR)  # the worker's death is no news here
-
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
     config = with_model(settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0)))
     config = replace(config, gateway=replace(config.gateway, api_keys=(), tenants=()))  # its own, for a minute

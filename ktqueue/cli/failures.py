@@ -7,6 +7,7 @@ import sys
 import traceback
 from enum import IntEnum
 
+from ktqueue.cli.extras import command, extra_with
 from ktqueue.core.errors import (
     CheckpointError,
     ConfigError,
@@ -15,8 +16,6 @@ from ktqueue.core.errors import (
     RuleError,
     Unavailable,
 )
-
-GATEWAY_PACKAGES = frozenset({"starlette", "uvicorn", "uvloop", "httptools", "pydantic", "pydantic_core"})
 
 
 class ExitCode(IntEnum):
@@ -58,9 +57,7 @@ def line(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        extra = "arq" if package == "arq" else "gateway" if package in GATEWAY_PACKAGES else "worker"
-        text = f"this needs the package {error.name}: pip install 'ktqueue[{extra}]'"
+        text = f"this needs the package {error.name}: {command(extra_with(error.name))}"
     elif isinstance(error, ImportError):
         text = str(error)
     else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.console import notes, results
+from ktqueue.cli.extras import require
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.core.config import BrokerConfig, Config
@@ -34,6 +35,7 @@ def up(
         config = replace(config, bridge=replace(config.bridge, enabled=True))
     if control:
         config = replace(config, control=replace(config.control, enabled=True))
+    require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
     asyncio.run(_up(config, workers))
 
 

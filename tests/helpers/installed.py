@@ -99,6 +99,6 @@ def _closure(name: str) -> list[metadata.Distribution]:
 
 def _check(environment: Path, folder: Path, module: str) -> None:
     """That a program there imports the module from the environment, not from this tree."""
-    command = [str(environment / "bin" / "python"), "-P", "-c", f"import {module} as found; print(found.__file__)"]
+    command = [str(environment / "bin" / "python"), "-I", "-c", f"import {module} as found; print(found.__file__)"]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     assert Path(found).is_relative_to(environment), f"not the wheel's: {found}"

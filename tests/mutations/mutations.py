@@ -1,5 +1,6 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
+from installing import INSTALLING
 from mutation import ROOT, SCRIPTS, Mutation
 from upgrades import UPGRADES
 
@@ -363,4 +364,5 @@ MUTATIONS: dict[str, Mutation] = {
         ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),
     ),
     **UPGRADES,
+    **INSTALLING,
 }

@@ -10,7 +10,7 @@ from mutations import MUTATIONS, ROOT, Mutation
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_every_mutation_finds_its_place(mutation: Mutation, tmp_path: Path) -> None:
     copy = tmp_path / mutation.path
-    copy.parent.mkdir(parents=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
     before = (ROOT / mutation.path).read_text()
     copy.write_text(before)
     assert mutation.apply(tmp_path) == before

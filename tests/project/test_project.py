@@ -61,8 +61,10 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
 
 def test_the_pythons_are_the_same_everywhere() -> None:
     from ktqueue.cli.checks import PYTHONS
+    from release.wheels import PYTHONS as TRIED
 
     named = [f"3.{minor}" for minor in PYTHONS]
+    assert list(TRIED) == named
     for folder in (".", "csrc"):
         book = project(folder)["project"]
         assert book["requires-python"] == f">={named[0]},<3.{PYTHONS[-1] + 1}"

@@ -1,0 +1,71 @@
+"""What `pip install ktqueue` without extras can do, against a real server: send, read, list, run batches."""
+
+import json
+
+import pytest
+
+from ktqueue import __version__
+from ktqueue.broker.server import running_url
+
+PYTHON_API = """
+import sys
+from ktqueue import SyncClient
+with SyncClient(sys.argv[1]) as client:
+    job = client.submit(model="demo", prompt="Once upon a time", max_tokens=4, seed=7)
+    print(client.result(job.id).usage.completion_tokens)
+"""
+
+
+def test_it_brings_no_kernels_no_model_and_no_torch(run, client_bin, tmp_path):
+    names = ("torch", "numpy", "ktqueue_kernels", "starlette")
+    code = f"from importlib.util import find_spec; print([name for name in {names} if find_spec(name)])"
+    assert run(client_bin / "python", "-c", code, cwd=tmp_path).stdout.strip() == "[]"
+    packages = next(client_bin.parent.glob("lib/python*/site-packages"))
+    assert [path.name for path in packages.glob("ktqueue*")] != []
+    assert [path for path in packages.glob("ktqueue*/**/*") if path.suffix in (".so", ".gguf")] == []
+
+
+def test_a_job_is_sent_and_read(run, client_bin, state_dir, tmp_path):
+    flags = ("--state-dir", state_dir)
+    assert run(client_bin / "ktqueue", "--version", cwd=tmp_path).stdout.split()[-1] == __version__
+    sent = run(client_bin / "ktqueue", "submit", "Once upon a time", "--max-tokens", 4, *flags, cwd=tmp_path)
+    assert sent.returncode == 0, sent.stderr
+    listed = run(client_bin / "ktqueue", "jobs", "list", "--json", *flags, cwd=tmp_path)
+    assert "done" in {job["state"] for job in json.loads(listed.stdout)}
+
+
+def test_a_batch_is_run(run, client_bin, state_dir, tmp_path):
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4}
+    line = {"custom_id": "c0", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    words = ("batch", "run", "in.jsonl", "-o", "out.jsonl", "--state-dir", state_dir)
+    done = run(client_bin / "ktqueue", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "c0"
+
+
+def test_the_python_api(run, client_bin, state_dir, tmp_path):
+    done = run(client_bin / "python", "-c", PYTHON_API, running_url(state_dir), cwd=tmp_path)
+    assert done.stdout.strip() == "4", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        ("worker", "worker"),
+        ("chat --local", "worker"),
+        ("inspect demo", "worker"),
+        ("gateway", "gateway"),
+        ("bridge", "arq"),
+        ("up", "gateway,worker"),
+        ("up --bridge", "gateway,worker,arq"),
+        ("demo", "gateway,worker"),
+    ],
+)
+def test_other_verbs_say_what_to_install_and_start_nothing(run, client_bin, tmp_path, words, extras):
+    done = run(client_bin / "ktqueue", *words.split(), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"pip install 'ktqueue[{extras}]'" in done.stderr
+    assert (f"pip install ./csrc '.[{extras}]'" in done.stderr) == ("worker" in extras)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []

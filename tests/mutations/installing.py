@@ -1,0 +1,44 @@
+"""Mutations of what holds where ktqueue is installed from its wheels."""
+
+from mutation import Mutation
+
+FOLDER, CLIENT = "tests/install/test_current_folder.py", "tests/install/test_client.py"
+DISTRIBUTIONS = "tests/install/test_distributions.py"
+
+INSTALLING: dict[str, Mutation] = {
+    "workers import from the current folder": Mutation(
+        "no module of the user's folder takes the place of ours or the standard library's",
+        "workers/forks.py",
+        'COMMAND = [sys.executable, "-P", ',
+        "COMMAND = [sys.executable, ",
+        (f"{FOLDER}::test_up_and_a_batch", f"{FOLDER}::test_demo"),
+    ),
+    "the bridge imports from the current folder": Mutation(
+        "no module of the user's folder takes the place of ours or the standard library's",
+        "workers/supervise.py",
+        'BRIDGE_COMMAND = [sys.executable, "-P", ',
+        "BRIDGE_COMMAND = [sys.executable, ",
+        (f"{FOLDER}::test_up_and_a_batch",),
+    ),
+    "a client carries the model": Mutation(
+        "whoever only sends jobs carries no model",
+        "pyproject.toml",
+        'wheel.exclude = ["ktqueue/demo/*.gguf"]',
+        "wheel.exclude = []",
+        (f"{DISTRIBUTIONS}::test_ktqueue_is_one_pure_package",),
+    ),
+    "kernels of any version": Mutation(
+        "kernels of another version are never called",
+        "ktqueue/operators/native.py",
+        "if ktqueue_kernels.__version__ != __version__:",
+        "if False:",
+        (f"{DISTRIBUTIONS}::test_kernels_of_another_version_are_refused",),
+    ),
+    "up without a worker's packages": Mutation(
+        "what is not installed is named before anything is started",
+        "ktqueue/cli/up.py",
+        '    require("gateway", "worker", *(["arq"]',
+        '    print("gateway", "worker", *(["arq"]',
+        (f"{CLIENT}::test_other_verbs_say_what_to_install_and_start_nothing[up-gateway,worker]",),
+    ),
+}
