@@ -80,7 +80,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     )
     if prepared.refusal is not None:
         raise prepared.refusal
-    tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
+    tokenizer = load_tokenizer(config.tokenizer or config.model)  # before minutes of reading
     try:
         model = load_prepared(prepared, progress)
     except torch.OutOfMemoryError as error:
