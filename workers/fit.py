@@ -253,11 +253,6 @@ def _examined(config: EngineConfig, examine: Examine) -> Report | str:
         report = examine(config)
     except KtqueueError as error:
         return error.message
-    longest = report.facts.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        return (
-            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {config.max_model_len}"
-        )
     return report.refusal or report
 
 

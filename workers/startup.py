@@ -93,9 +93,10 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
 
 
 def report_of(config: EngineConfig) -> Report:
-    """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does."""
+    """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does,
+    and ConfigError for a context that the model cannot attend to."""
     dtype = compute_dtype(config)
-    return inspect(
+    report = inspect(
         config.model,
         rules=config.rules,
         tokenizer=config.tokenizer,
@@ -104,6 +105,8 @@ def report_of(config: EngineConfig) -> Report:
         cache_dtype=cache_dtype(config, dtype),
         deferred_experts=config.deferred_experts,
     )
+    check_context(config, report.facts.max_position_embeddings)
+    return report
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
@@ -189,6 +192,8 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, avai
             utilization=config.host_memory_utilization,
         )
         log.info("the cache takes up to %s of %s that are free", format_bytes(size), format_bytes(available))
+    elif size > available:
+        log.warning("the cache of %s is larger than the free memory, %s", format_bytes(size), format_bytes(available))
     if size < layout.page_bytes:
         raise ConfigError(
             f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
@@ -209,13 +214,7 @@ def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) ->
     asked = config.max_model_len
     if asked is None:
         return min(longest, capacity)
-    if asked > longest:
-        raise ConfigError(
-            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
-            param="engine.max_model_len",
-            limit=longest,
-            value=asked,
-        )
+    check_context(config, longest)
     if asked > capacity:
         raise ConfigError(
             f"engine.max_model_len {asked} does not fit the cache: {num_pages} pages of {config.page_size} tokens hold "
@@ -225,6 +224,18 @@ def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) ->
             value=asked,
         )
     return asked
+
+
+def check_context(config: EngineConfig, longest: int) -> None:
+    """Raises ConfigError for a context beyond the `longest` that the model can attend to."""
+    asked = config.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
+            param="engine.max_model_len",
+            limit=longest,
+            value=asked,
+        )
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:

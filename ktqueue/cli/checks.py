@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 PYTHONS = ((3, 11), (3, 12))
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
 GATEWAY_PACKAGES = ("starlette", "uvicorn", "pydantic")
-WORKER_PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "numpy", "pyyaml")
+WORKER_PACKAGES = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "gguf",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "numpy",
+    "pyyaml",
+)
 ARQ_PACKAGES = ("arq", "pydantic")
 LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to its file
 

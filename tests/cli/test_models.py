@@ -83,6 +83,7 @@ def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
         (["inspect", "--kv-cache-dtype", "int3"], "engine.kv_cache_dtype"),
         (["inspect", "--rules", "nowhere.yaml"], "nowhere.yaml"),
         (["inspect", "--device", "xpu"], "engine.device"),
+        (["inspect", "--max-model-len", "99999"], "engine.max_model_len must be at most 4096"),
         (["fit", "--host-memory", "much"], "--host-memory"),
         (["convert", "nowhere", "out.gguf"], "nowhere"),
     ],

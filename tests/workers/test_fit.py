@@ -11,7 +11,7 @@ from ktqueue.loading.inspect import Report
 from ktqueue.workers.fit import Fit, fit
 from ktqueue.workers.gpu import plan_before_loading
 from ktqueue.workers.machine import Gpu, Machine, look
-from ktqueue.workers.startup import build, report_of, resolve_max_model_len
+from ktqueue.workers.startup import build, check_context, report_of, resolve_max_model_len
 
 GIB = 1 << 30
 LARGE = "synthetic:qwen3-30b-a3b:q4_k_m"
@@ -27,6 +27,7 @@ class Reports:
         key = (config.model, config.device, config.rules == "quantised")
         if key not in self._made:
             self._made[key] = report_of(config)
+        check_context(config, self._made[key].facts.max_position_embeddings)
         return self._made[key]
 
 
