@@ -18,8 +18,10 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.memory_plan import host_cache_bytes
 from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.identity import ModelFiles, compute_settings
+from ktqueue.loading.inspect import Report, inspect
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
@@ -29,6 +31,7 @@ from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.device import check_device_is_here, check_device_name
 from ktqueue.workers.gpu import CudaMemory, log_memory, prepare_gpu
+from ktqueue.workers.host_memory import available_memory
 from ktqueue.workers.largest_step import run_on_host
 
 Progress = Callable[[int, int, str], None]
@@ -100,6 +103,23 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 
 
+def report_of(config: EngineConfig) -> Report:
+    """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does,
+    and ConfigError for a context that the model cannot attend to."""
+    dtype = compute_dtype(config)
+    report = inspect(
+        config.model,
+        rules=config.rules,
+        tokenizer=config.tokenizer,
+        device=config.device,
+        dtype=dtype,
+        cache_dtype=cache_dtype(config, dtype),
+        deferred_experts=config.deferred_experts,
+    )
+    check_context(config, report.facts.max_position_embeddings)
+    return report
+
+
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
     """Build the engine of a loaded model; again with other settings once the engine before is closed.
 
@@ -113,8 +133,9 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         gpu = prepare_gpu(model, layout, config, memory)
     else:
         run_on_host(model, layout, config)
-    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout)
-    max_model_len = resolve_max_model_len(config, model.card_facts.max_position_embeddings, num_pages)
+    longest = model.card_facts.max_position_embeddings
+    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout, longest, available_memory())
+    max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,
         served_model_name=config.served_model_name or served_name(config.model),
@@ -166,18 +187,34 @@ def served_name(model: str) -> str:
     return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
 
 
-def resolve_num_pages(config: EngineConfig, layout: KVLayout) -> int:
-    """How many pages the cache has. Raises ConfigError where not one fits."""
-    num_pages = config.num_pages or config.host_cache_bytes // layout.page_bytes
-    if num_pages < 1:
+def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int) -> int:
+    """How many pages the cache on a CPU has: as asked for, else what suits a model that can attend to `longest` tokens
+    on a host with `available` bytes. Raises ConfigError where not one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    size = config.kv_cache_bytes
+    if size is None:
+        size = host_cache_bytes(
+            available,
+            token_bytes=-(-layout.page_bytes // layout.page_size),
+            rows=config.max_num_seqs,
+            context=min(longest, config.max_model_len or longest),
+            asked=config.max_model_len,
+            utilization=config.host_memory_utilization,
+        )
+        log.info("the cache takes up to %s of %s that are free", format_bytes(size), format_bytes(available))
+    elif size > available:
+        log.warning("the cache of %s is larger than the free memory, %s", format_bytes(size), format_bytes(available))
+    if size < layout.page_bytes:
         raise ConfigError(
             f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
-            f"({layout.page_size} tokens), got {format_bytes(config.host_cache_bytes)}",
+            f"({layout.page_size} tokens), got {format_bytes(size)}",
             param="engine.kv_cache_bytes",
             limit=layout.page_bytes,
-            value=config.host_cache_bytes,
+            value=size,
         )
-    return num_pages
+    return size // layout.page_bytes
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) -> int:
@@ -189,13 +226,7 @@ def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) ->
     asked = config.max_model_len
     if asked is None:
         return min(longest, capacity)
-    if asked > longest:
-        raise ConfigError(
-            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
-            param="engine.max_model_len",
-            limit=longest,
-            value=asked,
-        )
+    check_context(config, longest)
     if asked > capacity:
         raise ConfigError(
             f"engine.max_model_len {asked} does not fit the cache: {num_pages} pages of {config.page_size} tokens hold "
@@ -205,6 +236,18 @@ def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) ->
             value=asked,
         )
     return asked
+
+
+def check_context(config: EngineConfig, longest: int) -> None:
+    """Raises ConfigError for a context beyond the `longest` that the model can attend to."""
+    asked = config.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
+            param="engine.max_model_len",
+            limit=longest,
+            value=asked,
+        )
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
@@ -227,8 +270,9 @@ def check_choices(config: EngineConfig) -> None:
     for name, known in CHOICES.items():
         if (chosen := getattr(config, name)) not in known:
             raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise _wrong("gpu_memory_utilization", config.gpu_memory_utilization, "above 0 and at most 1", 1)
+    for name in ("gpu_memory_utilization", "host_memory_utilization"):
+        if not 0 < (part := getattr(config, name)) <= 1:
+            raise _wrong(name, part, "above 0 and at most 1", 1)
     if not on_gpu(config) and config.kv_cache_dtype == "fp8":
         raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
     if config.deferred_experts < 0:

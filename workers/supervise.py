@@ -168,6 +168,8 @@ class Supervisor:
         if self.config.engine.threads is None and self._count > 1:  # the workers share the machine
             threads = max(1, _physical_cores() // self._count)
             self.config = replace(self.config, engine=replace(self.config.engine, threads=threads))
+        share = self.config.engine.host_memory_utilization / self._count
+        self.config = replace(self.config, engine=replace(self.config.engine, host_memory_utilization=share))
         self.gateway = self._child("gateway", GATEWAY_COMMAND, state)
         launch, pauses = self._worker_launch(state)
         self.workers = [

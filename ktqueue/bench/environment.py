@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ktqueue import __version__
-from ktqueue.bench.machine import cpu_name
 from ktqueue.operators import native
+from ktqueue.workers.machine import cpu_name
 
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "numpy")
 

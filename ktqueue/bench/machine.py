@@ -3,11 +3,11 @@
 Uses the kernels' own threads, so that kernels are compared with what the same threads could do.
 """
 
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.operators import native
+from ktqueue.workers.machine import cpu_name
 
 MIB = 1 << 20
 ARENA_BYTES = 1024 * MIB  # of the DRAM probe, where that is ARENA_CACHES times the last cache
@@ -121,13 +121,3 @@ def cache_sizes(folder: Path = CACHES) -> dict[str, int]:
 def last_cache(sizes: dict[str, int]) -> int:
     """Bytes of the largest level of `cache_sizes()`; 0 if none is known."""
     return max(sizes.values(), default=0)
-
-
-def cpu_name() -> str:
-    """The CPU's name, as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

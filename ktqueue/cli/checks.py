@@ -7,24 +7,36 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktqueue.cli.connection import ask
-from ktqueue.core.config import Config
+from ktqueue.core.config import Config, EngineConfig
 from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.core.hub_model import PREFIX, parse
 from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
+    from ktqueue.loading.inspect import Report
 
 PYTHONS = range(11, 15)  # minor versions: 3.11 to 3.14
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
 GATEWAY_PACKAGES = ("starlette", "uvicorn", "pydantic")
-WORKER_PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "numpy", "pyyaml")
+WORKER_PACKAGES = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "gguf",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "numpy",
+    "pyyaml",
+)
 ARQ_PACKAGES = ("arq", "pydantic")
 LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to its file
 
@@ -56,8 +68,9 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _packages("arq packages", ARQ_PACKAGES, Level.WARN, "pip install 'ktqueue[arq]'; only the bridge needs them")
     yield _kernels()
     yield _cores()
-    yield _memory(config)
-    yield _model(config)
+    model, report = _model(config)
+    yield _memory(config, report)
+    yield model
     yield _state_dir(config)
     yield _redis_server(config)
     yield _redis_reachable(config)
@@ -114,60 +127,51 @@ def _cgroup_quota() -> float | None:
         return None
 
 
-def available_memory() -> int:
-    """Bytes that new work may take: what the kernel calls available, within the control group's limit."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such group, or "max"
-        return available
-    return min(available, limit - used)
+def _memory(config: Config, report: "Report | None") -> Finding:
+    from ktqueue.workers.host_memory import available_memory
 
-
-def _memory(config: Config) -> Finding:
-    available = available_memory()
-    cache, weights = config.engine.host_cache_bytes, _weights(config)
-    fact = f"{format_bytes(available)} available, {format_bytes(cache)} wanted for the cache"
-    if weights is not None:
-        fact += f", {format_bytes(weights)} or a little more for weights"
-    if cache + (weights or 0) > available:
-        return Finding("memory", Level.FAIL, fact, "lower --kv-cache-bytes or take a smaller model")
+    available, cache, weights = available_memory(), config.engine.kv_cache_bytes or 0, 0
+    fact = f"{format_bytes(available)} available"
+    if report is not None:
+        weights = report.device_bytes.get("cpu", 0)
+        fact += f", {format_bytes(weights)} wanted for weights"
+    if cache:
+        fact += f", {format_bytes(cache)} wanted for the cache"
+    if cache + weights > available:
+        hint = "lower --kv-cache-bytes or take a smaller model; `ktqueue fit` says what would run"
+        return Finding("memory", Level.FAIL, fact, hint)
     return Finding("memory", Level.OK, fact)
 
 
-def _weights(config: Config) -> int | None:
-    """Bytes of the model's weights as stored; packed they are hardly more. None where they cannot be told."""
-    try:
-        from ktqueue.loading.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(config.engine.model)
-    except (ImportError, KtqueueError, OSError):
-        return None  # the model's own finding says why
-    try:
-        return sum(checkpoint.nbytes(name) for name in checkpoint.names())
-    finally:
-        checkpoint.close()
-
-
-def _model(config: Config) -> Finding:
+def _model(config: Config) -> tuple[Finding, "Report | None"]:
+    """What is found of the model, and its report if it can be read."""
     name = config.engine.model
+    hint = "`ktqueue fit` says more; a model is a .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT] or demo"
     try:
-        from ktqueue.loading.checkpoint import open_checkpoint
+        from ktqueue.workers.startup import report_of
 
-        checkpoint = open_checkpoint(name)
-        try:
-            tensors = len(checkpoint.names())
-            architecture = checkpoint.config().get("model_type", "unknown architecture")
-        finally:
-            checkpoint.close()
+        report = report_of(_without_download(config.engine))
     except ImportError as error:
-        return Finding("model", Level.WARN, f"{name}: not read ({error})", "pip install 'ktqueue[worker]'")
+        return Finding("model", Level.WARN, f"{name}: not read ({error})", "pip install 'ktqueue[worker]'"), None
+    except Unavailable as error:
+        return Finding(
+            "model", Level.WARN, error.message, "`ktqueue pull` downloads it, and so does `ktqueue up`"
+        ), None
     except (KtqueueError, OSError) as error:
-        return Finding("model", Level.FAIL, str(error), "give a .gguf file, a Hugging Face folder or demo as --model")
-    return Finding("model", Level.OK, f"{name}: {architecture}, {tensors} tensors")
+        return Finding("model", Level.FAIL, str(error), hint), None
+    if report.refusal is not None:
+        return Finding("model", Level.FAIL, report.refusal, hint), report
+    fact = f"{name}: {report.facts.architecture}, {report.parameters / 1e6:,.1f} M parameters"
+    return Finding("model", Level.OK, fact), report
+
+
+def _without_download(config: EngineConfig) -> EngineConfig:
+    """The settings with the local path of a model of the hub. Raises Unavailable where the cache does not have it."""
+    if not config.model.startswith(PREFIX):
+        return config
+    from ktqueue.loading.hub import cached
+
+    return replace(config, model=str(cached(parse(config.model), "the doctor downloads nothing")))
 
 
 def _state_dir(config: Config) -> Finding:

@@ -147,7 +147,7 @@ class EngineFlags:
         _option(
             "--kv-cache-bytes",
             say="Size of the cache.",
-            default="256MiB, or what is left of a GPU",
+            default="from the free memory; what is left of a GPU",
             metavar="SIZE",
             panel="Engine",
         ),
@@ -167,6 +167,16 @@ class EngineFlags:
             "--enable-prefix-caching/--no-enable-prefix-caching",
             say="Reuse the pages of equal prefixes.",
             default="on",
+            panel="Engine",
+        ),
+    ] = None
+    host_memory_utilization: Annotated[
+        float | None,
+        _option(
+            "--host-memory-utilization",
+            say="Part of the host's free memory that the cache may take.",
+            default=_ENGINE.host_memory_utilization,
+            metavar="PART",
             panel="Engine",
         ),
     ] = None

@@ -39,22 +39,12 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
-    from ktqueue.loading.inspect import inspect as examine
     from ktqueue.workers.gpu import host_memory_before_loading, plan_before_loading
-    from ktqueue.workers.startup import cache_dtype, check_choices, compute_dtype, on_gpu
+    from ktqueue.workers.startup import check_choices, on_gpu, report_of
 
     config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
     check_choices(config)
-    dtype = compute_dtype(config)
-    report = examine(
-        config.model,
-        rules=config.rules,
-        tokenizer=config.tokenizer,
-        device=config.device,
-        dtype=dtype,
-        cache_dtype=cache_dtype(config, dtype),
-        deferred_experts=config.deferred_experts,
-    )
+    report = report_of(config)
     plan, host = None, {}
     if on_gpu(config):
         plan = plan_before_loading(report, config, _size(gpu_memory))

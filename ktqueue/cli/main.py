@@ -17,6 +17,7 @@ from ktqueue.cli import (
     convert,
     demo,
     doctor,
+    fit,
     gateway,
     inspect,
     jobs,
@@ -71,6 +72,7 @@ def application() -> typer.Typer:
     app.command("demo", rich_help_panel=using)(demo.demo)
     app.command("convert", rich_help_panel=models)(convert.convert)
     app.command("pull", rich_help_panel=models)(model.pull)
+    app.command("fit", rich_help_panel=models)(fit.fit)
     app.command("inspect", rich_help_panel=models)(inspect.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)

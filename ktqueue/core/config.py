@@ -19,7 +19,6 @@ from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants, read
 from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
-CPU_CACHE_BYTES = 256 << 20
 DURABILITIES = ("process", "fsync")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
@@ -103,11 +102,12 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int | None = None  # of one step; None: 512 on a CPU, 8,192 on a GPU
     page_size: int = 16  # tokens
-    kv_cache_bytes: int | None = None  # None: CPU_CACHE_BYTES on the CPU, what is left of the memory on a GPU
+    kv_cache_bytes: int | None = None  # None: chosen from the memory that is there
     num_pages: int | None = None  # overrides kv_cache_bytes
     kv_cache_dtype: str = "auto"  # auto (as dtype) | fp8
     enable_prefix_caching: bool = True
     batch_share: int = 8  # one row in so many is not taken from a batch job that runs, however much else waits
+    host_memory_utilization: float = 0.5  # the part of the host's free memory that the cache on a CPU may take
     gpu_memory_utilization: float = 0.9  # the part of a GPU's memory that this worker may fill
     gpu_expert_memory_bytes: int = 0  # GPU memory for experts
     attention_backend: str = "auto"  # auto | flashinfer | triton | torch: on a GPU
@@ -121,11 +121,6 @@ class EngineConfig:
     def batch_floor(self, rows: int) -> int:
         """How many of so many rows interactive work takes from no batch job."""
         return -(-rows // self.batch_share)
-
-    @property
-    def host_cache_bytes(self) -> int:
-        """Size of the cache on the CPU."""
-        return CPU_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes
 
     @property
     def step_tokens(self) -> int:

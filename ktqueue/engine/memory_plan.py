@@ -12,6 +12,8 @@ CONTEXT_BYTES = 600 << 20  # CUDA's own, kernels included, measured on an H200
 _LIBRARY_BYTES = 512 << 20  # workspaces of matrix and attention libraries
 _GRAPH_BYTES = 16 << 20  # a captured step: nodes and arguments of some hundred kernels
 _ACTIVATIONS = 10  # float32 rows of the hidden size that a token has at once, beside those of its experts
+ROW_TOKENS = 4096
+"""Of the cache, for each sequence that may run: more than most requests have, less than most models can attend to."""
 _LOGITS = 8  # float32 rows of the vocabulary that a sampled row has at once
 
 
@@ -105,6 +107,23 @@ def plan_memory(
         page_bytes=page_bytes,
         pages=wanted // page_bytes,
     )
+
+
+def host_cache_bytes(
+    available: int,
+    *,
+    token_bytes: int,
+    rows: int,
+    context: int,
+    asked: int | None,
+    utilization: float,
+) -> int:
+    """Bytes that the cache on a CPU takes of `available` bytes, which are free once weights are loaded: enough for
+    ROW_TOKENS tokens of each of `rows` sequences, or their whole `context` where that is shorter, and for one sequence
+    of `asked` tokens; never more than `utilization` of what is free.
+    """
+    tokens = max(rows * min(context, ROW_TOKENS), asked or 0)
+    return min(tokens * token_bytes, int(available * utilization))
 
 
 def estimate_step(tokens: int, rows: int, *, hidden: int, vocabulary: int, experts_per_token: int) -> int:

@@ -38,11 +38,11 @@ def download(model: HubModel, say: Say) -> Path:
     are downloaded; Unavailable where the hub cannot be reached and the cache does not have the model.
     """
     if constants.is_offline_mode():
-        return _cached(model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model before")
+        return cached(model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model before")
     try:
         commit, files, etags = _list(model)
     except Unavailable as error:
-        path = _cached(model, error.message)
+        path = cached(model, error.message)
         say(f"{error.message}; using the cached {model}")
         return path
     selection = select(model, files)
@@ -194,8 +194,11 @@ def _remember(model: HubModel, commit: str) -> None:
     path.write_text(commit, encoding="ascii")
 
 
-def _cached(model: HubModel, why: str) -> Path:
-    """The model as the cache has it. Raises Unavailable, with the reason, where it does not have all of it."""
+def cached(model: HubModel, why: str) -> Path:
+    """The path of the model in the cache, without asking the hub. `why`: what an error says of that.
+
+    Raises Unavailable where the cache does not have all of it.
+    """
     found: ConfigError | None = None
     for snapshot in _snapshots(model):
         files = [

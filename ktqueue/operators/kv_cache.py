@@ -3,6 +3,8 @@
 Knows nothing of who owns a page.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +51,9 @@ class KVCache:
         self.layout = layout
         self.pages = pages
         self.scratch_page = pages if scratch else None
-        self.keys = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+        self.keys = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
         if layout.latent is None:
-            self.values = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.layers)]
+            self.values = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
         else:
             self.values = [keys[..., : layout.latent] for keys in self.keys]
 
@@ -81,3 +83,13 @@ class KVCache:
         for tensors in (self.keys, self.values) if self.layout.latent is None else (self.keys,):
             for tensor in tensors:
                 tensor[target].copy_(tensor[source])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """On the host memory that is taken page by page as it is written to, by each forked worker for itself: torch.zeros
+    would write to all of it, in the process that forks them, too."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

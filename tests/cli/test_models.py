@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import socket
 
 import pytest
@@ -81,6 +82,9 @@ def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
         (["inspect", "--device", "cuda", "--gpu-memory", "1GiB"], "engine.gpu_memory_utilization"),
         (["inspect", "--kv-cache-dtype", "int3"], "engine.kv_cache_dtype"),
         (["inspect", "--rules", "nowhere.yaml"], "nowhere.yaml"),
+        (["inspect", "--device", "xpu"], "engine.device"),
+        (["inspect", "--max-model-len", "99999"], "engine.max_model_len must be at most 4096"),
+        (["fit", "--host-memory", "much"], "--host-memory"),
         (["convert", "nowhere", "out.gguf"], "nowhere"),
     ],
 )
@@ -88,6 +92,45 @@ def test_what_cannot_be_read_is_named(here, words, says):
     code, out, err = here(*words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert says in err
+
+
+def test_fit_says_yes_with_the_sum_and_the_command(here):
+    code, out, err = here("fit", "demo", "--host-memory", "8GiB", "--gpu-memory", "0B")
+    assert code == 0, err
+    assert re.search(r"experts +13\.5 MiB", out) and re.search(r"free now +8\.0 GiB", out)
+    assert "8.0 KiB a token" in out and "yes, demo runs here" in out
+    (command,) = (line for line in out.splitlines() if line.startswith("  ktqueue up"))
+    asked = shlex.split(command)[2:]
+    assert asked == [
+        "--model",
+        "demo",
+        "--max-model-len",
+        "4096",
+        "--max-num-seqs",
+        "32",
+        "--kv-cache-bytes",
+        "1024MiB",
+    ]
+    assert here("inspect", *asked)[0] == 0
+    flags = ("--host-memory", "8GiB", "--gpu-memory", "8GiB", "--max-num-seqs", "5", "--no-cuda-graphs", "--json")
+    answer = json.loads(here("fit", "demo", *flags)[1])
+    assert answer["fits"] and answer["gpu"]["cache"] > 1 << 30
+    asked = shlex.split(answer["command"])[2:]
+    assert "--device cuda" in answer["command"] and "--max-num-seqs 5" in answer["command"]
+    assert "--no-cuda-graphs" in asked
+    assert here("inspect", *asked, "--gpu-memory", "8GiB")[0] == 0
+
+
+def test_fit_says_no_and_why(here, tmp_path):
+    code, out, err = here("fit", "demo", "--host-memory", "1GiB", "--gpu-memory", "0B")
+    assert (code, err) == (1, "")
+    assert "no, demo does not run here: it needs 1.5 GiB of the host's memory, 1.0 GiB are free" in out
+    (tmp_path / "odd.gguf").write_bytes(b"GGUF")
+    code, out, _ = here("fit", "odd.gguf", "--json")
+    assert code == 1 and json.loads(out)["command"] is None and "truncated" in json.loads(out)["why_not"]
+    code, _, err = here("fit", "nowhere.gguf")
+    assert code == 2 and "nowhere.gguf: no such file" in err
+    assert "Intel GPUs" in here("fit", "demo", "--device", "xpu")[2]
 
 
 def test_doctor_is_content_and_says_so_to_machines(here):
@@ -122,11 +165,11 @@ def finding(out: str, name: str) -> dict[str, str]:
 
 
 def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
-    monkeypatch.setattr("ktqueue.cli.checks.available_memory", lambda: 30 << 20)
+    monkeypatch.setattr("ktqueue.workers.host_memory.available_memory", lambda: 30 << 20)
     code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
     memory = finding(out, "memory")
     assert (code, memory["level"]) == (1, "fail")
-    assert "18.4 MiB" in memory["fact"]
+    assert "20.6 MiB wanted for weights" in memory["fact"]
 
 
 def test_doctor_refuses_an_unknown_instruction_set(here, monkeypatch):

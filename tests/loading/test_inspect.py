@@ -134,7 +134,6 @@ def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (without("tokenizer.json"), "tokenizer.json: No such file"),
         (rewritten("tokenizer.json", b'{"model": {}}'), "not a tokenizer file"),
         (rewritten("tokenizer_config.json", b"{"), "tokenizer_config.json"),
         (without("model.safetensors"), "model.safetensors"),
@@ -156,6 +155,22 @@ def test_a_folder_is_refused_as_loading_refuses_it(damage: Damage, words: str, t
     damage(folder)
     loading, looking = both_refusals(str(folder))
     assert loading == looking and words in looking
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "tokenizer.json").unlink()
+    loading, looking = both_refusals(str(folder))
+    assert loading == looking and "--tokenizer" in looking
+    assert inspect(str(folder), tokenizer=str(tiny)).refusal is None
+
+
+def test_rules_that_spread_a_step_are_refused(tiny: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {name: 'layers.1$'}\n  replace: {op: default, device: cuda}\n")
+    loading, looking = both_refusals(str(tiny), str(rules))
+    assert loading == looking and "only CpuExperts can be on another device" in looking
 
 
 def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, tmp_path: Path) -> None:
@@ -208,7 +223,6 @@ def test_a_gguf_is_refused_as_loading_refuses_it(
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ("- match: {name: 'layers.0$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda, the model is on"),
         ("- match: {name: 'q_proj$'}\n  replace: {op: CpuLinear, device: 'cuda:1'}\n", "would be on cuda:1"),
         ("- match: {class: 'ForCausalLM$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda"),
         ("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n", "cannot be replaced by CpuLinear"),

@@ -1,6 +1,7 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
 from installing import INSTALLING
+from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
 from upgrades import UPGRADES
 
@@ -365,4 +366,5 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     **UPGRADES,
     **INSTALLING,
+    **MODELS,
 }

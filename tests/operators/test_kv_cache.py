@@ -1,5 +1,8 @@
 """The paged cache."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -70,3 +73,18 @@ def test_a_latent_cache_has_one_tensor_a_layer_whose_first_columns_are_the_value
     kv.copy_page(1, 3)
     assert torch.equal(kv.keys[1][3, [0, 2]], key[1:])
     assert torch.equal(kv.values[1][3, 2], key[2, :, :8])
+
+
+def test_memory_of_the_host_is_taken_as_it_is_written() -> None:
+    """Else each of a fork server's workers would copy it all."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    layout = KVLayout(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16)
+    before = resident()
+    kv = KVCache(layout, (512 << 20) // layout.page_bytes)
+    assert resident() - before < 64 << 20
+    slots = torch.arange(64)
+    kv.write(0, slots, *(torch.ones(64, 2, 64) for _ in range(2)))
+    assert kv.keys[0][:4].eq(1).all() and kv.values[0][4:8].eq(0).all()

@@ -38,6 +38,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"handoff": "mail"}, "engine.handoff"),
         ({"expert_streaming": "yes"}, "engine.expert_streaming"),
         ({"gpu_memory_utilization": 1.5}, "engine.gpu_memory_utilization"),
+        ({"host_memory_utilization": 0}, "engine.host_memory_utilization"),
         ({"deferred_experts": -1}, "engine.deferred_experts"),
         ({"deferred_experts": 1}, "engine.deferred_experts"),
         ({"two_batch_overlap": "yes"}, "engine.two_batch_overlap"),
@@ -128,10 +129,33 @@ def test_the_context_is_what_model_and_cache_allow() -> None:
     assert resolve_max_model_len(EngineConfig(), 1_000, 10) == 160
 
 
+@pytest.mark.parametrize(
+    ("settings", "longest", "available", "tokens"),
+    [
+        ({}, 1_000, 1 << 30, 32 * 1_000),  # the context of each row
+        ({}, 100_000, 1 << 40, 32 * 4_096),
+        ({"max_model_len": 512}, 100_000, 1 << 40, 32 * 512),
+        ({"max_num_seqs": 1, "max_model_len": 50_000}, 100_000, 1 << 40, 50_000),
+        ({}, 100_000, 10_000 * 256, 10_000 // 2),  # half of the memory
+        ({"host_memory_utilization": 0.125}, 100_000, 10_000 * 256, 10_000 // 8),
+    ],
+)
+def test_the_cache_follows_the_memory_that_is_there(
+    settings: dict[str, Any], longest: int, available: int, tokens: int
+) -> None:
+    assert LAYOUT.page_bytes == 256 * 16
+    assert resolve_num_pages(EngineConfig(**settings), LAYOUT, longest, available) == tokens // 16
+
+
+def test_too_little_memory_for_one_page_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"at least one page of 4\.0 KiB \(16 tokens\), got 2\.0 KiB"):
+        resolve_num_pages(EngineConfig(), LAYOUT, 1_000, 4096)
+
+
 def test_pages_fill_the_cache() -> None:
     assert LAYOUT.page_bytes == 4096
-    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000), LAYOUT) == 2
-    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT) == 9
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000), LAYOUT, 1_000, 0) == 2
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT, 1_000, 0) == 9
 
 
 def test_the_name_that_clients_use() -> None:

@@ -36,11 +36,11 @@ def test_settings_reach_a_child_through_its_environment() -> None:
 async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp_path: Path) -> None:
     config = Config(
         broker=BrokerConfig(url=redis_url, state_dir=str(tmp_path)),
-        engine=EngineConfig(model=str(tmp_path / "nowhere.gguf")),
+        engine=EngineConfig(model=str(tmp_path / "nowhere.gguf"), host_memory_utilization=0.6),
         gateway=GatewayConfig(port=0),
     )
     told: list[str] = []
-    up = Supervisor(config, report=told.append)
+    up = Supervisor(config, workers=3, report=told.append)
     with pytest.raises(ProcessFailed, match=r"(?s)fork-server ended with code 2.*nowhere.gguf"):
         await up.__aenter__()
     assert told[0] == "waiting for the gateway"
@@ -49,6 +49,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp
     assert up.fork_server is not None
     assert up.fork_server.pid is None
     assert up.fork_server.deaths == 1
+    assert up.config.engine.host_memory_utilization == pytest.approx(0.6 / 3)  # they share the machine
 
 
 async def test_a_port_that_is_taken_is_named(redis_url: str, tmp_path: Path) -> None:

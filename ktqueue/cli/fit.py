@@ -1,0 +1,166 @@
+"""`ktqueue fit`: will a model run here, and with which flags?"""
+
+import shlex
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ktqueue.cli.console import results, table, write_json
+from ktqueue.cli.failures import ExitCode
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.model import with_model
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from ktqueue.workers.fit import Fit
+    from ktqueue.workers.machine import Machine
+
+SAID_ALWAYS = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "gpu_expert_memory_bytes")
+MIB = 1 << 20
+
+
+@expand
+def fit(
+    common: CommonFlags,
+    engine: EngineFlags,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Free memory of the GPU.", show_default="this machine's"),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option("--host-memory", metavar="SIZE", help="Free memory of the host.", show_default="this machine's"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Will a model run here, and with which flags? Ends with 0 for yes and 1 for no.
+
+    Looks at host, GPU, bus and file, adds up what the memory is for, and writes the command to run. Flags that are
+    given stay as they are. Loads no weights. --gpu-memory and --host-memory ask about another machine.
+    """
+    from ktqueue.workers.fit import fit as fitted
+    from ktqueue.workers.machine import look
+    from ktqueue.workers.startup import check_choices, report_of
+
+    given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
+    check_choices(given)
+    local = with_model(replace(settings(common), engine=given)).engine
+    device = engine.device or (given.device if given.device != "cpu" else None)
+    machine = _asked(look(device), gpu_memory, host_memory)
+    defaults = EngineConfig()
+    fixed = [key for key, value in asdict(given).items() if value != getattr(defaults, key)]
+    fixed += [key for key, value in asdict(engine).items() if value is not None]
+    found = fitted(local, machine, report_of, device=device, fixed=fixed)
+    command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
+    if as_json:
+        write_json(
+            {
+                "fits": found.fits,
+                "command": command if found.fits else None,
+                "machine": asdict(machine),
+                **asdict(found),
+            }
+        )
+    else:
+        _show(found, machine, command, given.model)
+    if not found.fits:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _asked(machine: "Machine", gpu_memory: str | None, host_memory: str | None) -> "Machine":
+    """The machine, with what the flags say of it."""
+    from ktqueue.workers.machine import Gpu
+
+    if gpu_memory is not None:
+        size = _size("--gpu-memory", gpu_memory)
+        machine = replace(
+            machine, gpu=Gpu(name="a GPU as asked for", total=size, free=size) if size else None, no_gpu=""
+        )
+    if host_memory is not None:
+        machine = replace(machine, host_available=_size("--host-memory", host_memory))
+    return machine
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} must be a size such as 80GiB, got {text!r}", param=flag, value=text) from error
+
+
+def _command(config: EngineConfig) -> str:
+    """The whole command: the model, and each flag whose value is not its default or was chosen for this machine."""
+    defaults = EngineConfig()
+    hints = get_type_hints(EngineFlags, include_extras=True)
+    words = ["ktqueue", "up", "--model", config.model]
+    for key in asdict(EngineFlags()):
+        value = getattr(config, key)
+        chosen = key in SAID_ALWAYS and value
+        if key == "model" or value is None or (value == getattr(defaults, key) and not chosen):
+            continue
+        flag = hints[key].__metadata__[0].default  # where typer keeps an option's first name
+        if isinstance(value, bool):
+            on, _, off = flag.partition("/")
+            words.append(on if value else off)
+        else:
+            words += [flag, f"{value // MIB}MiB" if key.endswith("_bytes") and value >= MIB else str(value)]
+    return shlex.join(words)
+
+
+def _show(found: "Fit", machine: "Machine", command: str, model: str) -> None:
+    console = results()
+    gpu = machine.gpu
+    about_gpu = machine.no_gpu or "no GPU"
+    if gpu is not None:
+        bus = f", bus {gpu.bus / 1e9:.1f} GB/s" if gpu.bus else ""
+        about_gpu = f"{gpu.name}, {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free{bus}"
+    console.print(
+        f"host  {machine.cpu}, {machine.cores} CPUs, {format_bytes(machine.host_available)} free", markup=False
+    )
+    console.print(f"GPU   {about_gpu}", markup=False, soft_wrap=True)
+    for place, parts, limit in (("host", found.host, found.host_limit), ("GPU", found.gpu, found.gpu_limit)):
+        if parts:
+            console.print()
+            console.print(_sum(place, parts, limit), markup=False)
+    if found.tokens:
+        rows = found.config.max_num_seqs
+        console.print(
+            f"\nThe cache takes {format_bytes(found.token_bytes)} a token: it holds {found.tokens:,} tokens, a context "
+            f"of {found.config.max_model_len:,}, {rows} sequences of {found.tokens // rows:,} at once.",
+            markup=False,
+            soft_wrap=True,
+        )
+    for note in found.notes:
+        console.print(note, markup=False, soft_wrap=True)
+    if found.fits:
+        console.print(f"\n[bold green]yes[/], {_plain(model)} runs here:\n", soft_wrap=True)
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+    else:
+        console.print(f"\n[bold red]no[/], {_plain(model)} does not run here: {_plain(found.why_not)}", soft_wrap=True)
+
+
+def _sum(place: str, parts: dict[str, int], limit: int) -> Any:
+    made = table([f"memory of the {place}", "bytes"], right=("bytes",))
+    for what, count in parts.items():
+        made.add_row(what, format_bytes(count))
+    made.add_section()
+    made.add_row("in all", format_bytes(sum(parts.values())))
+    made.add_row("free now", format_bytes(limit))
+    return made
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,121 @@
+"""Mutations of what holds of models: their names, their downloads, their refusals, the memory that they take."""
+
+from mutation import Mutation
+
+HUB, HUB_FILES = "tests/loading/test_hub.py", "tests/loading/test_hub_files.py"
+INSPECT, FIT, STARTUP = "tests/loading/test_inspect.py", "tests/workers/test_fit.py", "tests/workers/test_startup.py"
+PULL = "tests/cli/test_pull.py"
+
+MODELS: dict[str, Mutation] = {
+    "rules by path alone": Mutation(
+        "a shipped rule file is found by its name in any folder",
+        "ktqueue/loading/rules.py",
+        "        return shipped[rules]\n",
+        "        return Path(rules)\n",
+        ("tests/loading/test_rules.py::test_a_shipped_file_is_found_by_its_name",),
+    ),
+    "a download begins anew": Mutation(
+        "a download that was cut short goes on where it stopped",
+        "ktqueue/loading/hub.py",
+        'part.open("ab" if begun <= file.size else "wb")',
+        'part.open("wb")',
+        (f"{PULL}::test_a_killed_download_goes_on_and_the_model_is_served",),
+    ),
+    "a damaged beginning is kept": Mutation(
+        "what goes on where it stopped is what the hub has, byte for byte",
+        "ktqueue/loading/hub.py",
+        "            if found != etag:\n",
+        "            if not found:\n",
+        (f"{HUB}::test_a_damaged_beginning_is_found_after_the_end",),
+    ),
+    "a full disk is found at the end": Mutation(
+        "the disk has room for a model before its download starts",
+        "ktqueue/loading/hub.py",
+        "    if need > free:\n",
+        "    if free == 0:\n",
+        (f"{HUB}::test_the_disk_must_have_room",),
+    ),
+    "weights come before the refusal": Mutation(
+        "a checkpoint that is quantised in an unknown way is refused before its weights are downloaded",
+        "ktqueue/loading/hub.py",
+        '        if file.path.endswith(".safetensors"):  # the small files are there\n',
+        "        if False:\n",
+        (f"{HUB}::test_a_quantised_folder_is_refused_before_its_weights",),
+    ),
+    "pickles are downloaded": Mutation(
+        "of a folder only the files that are read are downloaded: no pickles, no code",
+        "ktqueue/loading/hub_files.py",
+        '    ("config.json", ',
+        '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
+        (
+            f"{HUB}::test_a_folder_has_what_it_needs_and_no_more",
+            f"{HUB_FILES}::test_only_the_files_that_a_folder_needs",
+        ),
+    ),
+    "up starts before it looks": Mutation(
+        "a model or rule file that is not there is refused before anything is started",
+        "ktqueue/cli/up.py",
+        "with_model(settings(common, engine=engine, gateway=gateway))",
+        "settings(common, engine=engine, gateway=gateway)",
+        (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),
+    ),
+    "the tokenizer is looked at last": Mutation(
+        "what loading refuses is refused before a weight is read",
+        "workers/startup.py",
+        "    tokenizer = load_tokenizer(config.tokenizer or config.model)  # before minutes of reading\n    try:\n"
+        "        model = load_prepared(prepared, progress)\n",
+        "    try:\n"
+        "        model = load_prepared(prepared, progress)\n"
+        "        tokenizer = load_tokenizer(config.tokenizer or config.model)\n",
+        (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
+    ),
+    "inspect passes over the tokenizer": Mutation(
+        "inspect refuses what loading refuses",
+        "ktqueue/loading/inspect.py",
+        "            load_tokenizer(tokenizer or path)\n",
+        "            pass\n",
+        (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
+    ),
+    "rules spread a step": Mutation(
+        "rules that spread a step over two devices are refused before a weight is read",
+        "ktqueue/loading/load.py",
+        "        _check_one_device(skeleton, plan, str(file), device)\n",
+        "",
+        (f"{INSPECT}::test_rules_that_spread_a_step_are_refused",),
+    ),
+    "a cache larger than the memory": Mutation(
+        "the cache on a CPU takes no more than its part of the memory that is free",
+        "ktqueue/engine/memory_plan.py",
+        "    return min(tokens * token_bytes, int(available * utilization))\n",
+        "    return tokens * token_bytes\n",
+        (f"{STARTUP}::test_too_little_memory_for_one_page_is_said", f"{FIT}::test_the_host_must_hold_the_weights"),
+    ),
+    "workers take the memory many times": Mutation(
+        "the workers of ktqueue up divide the memory for caches",
+        "workers/supervise.py",
+        "host_memory_utilization / self._count",
+        "host_memory_utilization",
+        ("tests/workers/test_supervise.py::test_a_model_that_cannot_be_loaded_is_told_at_once",),
+    ),
+    "a cache that is written to at the start": Mutation(
+        "the memory of a cache is taken as it fills, by each forked worker for itself",
+        "ktqueue/operators/kv_cache.py",
+        '    if torch.device(device).type != "cpu":\n',
+        "    if True:\n",
+        ("tests/operators/test_kv_cache.py::test_memory_of_the_host_is_taken_as_it_is_written",),
+    ),
+    "memory of others counts as free": Mutation(
+        "ktqueue fit says yes only where its sums keep within the memory that is free",
+        "workers/fit.py",
+        "chosen.gpu_memory_utilization - others / total",
+        "chosen.gpu_memory_utilization",
+        (f"{FIT}::test_memory_of_others_is_not_there",),
+    ),
+    "a yes without the host": Mutation(
+        "ktqueue fit says yes only where its sums keep within the memory that is free",
+        "workers/fit.py",
+        "    if sum(host.values()) > limit:\n",
+        "    if False:\n",
+        (f"{FIT}::test_the_host_must_hold_the_weights",),
+    ),
+}

@@ -1,0 +1,51 @@
+"""Memory of the host that new work may take: what the kernel calls available, within the limits of control groups."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """In bytes. `root`: where /proc and /sys are."""
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min([available, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Bytes that each control group of this process, and each above it, may still take; of version 2 and of 1."""
+    try:
+        entries = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        number, controllers, path = entry.split(":", 2)
+        if number == "0":
+            top, limit_name, used_name, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit_name, used_name, prefix = (
+                root / "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
+        else:
+            continue
+        group = top / path.lstrip("/")
+        while True:
+            try:
+                limit = int((group / limit_name).read_text(encoding="ascii"))
+                used = int((group / used_name).read_text(encoding="ascii"))
+                yield limit - used + _reclaimable(group / "memory.stat", prefix)
+            except (OSError, ValueError):  # no such group here (in a container its path is another), or "max"
+                pass
+            if group == top:
+                break
+            group = group.parent
+
+
+def _reclaimable(stat: Path, prefix: str) -> int:
+    """Bytes of files that a group counts as used: those seen once can go, of those seen often half is left alone."""
+    values = dict(line.split()[:2] for line in stat.read_text(encoding="ascii").splitlines())
+    return int(values.get(f"{prefix}inactive_file", 0)) + int(values.get(f"{prefix}active_file", 0)) // 2
