@@ -17,7 +17,7 @@ RECEIVER = "9000"  # the port of the program that webhooks call
 MODEL = "FILE.gguf"  # any model; here the built-in one by its path
 REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
 
-(DEMO,) = (ROOT / "ktqueue" / "demo").glob("*.gguf")
+(DEMO,) = [*ROOT.glob("ktqueue/demo/*.gguf"), *ROOT.glob("csrc/*/*.gguf")]
 PROGRAMS = {
     str(page.relative_to(ROOT)): blocks(page)
     for page in pages()

@@ -26,10 +26,12 @@ if [[ "$1" =~ ^(up|gateway)$ ]] && [ -e "$folder/up" ]; then
   while [ -e "/proc/$(cat "$folder/up")/exe" ]; do sleep 0.1; done
 fi
 log=$folder/$1-$$.log
+[[ " $* " == *" -d "* ]] && touch "$folder/detached"
 setsid "$real" "$@" > "$log" 2>&1 < /dev/null &
 echo $! | tee -a "$folder/all" > "$folder/$1"
-until grep -qiwE 'ready|serving|running' "$log"; do
-  [ -e "/proc/$!/exe" ] || {{ cat "$log" >&2; exit 1; }}
+serves() {{ grep -qiwE 'ready|serving|running' "$log"; }}
+until serves; do
+  [ -e "/proc/$!/exe" ] || serves || {{ cat "$log" >&2; exit 1; }}
   sleep 0.1
 done
 """
@@ -101,6 +103,8 @@ class PageRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if (self._terminals / "detached").exists():
+            self.shell("ktqueue down || true")
         everything = _listed(self._terminals / "all")
         upper = _listed(self._terminals / "up")  # it takes its Redis along, so it goes last
         _stop([pid for pid in everything if pid not in upper])

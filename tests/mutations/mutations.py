@@ -357,6 +357,13 @@ MUTATIONS: dict[str, Mutation] = {
         "model.encode(text, add_special_tokens=add_special_tokens).ids",
         ("tests/loading/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
     ),
+    "a page that does not run": Mutation(
+        "every code block of README and docs runs as printed",
+        "docs/guides/watching.md",
+        "-H 'Content-Type: application/json' -H 'X-Conversation-Id",
+        "-H 'X-Conversation-Id",
+        ("tests/docs/test_pages.py::test_page_runs_as_printed[docs/guides/watching.md]",),
+    ),
     "a refusal that cancels": Mutation(
         "only a client's own wish ends a job before its time",
         "ktqueue/gateway/exchange.py",
