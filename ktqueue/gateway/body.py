@@ -27,11 +27,11 @@ async def read_json(request: Request) -> dict[str, Any]:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > settings.max_body_bytes:
         raise too_large(int(announced), settings.max_body_bytes)
-    data = await request.app.state.gateway.uploads.read(request)
-    try:
-        value = loads(bytes(data))
-    except CodecError as error:
-        raise MalformedBody(f"the body is {error.message}", param="body", limit="a JSON object in UTF-8") from error
+    async with request.app.state.gateway.uploads.read(request) as data:
+        try:
+            value = loads(bytes(data))
+        except CodecError as error:
+            raise MalformedBody(f"the body is {error.message}", param="body", limit="a JSON object in UTF-8") from error
     if not isinstance(value, dict):
         raise MalformedBody(
             f"the body must be a JSON object, got {type(value).__name__}", param="body", limit="a JSON object in UTF-8"
