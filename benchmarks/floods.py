@@ -32,7 +32,7 @@ from ktqueue.workers.supervise import Supervisor
 ADDRESSES = (1, 50)
 STRANGER = "127.0.0.77"
 TIMEOUT = 30.0  # seconds: a chat that takes longer failed
-SETTLE = 2.0  # seconds from when all sockets have been opened to the first chat
+SETTLE = 8.0  # seconds from when all sockets have been opened to the first chat
 PAUSE = 0.1  # seconds between two chats
 
 
@@ -85,7 +85,7 @@ async def probes(url: str, until: asyncio.Event) -> list[float | None]:
 async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float) -> AsyncIterator[dict[str, Any]]:
     """The hostile process, once all its sockets are open; what it says at its end is added to what is given here."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.flood.clients", "--kind", kind, "--port", str(port),
+        sys.executable, "-m", "benchmarks.flood.clients", "--kinds", kind, "--port", str(port),
         "--sockets", str(sockets), "--addresses", str(addresses), "--reopen-per-second", str(rate),
         cwd=machine.ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hostile sockets of one kind: `python -m benchmarks.flood.clients --kind silent --port 8000 --sockets 5000`.
+"""Hostile sockets: `python -m benchmarks.flood.clients --kinds silent,idle --port 8000 --sockets 5000`.
 
 Each socket that the gateway closes is opened again, so many a second at most. Says {"open": N} on standard output once
 all have been opened for the first time, and {"opened", "closed", "open"} when standard input ends.
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 _POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 _GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 _CHUNKED = _POST + b"transfer-encoding: chunked\r\n\r\n"
+PAUSE = 5.0  # seconds
 SMALL_BUFFER = 4_096  # that the kernel keeps for a client that does not read
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a socket sends first, and then for ever: `more` as fast as it is taken, or `drop` each `pause` seconds."""
+    """What a socket sends first, and then for ever: `more` as fast as it is taken, or `drop` each `PAUSE` seconds."""
 
     first: bytes = b""
     more: bytes = b""
     drop: bytes = b""
-    pause: float = 5.0
     reads: bool = True
 
 
@@ -50,16 +50,19 @@ KINDS: dict[str, Kind] = {
 
 
 class Flood:
-    """`sockets` of a kind, from `addresses` in turn."""
+    """`sockets` in all, of each of `kinds` and from each of `addresses` in turn."""
 
-    def __init__(self, kind: Kind, port: int, sockets: int, addresses: list[str], reopen_per_second: float) -> None:
-        self._kind = kind
+    def __init__(
+        self, kinds: list[Kind], port: int, sockets: int, addresses: list[str], reopen_per_second: float
+    ) -> None:
+        self._kinds = kinds
         self._port = port
         self._wanted = sockets
         self._addresses = addresses
         self._interval = 1 / reopen_per_second
         self._poll = select.epoll()
         self._sockets: dict[int, socket.socket] = {}
+        self._kind: dict[int, Kind] = {}
         self._unsent: dict[int, memoryview] = {}
         self._drops: deque[tuple[float, int, socket.socket]] = deque()
         self.opened = self.closed = 0
@@ -79,8 +82,8 @@ class Flood:
             while self._drops and self._drops[0][0] <= now:
                 _, file, connection = self._drops.popleft()
                 if self._sockets.get(file) is connection:
-                    self._write(file, self._kind.drop)
-                    self._drops.append((now + self._kind.pause, file, connection))
+                    self._write(file, self._kind[file].drop)
+                    self._drops.append((now + PAUSE, file, connection))
             busy = len(self._sockets) < self._wanted
             for file, events in self._poll.poll(0.0 if busy and not complete else 0.005, 256):
                 if file == sys.stdin.fileno():
@@ -89,9 +92,10 @@ class Flood:
                 self._serve(file, events)
 
     def _open(self) -> None:
+        kind = self._kinds[self.opened % len(self._kinds)]
         connection = socket.socket()
         connection.setblocking(False)
-        if not self._kind.reads:
+        if not kind.reads:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
         connection.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT: ports are by pair of addresses
         connection.bind((self._addresses[self.opened % len(self._addresses)], 0))
@@ -101,8 +105,9 @@ class Flood:
             return
         file = connection.fileno()
         self._sockets[file] = connection
-        self._unsent[file] = memoryview(self._kind.first or self._kind.more)
-        reads = select.EPOLLIN if self._kind.reads else 0
+        self._kind[file] = kind
+        self._unsent[file] = memoryview(kind.first or kind.more)
+        reads = select.EPOLLIN if kind.reads else 0
         self._poll.register(file, reads | select.EPOLLOUT)
 
     def _serve(self, file: int, events: int) -> None:
@@ -120,21 +125,20 @@ class Flood:
             pass
         except OSError:
             self._poll.unregister(file)
-            del self._sockets[file], self._unsent[file]
+            del self._sockets[file], self._kind[file], self._unsent[file]
             connection.close()
             self.closed += 1
 
     def _send(self, file: int, connection: socket.socket) -> None:
-        unsent = self._unsent[file]
+        unsent, kind = self._unsent[file], self._kind[file]
         if unsent:
             self._unsent[file] = unsent[connection.send(unsent[:65_536]) :]
-        elif self._kind.more:
-            self._unsent[file] = memoryview(self._kind.more)
+        elif kind.more:
+            self._unsent[file] = memoryview(kind.more)
         else:
-            reads = select.EPOLLIN if self._kind.reads else 0
-            self._poll.modify(file, reads)
-            if self._kind.drop:
-                self._drops.append((time.monotonic() + self._kind.pause, file, connection))
+            self._poll.modify(file, select.EPOLLIN if kind.reads else 0)
+            if kind.drop:
+                self._drops.append((time.monotonic() + PAUSE, file, connection))
 
     def _write(self, file: int, data: bytes) -> None:
         try:
@@ -150,14 +154,15 @@ class Flood:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--kinds", required=True, help=f"with commas: {', '.join(KINDS)}")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--sockets", type=int, default=5_000)
     parser.add_argument("--addresses", type=int, default=1, help="how many of 127.0.1.1, 127.0.1.2 ... they come from")
     parser.add_argument("--reopen-per-second", type=float, default=200.0)
     given = parser.parse_args()
     addresses = [f"127.0.{1 + place // 250}.{1 + place % 250}" for place in range(given.addresses)]
-    Flood(KINDS[given.kind], given.port, given.sockets, addresses, given.reopen_per_second).run()
+    kinds = [KINDS[kind] for kind in given.kinds.split(",")]
+    Flood(kinds, given.port, given.sockets, addresses, given.reopen_per_second).run()
 
 
 if __name__ == "__main__":

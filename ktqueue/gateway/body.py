@@ -36,10 +36,10 @@ async def read_body(request: Request, parse: Callable[[dict[str, Any]], Parsed])
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > settings.max_body_bytes:
         raise too_large(int(announced), settings.max_body_bytes)
-    data = await gateway.uploads.read(request)
-    size = len(data) if encoding == "identity" else settings.max_body_bytes  # as large as it may become
-    plain = await gateway.large_bodies.run(size, decode_content, bytes(data), encoding, settings.max_body_bytes)
-    value = await gateway.large_bodies.run(len(plain), decode_object, plain)
+    async with gateway.uploads.read(request) as data:
+        size = len(data) if encoding == "identity" else settings.max_body_bytes  # as large as it may become
+        plain = await gateway.large_bodies.run(size, decode_content, bytes(data), encoding, settings.max_body_bytes)
+        value = await gateway.large_bodies.run(len(plain), decode_object, plain)
     if value.get("model") is None:
         value["model"] = await gateway.broker.models.only_name()
     return await gateway.large_bodies.run(len(plain), parse, value)

@@ -24,6 +24,7 @@ from ktqueue.gateway.uploads import too_large
 
 PIECE_BYTES = 4 << 10  # fed to the parser at once: what it may take beyond a limit
 MAX_PIPELINED = 2  # requests that wait for the answer to one before them; the connection ends after that many
+IGNORED_SECONDS = 0.02  # between two pieces that are read to be thrown away
 LINGER_SECONDS = 5.0  # from a refusal to the end of its connection: closed with bytes unread, it would lose the refusal
 
 
@@ -84,7 +85,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Tell the request that is being answered, and forget all."""
         self._metrics.connections.dec()
         self._connections.leave(self)
-        self._stop_timers()
+        self._stop_header_timer()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+            self._end_timer = None
         self._unset_keepalive_if_required()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -121,6 +125,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, in small pieces."""
+        if self._deaf or (self._in_body and self.cycle.response_complete):
+            self.flow.pause_reading()
+            self.loop.call_later(IGNORED_SECONDS, self._read_on)
         view = memoryview(data)
         for start in range(0, len(view), PIECE_BYTES):
             if self._deaf:
@@ -130,6 +137,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.pause_reading()  # until the application asks for more
         if self._in_headers and self._header_timer is None:
             self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            FlowControl.resume_reading(self.flow)
 
     def _parse(self, piece: memoryview) -> None:
         self._unparsed_bytes += len(piece)
@@ -196,9 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Enough
         super().on_headers_complete()
         self._in_headers, self._in_body = False, True
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        self._stop_header_timer()
         if self._refusal is not None or self.parser.should_upgrade():
             self.cycle.keep_alive = False
 
@@ -255,6 +264,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: KtqueueError) -> None:
         """Answer with an error where that is possible, and end the connection."""
         self._deaf = True
+        self._stop_header_timer()
         self._count(error.code)
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not self._in_body):
@@ -322,8 +332,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._end_timer.cancel()
         self._end_timer = self.loop.call_later(seconds, callback, argument)
 
-    def _stop_timers(self) -> None:
-        for timer in (self._header_timer, self._end_timer):
-            if timer is not None:
-                timer.cancel()
-        self._header_timer = self._end_timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

@@ -1,6 +1,8 @@
 """The request bodies that are being read: each in time and at a least rate, all together within a limit of memory."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -18,6 +20,7 @@ SMALL_BYTES = 32 << 10  # what is longer takes turns, a piece at a time, so that
 class _Upload:
     timer: asyncio.Timeout
     data: bytearray = field(default_factory=bytearray)
+    whole: bool = False
     dropped: bool = False  # to make room
 
 
@@ -30,16 +33,22 @@ class Uploads:
         self._held = 0  # bytes
         self._turns = asyncio.Lock()  # first come, first served
 
-    async def read(self, request: Request) -> bytearray:
-        """The whole body. Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone."""
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncGenerator[bytearray, None]:
+        """The whole body, whose bytes count until the end of the block.
+
+        Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone.
+        """
         upload = _Upload(asyncio.timeout(self._settings.stall_seconds))
         self._open.add(upload)
         try:
-            async with upload.timer:
-                await self._receive(request, upload)
-            return upload.data
-        except TimeoutError:
-            raise self._why(upload) from None
+            try:
+                async with upload.timer:
+                    await self._receive(request, upload)
+            except TimeoutError:
+                raise self._why(upload) from None
+            upload.whole = True
+            yield upload.data
         finally:
             self._open.discard(upload)
             self._held -= len(upload.data)
@@ -79,8 +88,8 @@ class Uploads:
         )
 
     def _drop_largest(self) -> None:
-        """Give up the body that holds most: a small one is never refused for the sake of large ones."""
-        open_ = (one for one in self._open if not one.dropped and not one.timer.expired())
+        """Give up the unfinished body that holds most: a small one is never refused for the sake of large ones."""
+        open_ = (one for one in self._open if not one.whole and not one.dropped and not one.timer.expired())
         largest = max(open_, key=lambda one: len(one.data), default=None)
         if largest is not None:
             largest.dropped = True

@@ -44,7 +44,10 @@ async def test_keys(serve_with, worker, conforms):
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/metrics")).status_code == 401
         assert (await http.get("/healthz")).status_code == 200
-        assert (await http.get("/readyz")).status_code == 200
+        for headers in ({}, {"x-api-key": "wrong"}):
+            assert (await http.get("/readyz", headers=headers)).json() == {"status": "ok"}
+        ready = (await http.get("/readyz", headers={"x-api-key": "other"})).json()
+        assert ready == {"status": "ok", "workers": 1, "models": ["tale"]}
 
 
 async def test_request_ids(http):

@@ -1,5 +1,6 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
+from hostile_clients import HOSTILE_CLIENTS
 from installing import INSTALLING
 from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
@@ -374,4 +375,5 @@ MUTATIONS: dict[str, Mutation] = {
     **UPGRADES,
     **INSTALLING,
     **MODELS,
+    **HOSTILE_CLIENTS,
 }

@@ -1,0 +1,117 @@
+"""Hostile sockets by the hundred against a gateway process: its memory stays, a stranger is served, they are closed."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.flood.clients import KINDS
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+GATEWAY = (
+    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
+    "serve(load_config(environment=os.environ))"
+)
+SOCKETS = 300  # of each kind
+PREFIX = "floods"
+GROWTH_BYTES = 48 << 20  # far more than these sockets need, and far less than one of them could fill
+HELD = ["silent", "idle", "slow headers", "slow body", "answers that nobody reads"]  # open until their time is over
+ENDLESS = [kind for kind in KINDS if kind not in HELD]
+CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **options)
+
+
+@pytest.fixture(scope="module")
+def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """URL and process id of a gateway with short times."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    settings = {
+        "BROKER_URL": redis_server, "BROKER_PREFIX": PREFIX, "GATEWAY_PORT": port, "GATEWAY_HEADER_TIMEOUT": 1,
+        "GATEWAY_KEEP_ALIVE_TIMEOUT": 1, "GATEWAY_STALL_SECONDS": 1, "GATEWAY_BODY_TIMEOUT": 1,
+        "GATEWAY_MAX_SOCKETS": 500, "GATEWAY_MAX_SOCKETS_PER_ADDRESS": 200, "GATEWAY_MAX_BODIES_BYTES": "8MiB",
+    }  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {f"KTQUEUE_{name}": str(value) for name, value in settings.items()}
+    with (tmp_path_factory.mktemp("logs") / "gateway.log").open("wb") as log:
+        process = start("-c", GATEWAY, env=environment, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(300):
+        try:
+            httpx.get(f"{url}/healthz")
+            break
+        except httpx.TransportError:
+            assert process.poll() is None
+    yield url, process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+@pytest.fixture
+async def stranger(gateway: tuple[str, int], redis_server: str, tools: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the gateway, with a worker behind it."""
+    async with await Broker.open(BrokerConfig(url=redis_server, prefix=PREFIX)) as broker:
+        worker = tools.ScriptedWorker(broker)
+        task = asyncio.create_task(worker.run())
+        await worker.ready.wait()
+        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.77")
+        async with httpx.AsyncClient(base_url=gateway[0], transport=transport, timeout=20) as http:
+            yield http
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def flood(kinds: list[str], port: int, addresses: int) -> AsyncIterator[dict[str, int]]:
+    """Hostile sockets; none is opened again. Afterwards: how many are open."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.flood.clients", "--kinds", ",".join(kinds), "--port", str(port),
+        "--sockets", str(SOCKETS * len(kinds)), "--addresses", str(addresses), "--reopen-per-second", "0.001",
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    report: dict[str, int] = {}
+    try:
+        await process.stdout.readline()
+        yield report
+        process.stdin.close()
+        report.update(json.loads(await process.stdout.readline()))
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def resident_bytes(process: int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(("kinds", "addresses"), [(HELD, 1), (HELD, 50), (ENDLESS, 50)])
+async def test_a_flood_harms_nobody(gateway, stranger, kinds, addresses):
+    url, process = gateway
+    before = resident_bytes(process)
+    async with flood(kinds, int(url.rpartition(":")[2]), addresses) as report:
+        for _ in range(3):
+            assert (await stranger.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert (await stranger.get("/healthz")).status_code == 200
+        async with asyncio.timeout(15):
+            while "ktqueue:open_connections 1.0" not in (await stranger.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert resident_bytes(process) - before < GROWTH_BYTES
+    unread = SOCKETS if "answers that nobody reads" in kinds else 0  # they do not look whether they were closed
+    assert report["open"] <= unread

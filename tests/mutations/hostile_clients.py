@@ -1,0 +1,91 @@
+"""Promises about clients that nobody knows, with edits that break them."""
+
+from mutation import Mutation
+
+LIMITS = "tests/gateway/test_limits.py"
+TOO_MUCH = f"{LIMITS}::test_what_is_too_much_gets_a_reply_and_the_connection_ends"
+PROTOCOL = "ktqueue/gateway/protocol.py"
+
+HOSTILE_CLIENTS: dict[str, Mutation] = {
+    "headers without limit": Mutation(
+        "the headers of a request have a limit of bytes",
+        PROTOCOL,
+        "if self._header_bytes > self._settings.max_header_bytes:",
+        "if False:",
+        (TOO_MUCH,),
+    ),
+    "a header without end": Mutation(
+        "a header that never ends is refused before it fills the memory",
+        PROTOCOL,
+        "if self._unparsed_bytes > settings.max_header_bytes:",
+        "if False:",
+        (TOO_MUCH,),
+    ),
+    "headers without a deadline": Mutation(
+        "headers that trickle in are given up",
+        PROTOCOL,
+        "        self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)\n\n"
+        "    def connection_lost",
+        "        self._header_timer = None\n\n    def connection_lost",
+        (f"{LIMITS}::test_headers_have_a_time_in_all_and_silence_ends",),
+    ),
+    "a body without a deadline": Mutation(
+        "a body has a time in all and a least rate",
+        "ktqueue/gateway/uploads.py",
+        "                began + settings.body_timeout,\n"
+        "                began + GRACE_SECONDS + len(upload.data) / settings.min_body_rate,\n",
+        "",
+        (f"{LIMITS}::test_a_body_has_a_time_in_all_and_a_least_rate",),
+    ),
+    "places for bodies that still come": Mutation(
+        "who sends a body slowly keeps nobody out",
+        "ktqueue/gateway/edge.py",
+        "                if _has_body(scope, headers):",
+        "                if False:",
+        (f"{LIMITS}::test_who_sends_a_body_slowly_keeps_nobody_out",),
+    ),
+    "bodies without a limit together": Mutation(
+        "unfinished bodies have a limit of memory together",
+        "ktqueue/gateway/uploads.py",
+        "if self._held > self._settings.max_bodies_bytes:",
+        "if False:",
+        (f"{LIMITS}::test_bodies_have_a_limit_together_and_the_largest_goes",),
+    ),
+    "an address with all connections": Mutation(
+        "one address has so many connections",
+        "ktqueue/gateway/connections.py",
+        "if self._per_address and not trusted and",
+        "if False and",
+        (f"{LIMITS}::test_an_address_has_so_many_connections",),
+    ),
+    "the key after the body": Mutation(
+        "the key is checked before the body is read",
+        "ktqueue/gateway/edge.py",
+        '            scope["tenant"] = self._gateway.keys.tenant(path, headers)\n',
+        '            while _has_body(scope, headers) and (await receive()).get("more_body"):\n'
+        "                pass\n"
+        '            scope["tenant"] = self._gateway.keys.tenant(path, headers)\n',
+        (f"{LIMITS}::test_the_key_is_checked_before_the_body_is_read",),
+    ),
+    "a reader that never reads": Mutation(
+        "a client that reads nothing is dropped, also once its connection is closed",
+        PROTOCOL,
+        '            self._end("not_reading")',
+        "            pass",
+        (f"{LIMITS}::test_a_client_that_reads_no_answer_is_dropped",),
+    ),
+    "no room for probes": Mutation(
+        "probes are answered whatever happens",
+        "ktqueue/gateway/edge.py",
+        "            if path not in PROBES:",
+        "            if True:",
+        (f"{LIMITS}::test_probes_are_answered_when_all_connections_are_busy",),
+    ),
+    "models for strangers": Mutation(
+        "who has no key learns of no model",
+        "ktqueue/gateway/health.py",
+        "    if not gateway.keys.known(request.headers):",
+        "    if False:",
+        ("tests/gateway/test_edge.py::test_keys",),
+    ),
+}
