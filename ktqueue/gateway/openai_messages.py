@@ -45,6 +45,14 @@ def _arguments(value: Any) -> Any:
     return shallow(value)
 
 
+def _unserved(value: Any) -> None:
+    if value is not None and value is not False and value not in ("", [], {}):
+        raise must_be("left out: it would not reach the prompt", value)
+
+
+Unserved = Annotated[None, BeforeValidator(_unserved)]
+
+
 class FunctionCall(BaseModel):
     """The function that a past assistant message called."""
 
@@ -75,6 +83,12 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    # Of OpenAI, and of others: what they ask for would be dropped.
+    function_call: Unserved = None
+    refusal: Unserved = None
+    audio: Unserved = None
+    images: Unserved = None
+    prefix: Unserved = None
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template reads it."""

@@ -57,7 +57,7 @@ class ChatTemplate:
         """The prompt text, ending where the assistant is to speak.
 
         Raises InvalidRequest where a message is malformed, the template refuses the conversation, or leaves tools,
-        their calls or their results out of the prompt.
+        their calls or their results out of the prompt. Raises MemoryError, too.
         """
         if wrong := RESERVED & set(kwargs or {}):
             name = sorted(wrong)[0]
@@ -68,6 +68,8 @@ class ChatTemplate:
         plain = [_plain(index, message) for index, message in enumerate(messages)]
         try:
             text = self._render(plain, tools, names)
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program: whatever it raises is about this request
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {str(error)[:500]}", param="messages"

@@ -14,7 +14,7 @@ from ktqueue.loading.template_process import TemplateProcesses
 # What a request asks of this template, which can do all of it.
 SOURCE = """
 {%- if kind == "loops" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
-{%- elif kind == "memory" %}{{ "x" * 10 ** 12 }}
+{%- elif kind == "memory" %}{{ ("x" * 11 * 10 ** 8) | length }}
 {%- elif kind == "doubling" %}{% set n = namespace(s="x" * 1000) %}
     {%- for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}
 {%- elif kind == "one call" %}{{ (7 ** (9 ** 9)) % 10 }}
@@ -27,12 +27,10 @@ Ask = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[TemplateProcesses]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "WALL_SECONDS", 1.5)
-        made = TemplateProcesses(ChatTemplate(SOURCE, {"bos": "<s>"}, "test"))
-        made.start()
-        yield made
-        made.close()
+    made = TemplateProcesses(ChatTemplate(SOURCE, {"bos": "<s>"}, "test"))
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -50,13 +48,27 @@ def test_the_text_is_that_of_the_template(ask: Ask) -> None:
     assert ask("", long) == f"<s>[user: {'ü' * 1_000_000}]"
 
 
-@pytest.mark.parametrize("kind", ["loops", "memory", "doubling", "one call", "recursion", "surrogate"])
-def test_what_a_template_may_not_take_is_refused(ask: Ask, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["doubling", "one call", "recursion", "surrogate"])
+def test_what_a_template_may_not_take_is_refused(ask: Ask, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "WALL_SECONDS", 1.0)
     with pytest.raises(InvalidRequest) as caught:
         ask(kind)
     assert caught.value.param == "messages"
     assert len(caught.value.message) < 600
+    monkeypatch.undo()
     assert ask() == "<s>[user: Köln \n & <b>]"  # the next one is served
+
+
+def test_a_template_s_time_is_its_own(ask: Ask) -> None:
+    """The clock of the process itself stops it, and it goes on with the next one."""
+    with pytest.raises(InvalidRequest, match="seconds of computing") as caught:
+        ask("loops")
+    assert caught.value.limit == template_process.CPU_SECONDS
+
+
+def test_the_memory_of_a_template_is_limited(ask: Ask) -> None:
+    with pytest.raises(InvalidRequest, match="took more than 1024 MiB"):
+        ask("memory")
 
 
 def test_refusals_keep_their_field(ask: Ask) -> None:

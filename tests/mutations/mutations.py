@@ -1,6 +1,7 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
 from hostile_clients import HOSTILE_CLIENTS
+from http_requests import HTTP_REQUESTS
 from installing import INSTALLING
 from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
@@ -376,4 +377,5 @@ MUTATIONS: dict[str, Mutation] = {
     **INSTALLING,
     **MODELS,
     **HOSTILE_CLIENTS,
+    **HTTP_REQUESTS,
 }

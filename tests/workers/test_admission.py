@@ -86,6 +86,29 @@ def test_a_text_that_cannot_fit_is_not_tokenised(model: Any, monkeypatch: pytest
     assert caught.value.param == "messages"
 
 
+async def test_others_are_admitted_while_large_prompts_are_tokenised(
+    model: Any, broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    encode = model.tokenizer.encode_request
+
+    def slowly(request: GenerationRequest, **options: Any) -> list[int]:
+        if request.prompt is not None and len(request.prompt) > LARGE:
+            over.wait(30)
+        return list(encode(request, **options))
+
+    monkeypatch.setattr(model.tokenizer, "encode_request", slowly)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    async with start_worker():
+        big = GenerationRequest(model="demo", prompt="Once " * LARGE, sampling=sampling)
+        large = [(await broker.jobs.submit(big)).id for _ in range(4)]
+        small = await broker.jobs.submit(replace(big, prompt="Once"))
+        assert (await finished(small.id)).state is JobState.DONE
+        over.set()
+        for one in large:
+            assert (await finished(one)).last.error.code == "context_length_exceeded"
+
+
 async def test_a_template_that_never_ends_refuses_its_own_job(
     model: Any, broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,136 @@
+"""Mutations of what is taken, refused or bounded of a request before the engine sees it."""
+
+from mutation import Mutation
+
+FIELDS, LARGE = "tests/gateway/test_foreign_fields.py", "tests/gateway/test_large_bodies.py"
+HTTP, ERRORS, JOBS = "tests/gateway/test_http.py", "tests/gateway/test_errors.py", "tests/gateway/test_jobs.py"
+TEMPLATES, ADMISSION = "tests/loading/test_template_process.py", "tests/workers/test_admission.py"
+
+HTTP_REQUESTS: dict[str, Mutation] = {
+    "tools are dropped": Mutation(
+        "tools are refused by name until calls are served",
+        "ktqueue/gateway/foreign_fields.py",
+        'return _is_empty(value, body) or body.get("tool_choice") == "none"',
+        "return True",
+        (f"{FIELDS}::test_tools_are_refused_until_they_are_served", f"{ERRORS}::test_wrong_chat_fields"),
+    ),
+    "a template drops tools": Mutation(
+        "tools and their calls reach the prompt or are refused",
+        "ktqueue/loading/chat_template.py",
+        "            return self._render(messages, tools, names) == text\n",
+        "            return False\n",
+        (f"{TEMPLATES}::test_tools_that_the_template_leaves_out_are_refused",),
+    ),
+    "fields are dropped": Mutation(
+        "a field of another server is honoured or refused by name",
+        "ktqueue/gateway/foreign_fields.py",
+        "        if rule is not None and not rule.is_neutral(value, body):\n",
+        "        if False:\n",
+        (f"{FIELDS}::test_a_refusal_names_the_field[top_a]",),
+    ),
+    "aliases are dropped": Mutation(
+        "a field of another server is honoured or refused by name",
+        "ktqueue/gateway/foreign_fields.py",
+        "            translated[ours] = value\n",
+        "",
+        (f"{FIELDS}::test_an_alias_is_honoured[n_predict]",),
+    ),
+    "large bodies on the loop": Mutation(
+        "no body holds the gateway's event loop",
+        "ktqueue/gateway/large_bodies.py",
+        "        if size <= LARGE:\n",
+        "        if True:\n",
+        (f"{LARGE}::test_large_bodies_are_parsed_by_a_thread",),
+    ),
+    "any structure": Mutation(
+        "a few bytes of body are no costly tree",
+        "ktqueue/gateway/json_structure.py",
+        "    if _marks(body) <= MAX_PARTS:\n",
+        "    if True:\n",
+        (f"{LARGE}::test_structure_is_counted_outside_of_strings", f"{LARGE}::test_costly_bodies_are_refused_by_field"),
+    ),
+    "brackets in strings count": Mutation(
+        "text costs nothing but its bytes",
+        "ktqueue/gateway/json_structure.py",
+        'parts += _marks(b"".join(pieces[in_string::2]))',
+        'parts += _marks(b"".join(pieces))',
+        (f"{LARGE}::test_structure_is_counted_outside_of_strings",),
+    ),
+    "a bomb is unpacked": Mutation(
+        "a compressed body takes no more than a plain one",
+        "ktqueue/gateway/content_encoding.py",
+        "decoder.decompress(rest, max_bytes + 1 - len(plain))",
+        "decoder.decompress(rest)",
+        (f"{LARGE}::test_a_bomb_is_not_unpacked",),
+    ),
+    "all is tokenised": Mutation(
+        "a prompt that cannot fit is not tokenised",
+        "ktqueue/loading/tokenizer.py",
+        "        if max_model_len is not None:\n",
+        "        if False:\n",
+        (f"{ADMISSION}::test_a_text_that_cannot_fit_is_not_tokenised",),
+    ),
+    "large prompts take all threads": Mutation(
+        "a large prompt keeps no other one waiting",
+        "ktqueue/workers/admission.py",
+        "if large and self._large == THREADS - 1:",
+        "if False:",
+        (f"{ADMISSION}::test_large_prompts_leave_a_thread_to_the_others",),
+    ),
+    "claims wait for a prompt": Mutation(
+        "one request's fate never touches another's",
+        "ktqueue/workers/incarnation.py",
+        "                admission = group.create_task(self._admit(job)",
+        "                await self._admit(job)\n                admission = group.create_task(asyncio.sleep(0)",
+        (f"{ADMISSION}::test_others_are_admitted_while_large_prompts_are_tokenised",),
+    ),
+    "templates have for ever": Mutation(
+        "a chat template costs its own request and no other",
+        "ktqueue/loading/template_process.py",
+        "signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS)",
+        "pass",
+        (f"{TEMPLATES}::test_a_template_s_time_is_its_own",),
+    ),
+    "templates have all memory": Mutation(
+        "a chat template costs its own request and no other",
+        "ktqueue/loading/template_process.py",
+        "    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))\n",
+        "",
+        (f"{TEMPLATES}::test_the_memory_of_a_template_is_limited",),
+    ),
+    "constants are computed at load": Mutation(
+        "loading a model runs nothing of its chat template",
+        "ktqueue/loading/chat_template.py",
+        "        if not isinstance(node, nodes.TemplateData):\n",
+        "        if False:\n",
+        (f"{TEMPLATES}::test_constants_are_not_computed_when_the_template_is_loaded",),
+    ),
+    "webhooks to the neighbours": Mutation(
+        "no stranger makes us call a private address",
+        "ktqueue/core/webhook.py",
+        '        if _is_private(parts.hostname or ""):\n',
+        "        if False:\n",
+        (f"{JOBS}::test_webhooks_are_refused_where_nobody_would_call_them",),
+    ),
+    "chunks for old clients": Mutation(
+        "a client of HTTP/1.0 can read a stream",
+        "ktqueue/gateway/http10.py",
+        "exchange.chunked_encoding = False",
+        "pass",
+        (f"{HTTP}::test_old_clients_get_no_chunks",),
+    ),
+    "a preflight needs a key": Mutation(
+        "a page of an allowed origin can call the API",
+        "ktqueue/gateway/app.py",
+        "[*_cors(config.gateway.cors_origins), Middleware(Edge, gateway=gateway)]",
+        "[Middleware(Edge, gateway=gateway), *_cors(config.gateway.cors_origins)]",
+        (f"{HTTP}::test_other_origins",),
+    ),
+    "an event past the end is ours": Mutation(
+        "what a client got wrong is a 4xx",
+        "ktqueue/gateway/faults.py",
+        '    """A reader says that it has an event which the journal does not hold."""\n\n    status = 400\n',
+        '    """A reader says that it has an event which the journal does not hold."""\n',
+        (f"{JOBS}::test_wrong_last_event_id",),
+    ),
+}
