@@ -27,7 +27,7 @@ from ktqueue.core.errors import (
 )
 from ktqueue.core.events import JobState
 from ktqueue.core.limits import TenantLimits
-from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.request import GenerationRequest, JobClass, summary_of
 from ktqueue.core.tenants import DEFAULT_TENANT
 
 __all__ = ["JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
@@ -35,7 +35,7 @@ __all__ = ["JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
-RETRY_NO_WORKER = 5.0  # seconds
+RETRY_NO_WORKER = RETRY_NO_MEMORY = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -139,6 +139,8 @@ class Jobs:
                 limit_words(limits, cost),
                 "" if request.webhook is None else 1,
                 " ".join(prefix_names(request)),
+                encode_request(summary_of(stored)),
+                f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
             )
         except Refused as refused:
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
@@ -268,6 +270,14 @@ def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> Ktq
                 limit=limit,
                 value=waiting,
                 retry_after=RETRY_AFTER[request.job_class],
+            )
+        case "MEMORY":
+            used, limit = (int(word) for word in refused.detail.split())
+            return Unavailable(
+                f"Redis uses {used} bytes of memory, new jobs may take it to {limit}",
+                limit=limit,
+                value=used,
+                retry_after=RETRY_NO_MEMORY,
             )
         case "CONFLICT":
             return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")

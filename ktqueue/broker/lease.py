@@ -272,7 +272,10 @@ def _seq(key: bytes) -> int:
 
 
 def _end(event: TokenEvent) -> str:
-    """What the script needs to know of a job's end: its state and the tokens that it used, "done 42"."""
-    if event.state is None or event.usage is None:
-        return event.state or ""
-    return f"{event.state.value} {event.usage.prompt_tokens + event.usage.completion_tokens}"
+    """What the script needs to know of a job's end: its state, the tokens that it used, and whether it would fail again:
+    "done 42", "failed 42 final"."""
+    if event.state is None:
+        return ""
+    used = "" if event.usage is None else event.usage.prompt_tokens + event.usage.completion_tokens
+    final = event.state is JobState.FAILED and event.error is not None and event.error.status < 500
+    return f"{event.state.value} {used} {'final' if final else ''}".rstrip()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.terminal import Terminal, microseconds
+from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
@@ -53,6 +53,7 @@ class Reaper:
             terminal.poison,
             terminal.job_ttl,
             terminal.journal_ttl,
+            milliseconds(self._config.model_ttl),
         )
         if orphans:
             logger.warning("took %d jobs from dead workers", orphans)

@@ -18,7 +18,7 @@ for model, count in pairs(live) do
     local waiting = redis.call('ZCARD', queue)
     local oldest = false
     for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
-      local wait = now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now)
+      local wait = math.max(0, now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now))
       if not oldest or wait > oldest then oldest = wait end
     end
     reply[#reply + 1] = { model, class, waiting, (count[class] or 0) - waiting, oldest }
