@@ -20,7 +20,7 @@ from ktqueue.broker.process_name import process_name
 from ktqueue.broker.scripts import Refused
 from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import decode_event, decode_request, dumps, encode_card, encode_event
-from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
+from ktqueue.core.errors import JournalRegressed, KtqueueError, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
@@ -258,12 +258,14 @@ class Lease:
 
 async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
     """A journal's entries as events, with breaths: those of many long journals take longer than a lease. Raises
-    CodecError."""
+    CodecError, JournalRegressed."""
     events: list[TokenEvent] = []
     for start in range(0, len(entries), MAX_EVENTS):
         if start:
             await asyncio.sleep(0)
         events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
+    if events and events[0].seq != 1:
+        raise JournalRegressed("the beginning of the job's journal is lost: nothing can go on from it", value=events[0].seq)
     return events
 
 

@@ -10,12 +10,14 @@ from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
 MAX_EXPIRED = 256  # deadlines that one call handles
+SCRUBBED = 200  # keys that one call of `scrub` looks at
+PASS_SECONDS = 10.0  # from the end of a look at all keys to the beginning of the next
 
 logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Runs the `reap` script four times a second; any number of them may run at once."""
+    """Runs the `reap` and `scrub` scripts four times a second; any number of them may run at once."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
@@ -29,6 +31,7 @@ class Reaper:
             try:
                 while (await self.reap())[1] >= MAX_EXPIRED:
                     pass
+                await self.scrub()
                 away = False
             except Unavailable as error:
                 if not away:
@@ -58,3 +61,24 @@ class Reaper:
         if orphans:
             logger.warning("took %d jobs from dead workers", orphans)
         return orphans, expired
+
+    async def scrub(self, *, keys: int = SCRUBBED, pause: float = PASS_SECONDS) -> bool:
+        """Look at so many keys more and mend what does not fit the jobs' records; True at the end of a pass.
+
+        Between passes nothing is done for `pause` seconds. Raises Unavailable.
+        """
+        terminal = self._terminal
+        mended, over = await self._scripts.call(
+            "scrub",
+            terminal.cancelled,
+            terminal.expired,
+            terminal.poison,
+            self._config.max_attempts,
+            terminal.job_ttl,
+            terminal.journal_ttl,
+            keys,
+            round(pause * 1_000_000),
+        )
+        if mended:
+            logger.warning("mended %d entries that did not fit the jobs' records", mended)
+        return bool(over)

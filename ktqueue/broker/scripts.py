@@ -37,6 +37,8 @@ NAMES = (
     "release",
     "bury",
     "reap",
+    "scrub",
+    "retried",
 )
 DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that
 # They run also while the server has no memory left: most of them free some, and without them no job would end. A server
