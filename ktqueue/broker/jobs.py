@@ -38,6 +38,8 @@ RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when
 RETRY_NO_WORKER = RETRY_NO_MEMORY = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_RETRIED = re.compile(r"(.+)-r(\d{1,9})")
+LONGEST_NAME = 116  # characters of an id that gets a number behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,36 @@ class Jobs:
         reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
         return _found(job_id, reply)
 
+    async def retry(self, job_id: str, *, limits: TenantLimits | None = None) -> JobRecord:
+        """Send a failed job again as a new job of the same tenant, which begins from the start. Returns the new job.
+
+        A job is sent again once: another call returns the same new job, while that is known. `limits` as in `submit`.
+
+        Raises JobNotFound; JobConflict where the job has not failed or its request is no longer kept; what `submit`
+        raises.
+        """
+        record = await self.get(job_id)
+        if record.retried_as is not None:
+            return await self.get(record.retried_as)
+        if record.state is not JobState.FAILED:
+            raise JobConflict(
+                f"the job {job_id} is {record.state}: only failed jobs are sent again",
+                param="job_id",
+                limit="a failed job",
+                value=record.state.value,
+            )
+        if record.request_dropped:
+            raise JobConflict(
+                f"the request of job {job_id} is no longer kept: submit it again",
+                param="job_id",
+                limit="a failed job with its request",
+                value=job_id,
+            )
+        # The id follows from the old one, so that a call that is repeated makes no second job.
+        again = await self.submit(record.request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
+        await self._scripts.call("retried", job_id, again.id)
+        return again
+
     async def list(
         self,
         *,
@@ -243,6 +275,15 @@ def _checked(job_id: str) -> str:
             value=job_id[:80],
         )
     return job_id
+
+
+def _next_id(job_id: str) -> str:
+    """The id of a job's next try: `job-1`, `job-1-r2`, `job-1-r3`."""
+    match = _RETRIED.fullmatch(job_id)
+    name, number = (match[1], int(match[2]) + 1) if match else (job_id, 2)
+    if len(name) > LONGEST_NAME:
+        name = f"job-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    return f"{name}-r{number}"
 
 
 def digest(tenant: str, key: str) -> str:

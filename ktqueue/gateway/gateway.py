@@ -52,12 +52,10 @@ class Gateway:
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
         """Submit a tenant's job, within its limits. Raises what `Jobs.submit` raises."""
         try:
-            record = await self.broker.jobs.submit(
-                generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
-            )
-        except (TenantLimitReached, RateLimitExceeded) as error:
-            self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
-            raise
+            with self._counting_refusals(tenant):
+                record = await self.broker.jobs.submit(
+                    generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
+                )
         except QueueFull:
             self.metrics.serves(generation.model)  # only a known model has a queue
             raise
@@ -65,6 +63,22 @@ class Gateway:
         if record.standing is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
+
+    async def retry(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""
+        with self._counting_refusals(tenant):
+            record = await self.broker.jobs.retry(job_id, limits=tenant.limits)
+        if record.standing is not None:
+            self.metrics.tenant_jobs.labels(tenant.name).inc()
+        return record
+
+    @contextmanager
+    def _counting_refusals(self, tenant: Tenant) -> Iterator[None]:
+        try:
+            yield
+        except (TenantLimitReached, RateLimitExceeded) as error:
+            self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
+            raise
 
     @contextmanager
     def feed(self, job_ids: Sequence[str], *, after: int = 0) -> Iterator[Feed]:
