@@ -11,7 +11,7 @@ from ktqueue.core.errors import Unavailable
 TICK_SECONDS = 0.25
 MAX_EXPIRED = 256  # deadlines that one call handles
 SCRUBBED = 200  # keys that one call of `scrub` looks at
-PASS_SECONDS = 10.0  # from the end of a look at all keys to the beginning of the next
+PASS_LEASES = 5  # from the end of a look at all keys to the beginning of the next, in leases
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,13 @@ class Reaper:
             logger.warning("took %d jobs from dead workers", orphans)
         return orphans, expired
 
-    async def scrub(self, *, keys: int = SCRUBBED, pause: float = PASS_SECONDS) -> bool:
+    async def scrub(self, *, keys: int = SCRUBBED, pause: float | None = None) -> bool:
         """Look at so many keys more and mend what does not fit the jobs' records; True at the end of a pass.
 
-        Between passes nothing is done for `pause` seconds. Raises Unavailable.
+        Between passes nothing is done for `pause` seconds, by default five leases. Raises Unavailable.
         """
+        if pause is None:
+            pause = PASS_LEASES * self._config.lease_seconds
         terminal = self._terminal
         mended, over = await self._scripts.call(
             "scrub",

@@ -163,5 +163,5 @@ if over then
 else
   redis.call('HSET', place, 'cursor', looked[1])
 end
-redis.call('PEXPIRE', place, MINUTE / 1000)
+redis.call('PEXPIRE', place, math.max(1000, ARGV[8] / 1000))
 return { mended, over and 1 or 0 }
