@@ -101,6 +101,10 @@ class Client:
         """Stop a job; one that has ended stays as it is. Raises JobNotFound."""
         return await self._open_broker().jobs.cancel(job_id)
 
+    async def retry(self, job_id: str) -> JobRecord:
+        """Send a failed job again as a new job. Raises JobNotFound, JobConflict, and what `submit` raises."""
+        return await self._open_broker().jobs.retry(job_id)
+
     def _open_broker(self) -> Broker:
         if self._broker is None:
             raise Unavailable("the client is not open")
@@ -180,6 +184,10 @@ class SyncClient:
     def cancel(self, job_id: str) -> JobRecord:
         """See Client.cancel."""
         return self._wait(self._client.cancel(job_id))
+
+    def retry(self, job_id: str) -> JobRecord:
+        """See Client.retry."""
+        return self._wait(self._client.retry(job_id))
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         tasks: list[asyncio.Task[Result]] = []

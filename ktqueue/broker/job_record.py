@@ -17,8 +17,10 @@ MICROSECONDS = 1_000_000
 class JobRecord:
     """One job. Times are Unix seconds by the server's clock.
 
-    `request` is None where this version cannot read it: see `readable_request`. `digest`: of the worker that has it, or
-    that it has begun with; None of a job that has not.
+    `request` is None where this version cannot read it: see `readable_request`. It is a summary once `request_dropped`:
+    its prompt, messages and tools are gone, which are kept for live and for failed jobs alone. `retried_as`: the job
+    that a failed one was sent again as. `digest`: of the worker that has it, or that it has begun with; None of a job
+    that has not.
     `position` is its place in its queue, from 1, while it is queued. `attempts` counts the workers that
     began it, those that gave it back aside. `usage` and `error` are those of its last event. `standing`, where `submit`
     made the job just now, is what its tenant has left.
@@ -42,6 +44,8 @@ class JobRecord:
     usage: Usage | None = None
     error: ErrorInfo | None = None
     cancel_requested: bool = False
+    request_dropped: bool = False
+    retried_as: str | None = None
     standing: Standing | None = None
 
     @property
@@ -89,6 +93,8 @@ def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
         usage=last.usage if last else None,
         error=last.error if last else None,
         cancel_requested="cancel" in values,
+        request_dropped="dropped" in values,
+        retried_as=values["retried"].decode() if "retried" in values else None,
     )
 
 

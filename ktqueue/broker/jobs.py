@@ -26,7 +26,7 @@ from ktqueue.core.errors import (
 )
 from ktqueue.core.events import JobState
 from ktqueue.core.limits import TenantLimits
-from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.request import GenerationRequest, JobClass, summary_of
 from ktqueue.core.tenants import DEFAULT_TENANT
 
 __all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
@@ -34,8 +34,11 @@ __all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_fo
 MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
+RETRY_NO_MEMORY = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_RETRIED = re.compile(r"(.+)-r(\d{1,9})")
+LONGEST_NAME = 116  # characters of an id that gets a number behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class Jobs:
                 limit_words(limits, cost),
                 "" if request.webhook is None else 1,
                 " ".join(prefix_names(request)),
+                encode_request(summary_of(stored)),
+                f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
             )
         except Refused as refused:
             if refused.code == "MODEL_UNKNOWN":
@@ -191,6 +196,36 @@ class Jobs:
         terminal = self._terminal
         reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
         return _found(job_id, reply)
+
+    async def retry(self, job_id: str, *, limits: TenantLimits | None = None) -> JobRecord:
+        """Send a failed job again as a new job of the same tenant, which begins from the start. Returns the new job.
+
+        A job is sent again once: another call returns the same new job, while that is known. `limits` as in `submit`.
+
+        Raises JobNotFound; JobConflict where the job has not failed or its request is no longer kept; what `submit`
+        raises.
+        """
+        record = await self.get(job_id)
+        if record.retried_as is not None:
+            return await self.get(record.retried_as)
+        if record.state is not JobState.FAILED:
+            raise JobConflict(
+                f"the job {job_id} is {record.state}: only failed jobs are sent again",
+                param="job_id",
+                limit="a failed job",
+                value=record.state.value,
+            )
+        if record.request_dropped:
+            raise JobConflict(
+                f"the request of job {job_id} is no longer kept: submit it again",
+                param="job_id",
+                limit="a failed job with its request",
+                value=job_id,
+            )
+        # The id follows from the old one, so that a call that is repeated makes no second job.
+        again = await self.submit(record.request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
+        await self._scripts.call("retried", job_id, again.id)
+        return again
 
     async def list(
         self,
@@ -270,6 +305,15 @@ def _checked(job_id: str) -> str:
     return job_id
 
 
+def _next_id(job_id: str) -> str:
+    """The id of a job's next try: `job-1`, `job-1-r2`, `job-1-r3`."""
+    match = _RETRIED.fullmatch(job_id)
+    name, number = (match[1], int(match[2]) + 1) if match else (job_id, 2)
+    if len(name) > LONGEST_NAME:
+        name = f"job-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    return f"{name}-r{number}"
+
+
 def digest(tenant: str, key: str) -> str:
     """A tenant's own word as a part of a key: another tenant's is another one."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
@@ -295,6 +339,14 @@ def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> Ktq
                 limit=limit,
                 value=waiting,
                 retry_after=RETRY_AFTER[request.job_class],
+            )
+        case "MEMORY":
+            used, limit = (int(word) for word in refused.detail.split())
+            return Unavailable(
+                f"Redis uses {used} bytes of memory, new jobs may take it to {limit}",
+                limit=limit,
+                value=used,
+                retry_after=RETRY_NO_MEMORY,
             )
         case "CONFLICT":
             return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")

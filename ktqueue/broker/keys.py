@@ -5,7 +5,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 
 | key after the tag        | type       | content                                       | life                      |
 |--------------------------|------------|-----------------------------------------------|---------------------------|
-| job:ID                   | hash       | a job's record and request                    | job_ttl after the end     |
+| job:ID                   | hash       | a job's record and request                    | job_ttl or failed_ttl     |
 | journal:ID (channel too) | stream     | its events, ids `SEQ-0`, one field `e`        | journal_ttl after the end |
 | queue:CLASS:MODEL        | zset       | waiting job ids by arrival and priority       | while jobs wait           |
 | bound:CLASS:FORMAT:DIGEST:MODEL | zset | waiting jobs for some workers only     | while jobs wait           |
@@ -15,19 +15,25 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | waiting                  | string     | bytes of all requests that wait               | while jobs wait           |
 | tenant:NAME              | hash       | its live and queued jobs, bytes, rates        | until its rates are full  |
+| stored                   | hash       | bytes that each tenant's jobs hold            | while they hold any       |
+| held                     | zset       | what ended jobs hold, by when it is gone      | while there is any        |
+| failed                   | zset       | failed jobs with their requests, by their end | failed_ttl; 10,000        |
+| failed:bytes             | string     | bytes of these requests                       | failed_ttl                |
+| memory                   | string     | bytes that the server uses and may use        | 30 leases                 |
+| scrub                    | hash       | how far the scrub has come                    | 5 leases                  |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
 | backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
 | conversation:DIGEST      | string     | job id of its latest answer (JSON)            | idempotency_ttl           |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
-| worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 30 leases                 |
+| worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 10 model_ttl              |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
 | parked:MODEL             | zset       | workers that wait for a job, by their claim   | a minute                  |
-| models, models:more      | hash       | model cards; what old versions cannot read    | model_ttl                 |
-| models:seen              | zset       | when each is forgotten                        | model_ttl                 |
-| tick                     | string     | when anybody last beat or reaped              | 30 leases                 |
+| models, models:more      | hash       | model cards; what old versions cannot read    | 10 model_ttl              |
+| models:seen              | zset       | when each is forgotten                        | 10 model_ttl              |
+| tick                     | string     | when anybody last beat or reaped              | 10 model_ttl              |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |
 | wake:MODEL               | channel    | a job was queued                              |                           |

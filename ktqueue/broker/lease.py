@@ -29,7 +29,7 @@ from ktqueue.core.codec import (
     encode_card_more,
     encode_event,
 )
-from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
+from ktqueue.core.errors import JournalRegressed, KtqueueError, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
@@ -281,12 +281,16 @@ class Lease:
 
 async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
     """A journal's entries as events, with breaths: those of many long journals take longer than a lease. Raises
-    CodecError."""
+    CodecError, JournalRegressed."""
     events: list[TokenEvent] = []
     for start in range(0, len(entries), MAX_EVENTS):
         if start:
             await asyncio.sleep(0)
         events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
+    if events and events[0].seq != 1:
+        raise JournalRegressed(
+            "the beginning of the job's journal is lost: nothing can go on from it", value=events[0].seq
+        )
     return events
 
 
@@ -295,7 +299,10 @@ def _seq(key: bytes) -> int:
 
 
 def _end(event: TokenEvent) -> str:
-    """What the script needs to know of a job's end: its state and the tokens that it used, "done 42"."""
-    if event.state is None or event.usage is None:
-        return event.state or ""
-    return f"{event.state.value} {event.usage.prompt_tokens + event.usage.completion_tokens}"
+    """What the script needs to know of a job's end: its state, the tokens that it used, and whether it would fail
+    again: "done 42", "failed 42 final"."""
+    if event.state is None:
+        return ""
+    used = "" if event.usage is None else event.usage.prompt_tokens + event.usage.completion_tokens
+    final = event.state is JobState.FAILED and event.error is not None and event.error.status < 500
+    return f"{event.state.value} {used} {'final' if final else ''}".rstrip()

@@ -58,7 +58,7 @@ class Standing:
 
 
 def limit_words(limits: TenantLimits | None, cost: Cost) -> str:
-    """The script's argument: nine numbers, 0 for no limit; empty for a caller whose jobs are not counted."""
+    """The script's argument: ten numbers, 0 for no limit; empty for a caller whose jobs are not counted."""
     if limits is None:
         return ""
     numbers = (
@@ -71,6 +71,7 @@ def limit_words(limits: TenantLimits | None, cost: Cost) -> str:
         limits.most_tokens,
         cost.prompt,
         cost.total,
+        limits.max_stored_bytes,
     )
     return " ".join(str(number or 0) for number in numbers)
 
@@ -92,6 +93,12 @@ def check_size(limits: TenantLimits, cost: Cost, size: int) -> None:
         raise RequestTooLarge(
             f"the request has {size} bytes, all that wait of a tenant may have {limits.max_queued_bytes}",
             limit=limits.max_queued_bytes,
+            value=size,
+        )
+    if limits.max_stored_bytes is not None and size > limits.max_stored_bytes:
+        raise RequestTooLarge(
+            f"the request has {size} bytes, all that is stored of a tenant may have {limits.max_stored_bytes}",
+            limit=limits.max_stored_bytes,
             value=size,
         )
     if limits.most_tokens is not None and cost.total > limits.most_tokens:
@@ -120,6 +127,11 @@ def limit_error(refused: Refused, cost: Cost, retry_after: float) -> KtqueueErro
             what, param = f"{value} jobs of this tenant wait, at most {limit} may", "max_queued_jobs"
         case "TENANT_BYTES":
             what, param = f"jobs of {value} bytes of this tenant wait, at most {limit} may", "max_queued_bytes"
+        case "TENANT_STORED":
+            what, param = (
+                f"{value} bytes of this tenant's jobs are stored, ended ones too for a while, at most {limit} may be",
+                "max_stored_bytes",
+            )
         case "TENANT_REQUESTS":
             return RateLimitExceeded(
                 f"too many requests: {value} of {limit} count at this moment, try again in {seconds:.3f} seconds",

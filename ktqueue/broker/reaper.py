@@ -4,19 +4,21 @@ import asyncio
 import logging
 
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.terminal import Terminal, microseconds
+from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
 UNSERVED_SECONDS = 1.0  # between looks for jobs that no worker can take
 MAX_EXPIRED = 256  # deadlines that one call handles
+SCRUBBED = 200  # keys that one call of `scrub` looks at
+PASS_LEASES = 5  # from the end of a look at all keys to the beginning of the next, in leases
 
 logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Runs the `reap` script four times a second and `unserved` once; any number of them may run at once."""
+    """Runs the `reap` and `scrub` scripts four times a second and `unserved` once; any number may run at once."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
@@ -32,6 +34,7 @@ class Reaper:
             try:
                 while (await self.reap())[1] >= MAX_EXPIRED:
                     pass
+                await self.scrub()
                 if loop.time() >= look:
                     look = loop.time() + UNSERVED_SECONDS
                     await self.fail_unserved()
@@ -62,6 +65,7 @@ class Reaper:
             terminal.poison,
             terminal.job_ttl,
             terminal.journal_ttl,
+            milliseconds(self._config.model_ttl),
         )
         if orphans:
             logger.warning("took %d jobs from dead workers", orphans)
@@ -84,3 +88,26 @@ class Reaper:
         if failed:
             logger.warning("failed %d jobs that no worker of their model can go on with", failed)
         return failed
+
+    async def scrub(self, *, keys: int = SCRUBBED, pause: float | None = None) -> bool:
+        """Look at so many keys more and mend what does not fit the jobs' records; True at the end of a pass.
+
+        Between passes nothing is done for `pause` seconds, by default five leases. Raises Unavailable.
+        """
+        if pause is None:
+            pause = PASS_LEASES * self._config.lease_seconds
+        terminal = self._terminal
+        mended, over = await self._scripts.call(
+            "scrub",
+            terminal.cancelled,
+            terminal.expired,
+            terminal.poison,
+            self._config.max_attempts,
+            terminal.job_ttl,
+            terminal.journal_ttl,
+            keys,
+            round(pause * 1_000_000),
+        )
+        if mended:
+            logger.warning("mended %d entries that did not fit the jobs' records", mended)
+        return bool(over)

@@ -40,8 +40,31 @@ NAMES = (
     "aside",
     "bound",
     "unserved",
+    "scrub",
+    "retried",
 )
 DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that
+# They run also while the server has no memory left: most of them free some, and without them no job would end. A server
+# refuses only a script's first write, if that one takes memory, so that these begin with one that takes none.
+NEVER_REFUSED = frozenset(
+    {
+        "register",
+        "beat",
+        "claim",
+        "commit",
+        "trial",
+        "release",
+        "bury",
+        "reap",
+        "aside",
+        "unserved",
+        "scrub",
+        "cancel",
+        "retried",
+        "webhooks",
+    }
+)
+FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between tries
 
 
@@ -60,7 +83,12 @@ class Scripts:
     def __init__(self, connection: Connection, keys: Keys, config: BrokerConfig) -> None:
         folder = resources.files("ktqueue.broker").joinpath("scripts")
         prelude = folder.joinpath("prelude.lua").read_text(encoding="utf-8")
-        self._sources = {name: prelude + folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in NAMES}
+        self._sources = {
+            name: prelude
+            + (FIRST_WRITE if name in NEVER_REFUSED else "")
+            + folder.joinpath(f"{name}.lua").read_text(encoding="utf-8")
+            for name in NAMES
+        }
         self._digests = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in self._sources.items()}
         self._connection = connection
         self._tag = keys.tag

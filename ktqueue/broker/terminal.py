@@ -17,14 +17,18 @@ from ktqueue.core.events import JobState, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Encoded events, and the TTLs of a job's record and journal in milliseconds."""
+    """Encoded events, and how long an ended job's record and journal stay, as the scripts read it.
+
+    `job_ttl`: of a record, of a failed job's with its request (both in milliseconds), and the most bytes of such
+    requests. `journal_ttl` in milliseconds.
+    """
 
     cancelled: bytes
     expired: bytes
     poison: bytes
     model_changed: bytes
     version_changed: bytes
-    job_ttl: int
+    job_ttl: str
     journal_ttl: int
 
     @classmethod
@@ -60,7 +64,7 @@ class Terminal:
                     limit=config.digest_wait,
                 ),
             ),
-            job_ttl=milliseconds(config.job_ttl),
+            job_ttl=f"{milliseconds(config.job_ttl)} {milliseconds(config.failed_ttl)} {config.max_failed_bytes}",
             journal_ttl=milliseconds(config.journal_ttl),
         )
 

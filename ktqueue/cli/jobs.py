@@ -1,4 +1,4 @@
-"""`ktqueue jobs`: list, show, follow, cancel."""
+"""`ktqueue jobs`: list, show, follow, cancel, retry."""
 
 import sys
 import time
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.console import results, span, table, write, write_json
-from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode
+from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
-from ktqueue.core.errors import JobNotFound
+from ktqueue.core.errors import JobConflict, JobNotFound
 from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass
 
@@ -26,11 +26,12 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job.")]
 
 def application() -> typer.Typer:
     """The `jobs` noun."""
-    app = typer.Typer(no_args_is_help=True, help="List, show, follow and cancel jobs.", epilog=EXIT_CODES_HELP)
+    app = typer.Typer(no_args_is_help=True, help="List, show, follow, cancel and retry jobs.", epilog=EXIT_CODES_HELP)
     app.command("list")(list_jobs)
     app.command("show")(show)
     app.command("follow")(follow)
     app.command("cancel")(cancel)
+    app.command("retry")(retry)
     return app
 
 
@@ -167,6 +168,63 @@ def cancel(
         sys.stderr.write(f"ktqueue: {message}\n")
     if missing:
         raise typer.Exit(ExitCode.FAILED)
+
+
+@expand
+def retry(
+    common: CommonFlags,
+    job_ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="The jobs.")] = None,
+    error: Annotated[
+        str | None, typer.Option("--error", metavar="CODE", help="All that failed with this code, such as poison_job.")
+    ] = None,
+    all_failed: Annotated[bool, typer.Option("--all-failed", help="All that failed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before many are sent.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send failed jobs again, each as a new job that begins from the start."""
+    from ktqueue.cli.connection import ask
+    from ktqueue.gateway.openai_records import record_json
+
+    if sum((bool(job_ids), error is not None, all_failed)) != 1:
+        raise UsageFault("give either IDs, --error CODE or --all-failed")
+    config = settings(common)
+    chosen = job_ids or [
+        record.id for record in ask(config, _retriable) if all_failed or (record.error and record.error.code == error)
+    ]
+    if not job_ids and chosen and not yes:
+        if not sys.stdin.isatty():
+            raise UsageFault(f"{len(chosen)} jobs would be sent again: say --yes")
+        if not typer.confirm(f"Send {len(chosen)} jobs again?", err=True):
+            raise typer.Exit(ExitCode.FAILED)
+    faults: list[str] = []
+
+    async def question(broker: "Broker") -> "list[tuple[str, JobRecord]]":
+        sent = []
+        for job_id in chosen:
+            try:
+                sent.append((job_id, await broker.jobs.retry(job_id)))
+            except (JobNotFound, JobConflict) as fault:
+                faults.append(fault.message)
+        return sent
+
+    sent = ask(config, question)
+    if as_json:
+        write_json([{**record_json(record), "retry_of": job_id} for job_id, record in sent])
+    else:
+        for job_id, record in sent:
+            results().print(f"{job_id} -> {record.id} {_state(record)}")
+        if not sent and not faults:
+            sys.stderr.write("no failed jobs to send again\n")
+    for message in faults:
+        sys.stderr.write(f"ktqueue: {message}\n")
+    if faults:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+async def _retriable(broker: "Broker") -> "list[JobRecord]":
+    """Failed jobs that have their requests still."""
+    records = await broker.jobs.list(state=JobState.FAILED, limit=1_000)
+    return [record for record in records if not record.request_dropped and record.retried_as is None]
 
 
 def _state(record: "JobRecord") -> str:

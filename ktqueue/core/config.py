@@ -53,6 +53,10 @@ class BrokerConfig:
     max_request_bytes: int = 4 << 20
     job_ttl: float = 3_600.0  # job records, counted from the job's end
     journal_ttl: float = 600.0  # journals, counted from the job's end
+    failed_ttl: float = 86_400.0  # records of failed jobs with their requests, which `ktqueue jobs retry` sends again
+    max_failed_bytes: int = 64 << 20  # of these requests; beyond it the oldest are dropped
+    memory_share: float = 0.8  # the part of the server's maxmemory that clients may fill; the rest is for workers
+    tenant_memory_share: float = 0.25  # the part of this that one tenant may, unless it has max_stored_bytes
     idempotency_ttl: float = 86_400.0
     model_ttl: float = 3_600.0  # a model stays known this long after its last worker left
     digest_wait: float = 600.0  # a job that none of its model's workers can go on with waits so long for one that can
@@ -61,7 +65,7 @@ class BrokerConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
-        for name in ("lease_seconds", "job_ttl", "journal_ttl", "idempotency_ttl", "model_ttl"):
+        for name in ("lease_seconds", "job_ttl", "journal_ttl", "failed_ttl", "idempotency_ttl", "model_ttl"):
             _at_least(self, name, 0.01)
         _at_least(self, "connect_timeout", 0.01)
         _at_least(self, "operation_timeout", 0.01)
@@ -70,6 +74,15 @@ class BrokerConfig:
         _at_least(self, "priority_seconds", 0)
         _at_least(self, "digest_wait", 0.01)
         _at_least(self, "max_queued_bytes", self.max_request_bytes)
+        _at_least(self, "max_failed_bytes", 0)
+        for name in ("memory_share", "tenant_memory_share"):
+            if not 0.01 <= getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"broker.{name} must be a number from 0.01 to 1, got {getattr(self, name)!r}",
+                    param=f"broker.{name}",
+                    limit="0.01 to 1",
+                    value=getattr(self, name),
+                )
         if self.durability not in DURABILITIES:
             raise ConfigError(
                 f"broker.durability must be one of {', '.join(DURABILITIES)}, got {self.durability!r}",

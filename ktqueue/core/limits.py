@@ -13,8 +13,9 @@ from ktqueue.core.errors import ConfigError
 class TenantLimits:
     """None: no limit. A burst that is not given is a whole minute's worth.
 
-    Live jobs wait or run; queued ones wait. Bytes are those of stored requests that wait. Tokens are those of prompts
-    and answers together.
+    Live jobs wait or run; queued ones wait. Queued bytes are those of requests that wait; stored bytes are those of all
+    that Redis keeps of the tenant's jobs: requests, and records and journals of ended jobs while they are kept.
+    Tokens are those of prompts and answers together.
 
     Raises ConfigError naming the field.
     """
@@ -22,6 +23,7 @@ class TenantLimits:
     max_live_jobs: int | None = None
     max_queued_jobs: int | None = None
     max_queued_bytes: int | None = None
+    max_stored_bytes: int | None = None
     requests_per_minute: int | None = None
     requests_burst: int | None = None
     tokens_per_minute: int | None = None

@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 100  # either way
+DROPPED = "[dropped when the job ended]"  # in place of a prompt
 
 _Slotted = TypeVar("_Slotted", "SamplingParams", "GenerationRequest")
 
@@ -203,3 +204,22 @@ def _copy(one: _Slotted) -> _Slotted:
     for name in type(one).__slots__:
         object.__setattr__(twin, name, getattr(one, name))
     return twin
+
+
+def summary_of(request: GenerationRequest) -> GenerationRequest:
+    """What stays of a request after its job has ended: all but the large parts: prompt, messages, tools and lists."""
+    small = _copy(request.sampling)
+    for name, value in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
+        object.__setattr__(small, name, value)
+    return GenerationRequest(
+        model=request.model,
+        messages=None if request.messages is None else ({"role": "user", "content": DROPPED},),
+        prompt=None if request.messages is not None else DROPPED,
+        sampling=small,
+        job_class=request.job_class,
+        priority=request.priority,
+        expires_in=request.expires_in,
+        user=request.user,
+        metadata=request.metadata,
+        webhook=request.webhook,
+    )

@@ -61,14 +61,14 @@ class TenantConfig(TenantLimits):
         if not isinstance(table["keys"], list | tuple):
             raise ConfigError("a tenant's keys must be a list", param="gateway.tenants.keys")
         settings = {**table, "keys": tuple(table["keys"])}
-        if settings.get("max_queued_bytes") is not None:
-            try:
-                settings["max_queued_bytes"] = parse_bytes(settings["max_queued_bytes"])
-            except ValueError as error:
-                raise ConfigError(
-                    f"a tenant's max_queued_bytes must be a size such as 64MiB: {error}",
-                    param="gateway.tenants.max_queued_bytes",
-                ) from error
+        for key in ("max_queued_bytes", "max_stored_bytes"):
+            if settings.get(key) is not None:
+                try:
+                    settings[key] = parse_bytes(settings[key])
+                except ValueError as error:
+                    raise ConfigError(
+                        f"a tenant's {key} must be a size such as 64MiB: {error}", param=f"gateway.tenants.{key}"
+                    ) from error
         return cls(**settings)
 
 

@@ -84,6 +84,7 @@ def routes() -> list[Route]:
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
         Route("/v1/jobs/{job_id}/events", jobs.stream_events),
+        Route("/v1/jobs/{job_id}/retry", jobs.retry_job, methods=["POST"]),
     ]
 
 

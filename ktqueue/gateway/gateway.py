@@ -71,12 +71,10 @@ class Gateway:
         """
         await self._check_size(generation)
         try:
-            record = await self.broker.jobs.submit(
-                generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
-            )
-        except (TenantLimitReached, RateLimitExceeded) as error:
-            self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
-            raise
+            with self._counting_refusals(tenant):
+                record = await self.broker.jobs.submit(
+                    generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
+                )
         except QueueFull:
             self.metrics.serves(generation.model)  # only a known model has a queue
             raise
@@ -95,6 +93,22 @@ class Gateway:
                 check_tokens(len(ids), card.max_model_len)
             elif card.name == generation.model and text is not None:
                 check_text(text, card.max_model_len, card.longest_token)
+
+    async def retry(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""
+        with self._counting_refusals(tenant):
+            record = await self.broker.jobs.retry(job_id, limits=tenant.limits)
+        if record.standing is not None:
+            self.metrics.tenant_jobs.labels(tenant.name).inc()
+        return record
+
+    @contextmanager
+    def _counting_refusals(self, tenant: Tenant) -> Iterator[None]:
+        try:
+            yield
+        except (TenantLimitReached, RateLimitExceeded) as error:
+            self.metrics.tenant_refusals.labels(tenant.name, error.code).inc()
+            raise
 
     @contextmanager
     def feed(self, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> Iterator[Feed]:

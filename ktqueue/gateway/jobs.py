@@ -116,6 +116,14 @@ async def cancel_job(request: Request) -> Response:
     return json_response(record_json(record))
 
 
+async def retry_job(request: Request) -> Response:
+    """Send a failed job again as a new one: 202 and where that is found. Raises JobNotFound, JobConflict."""
+    gateway: Gateway = request.app.state.gateway
+    record = await gateway.retry(tenant_of(request), (await find_job(request)).id)
+    headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
+    return json_response(record_json(record), status=202, headers=headers)
+
+
 async def stream_events(request: Request) -> Response:
     """The journal as SSE from `Last-Event-ID` on, until the event that ends the job.
 

@@ -100,6 +100,9 @@ def _paths() -> Json:
     stop["responses"]["204"] = {"description": "It is stopped, or was not running."}
     del stop["responses"]["200"]
     cancel = _get("cancelJob", "Cancel a job.", shapes.Job, errors=("401", "404", "409", "503"))
+    retry = _get("retryJob", "Send a failed job again as a new one.", None, errors=("401", "404", "409", "429", "503"))
+    retry["responses"]["202"] = {**submit["responses"]["202"]}
+    del retry["responses"]["200"]
     listing = _get("listJobs", "Jobs.", shapes.JobList, errors=("400", "401", "503"))
     listing["parameters"] = [
         {"name": "state", "in": "query", "schema": shapes.Job.model_json_schema()["properties"]["state"]},
@@ -120,6 +123,7 @@ def _paths() -> Json:
             "parameters": job,
         },
         "/v1/jobs/{job_id}/events": {"get": events, "parameters": job},
+        "/v1/jobs/{job_id}/retry": {"post": retry, "parameters": job},
         "/healthz": {"get": _get("healthz", "Does the process answer?", shapes.Status, errors=())},
         "/health": {"get": _get("health", "The same as /healthz.", shapes.Status, errors=())},
         "/ping": {"get": _get("ping", "The same as /healthz.", shapes.Status, errors=())},

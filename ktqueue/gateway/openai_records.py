@@ -34,6 +34,7 @@ def record_json(record: JobRecord) -> Json:
         "metadata": {} if record.request is None else dict(record.request.metadata),
         "usage": None if record.usage is None else usage_json(record.usage),
         "error": None if record.error is None else error_body(record.error)["error"],
+        "retried_as": record.retried_as,
         "events_url": f"/v1/jobs/{record.id}/events",
     }
 

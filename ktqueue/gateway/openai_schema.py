@@ -194,6 +194,7 @@ class Job(_Shape):
     metadata: dict[str, str]
     usage: CompletionUsage | None
     error: ErrorDetail | None
+    retried_as: str | None
     events_url: str
     result: list[JobResult] | None = Field(None, description="Only from GET /v1/jobs/{job_id}, once the job has ended.")
 

@@ -165,5 +165,5 @@ async def test_what_a_worker_knows_is_bounded_and_goes_with_it(broker, card, mak
     assert raw.pttl(warm + lease.id) > 0
     await lease.close()
     await outlive()
-    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", 1_000, 1_000)
+    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", "1000 1000 0", 1_000, 1_000)
     assert raw.keys("*:warm:*") == []

@@ -45,7 +45,7 @@ async def test_a_job_that_comes_back_keeps_its_place(broker, card, make_request,
     assert (await broker.jobs.get("last")).position == 2
     await lease.claim(2)
     await outlive()
-    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", 1_000, 1_000)
+    await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", "1000 1000 0", 1_000, 1_000)
     heir = await Lease.register(broker, card)
     assert [claim.job_id for claim in await heir.claim(3)] == ["first", "middle", "last"]
     assert (await broker.jobs.get("first")).created_at == first.created_at

@@ -1,15 +1,22 @@
 """`submit` and `jobs` against a real stack."""
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
 from ktqueue.client import SyncClient
 from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import EngineFailure, PoisonJob
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.request import DROPPED, GenerationRequest
 
 
 def test_a_prompt_is_answered_on_standard_output(ktqueue, stack):
@@ -53,7 +60,7 @@ def test_a_job_goes_on_without_its_client(ktqueue, stack):
     assert events[0]["seq"] == 4
     shown = json.loads(ktqueue("jobs", "show", "cli-mine", "--json", *stack.flags).stdout)
     assert (shown["state"], shown["usage"]["completion_tokens"]) == ("done", 8)
-    assert shown["request"]["messages"] == [{"role": "user", "content": "hello"}]
+    assert shown["request"]["messages"] == [{"role": "user", "content": DROPPED}]
     table = ktqueue("jobs", "show", "cli-mine", *stack.flags).stdout
     assert "request.sampling.max_tokens" in table
     listed = ktqueue("jobs", "list", "--state", "done", *stack.flags).stdout
@@ -166,3 +173,32 @@ def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack):
                     pass
             timer.join()
             client.cancel(job.id)
+
+
+def test_failed_jobs_are_sent_again(ktqueue, stack):
+    config = BrokerConfig(state_dir=str(stack.state_dir))
+
+    async def fail(errors):
+        async with await Broker.open(config) as broker:
+            (card,) = await broker.models.cards()
+            lease = await Lease.register(broker, replace(card, name="broken"))
+            for job_id, error in errors.items():
+                await broker.jobs.submit(GenerationRequest(model="broken", prompt="hello"), job_id=job_id)
+                await lease.claim(1)
+                await lease.commit([(job_id, TokenEvent(seq=1, state=JobState.FAILED, error=error.info()))])
+            await lease.close()
+
+    asyncio.run(fail({"cli-f1": PoisonJob("x"), "cli-f2": EngineFailure("x"), "cli-f3": EngineFailure("x")}))
+    one = ktqueue("jobs", "retry", "cli-f1", "cli-nobody", *stack.flags)
+    assert one.returncode == 1
+    assert one.stdout.startswith("cli-f1 -> cli-f1-r2 queued")
+    assert "no job 'cli-nobody'" in one.stderr
+    asked = ktqueue("jobs", "retry", "--error", "engine_failure", *stack.flags)
+    assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
+    many = json.loads(ktqueue("jobs", "retry", "--error", "engine_failure", "--yes", "--json", *stack.flags).stdout)
+    assert {record["retry_of"]: record["id"] for record in many} == {"cli-f2": "cli-f2-r2", "cli-f3": "cli-f3-r2"}
+    none = ktqueue("jobs", "retry", "--error", "engine_failure", *stack.flags)
+    assert (none.returncode, none.stdout, none.stderr) == (0, "", "no failed jobs to send again\n")
+    with SyncClient.open(config=config) as client:
+        for k in range(1, 4):
+            client.cancel(f"cli-f{k}-r2")

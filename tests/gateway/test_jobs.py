@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from ktqueue.core.config import ControlConfig
+from ktqueue.core.errors import EngineFailure
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import JobClass
 
@@ -226,3 +227,21 @@ async def test_cancelled_by_another(http, worker, tools):
     assert frames.data[-1]["error"]["code"] == "cancelled"
     assert not frames.done
     assert JobState.CANCELLED.value == (await http.get(f"{JOBS}/{worker.claims[-1].job_id}")).json()["state"]
+
+
+async def test_a_failed_job_is_sent_again(http, worker):
+    async def fail(claim):
+        yield {"state": JobState.FAILED, "error": EngineFailure("the device broke").info()}
+
+    fine, worker.script = worker.script, fail
+    job = (await http.post(JOBS, json=BODY)).json()
+    assert (await wait_for_end(http, job["id"]))["state"] == "failed"
+    worker.script = fine
+    response = await http.post(f"{JOBS}/{job['id']}/retry")
+    again = response.json()
+    assert (response.status_code, response.headers["location"]) == (202, f"{JOBS}/{again['id']}")
+    assert (await wait_for_end(http, again["id"]))["state"] == "done"
+    assert (await http.get(f"{JOBS}/{job['id']}")).json()["retried_as"] == again["id"]
+    refused = await http.post(f"{JOBS}/{again['id']}/retry")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "job_conflict")
+    assert (await http.post(f"{JOBS}/nobody/retry")).status_code == 404

@@ -1,5 +1,5 @@
 -- A client wants a job stopped.
--- ARGV: id, cancelled event, job TTL in ms, journal TTL in ms.
+-- ARGV: id, cancelled event, job TTLs (see `finish`), journal TTL in ms.
 -- Replies the job, or false when there is none.
 -- Promises: a queued job ends now; a running job's worker is told by its next step; an ended job stays as it is.
 local id = ARGV[1]

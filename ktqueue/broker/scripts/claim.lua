@@ -1,6 +1,6 @@
 -- A worker takes jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
---       expired event, job TTL in ms, journal TTL in ms, 1 where the worker will wait if there is none, else ''.
+--       expired event, job TTLs (see `finish`), journal TTL in ms, 1 where the worker will wait if there is none, else ''.
 -- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id,
 -- request, attempt, futile tries before, deadline or false, place in the order of its class, journal entries}.
 -- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.

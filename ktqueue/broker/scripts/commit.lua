@@ -1,6 +1,7 @@
 -- One engine step of a worker: append and publish its events, end the jobs whose last event is among them.
--- ARGV: worker id, lease in us, step number, job TTL in ms, journal TTL in ms, then (job id, seq, event, end)*;
---       an end is '' or a state and, where the worker knows, the tokens that the job used: 'done 42'.
+-- ARGV: worker id, lease in us, step number, job TTLs (see `finish`), journal TTL in ms, then (job id, seq, event, end)*;
+--       an end is '' or a state and, where the worker knows, the tokens that the job used, and 'final' for a failure that
+--       another try would meet too: 'failed 42 final'.
 -- Replies the ids of jobs that the worker must stop: cancelled, expired, or no longer its own.
 -- Promises: all or nothing; only under a live lease; each seq once and in order; the same step number again changes
 -- nothing; a cancel is told again until the job has ended and the worker has seen the reply.
@@ -41,8 +42,8 @@ if done ~= step then
     local id, seq, event, state = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3]
     if not stop[id] and not ended[id] then
       if state ~= '' then
-        local word, used = string.match(state, '^(%a+) ?(%d*)$')
-        finish(id, word, event, seq, now, ARGV[4], ARGV[5], tonumber(used))
+        local word, used, final = string.match(state, '^(%a+) ?(%d*) ?(%a*)$')
+        finish(id, word, event, seq, now, ARGV[4], ARGV[5], tonumber(used), final == 'final')
         redis.call('HDEL', running, id)
         redis.call('HDEL', cancels, id)
         ended[id] = true

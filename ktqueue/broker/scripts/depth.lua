@@ -26,7 +26,7 @@ for model, count in pairs(live) do
     for _, queue in ipairs(queues) do
       waiting = waiting + redis.call('ZCARD', queue)
       for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
-        local wait = now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now)
+        local wait = math.max(0, now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now))
         if not oldest or wait > oldest then oldest = wait end
       end
     end

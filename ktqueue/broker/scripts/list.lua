@@ -1,6 +1,6 @@
 -- Jobs, newest first.
 -- ARGV: most jobs, state or '', most bytes of requests, tenant or '', class or '', model or ''.
--- Looks at 2,000 live and 2,000 ended jobs at most, and stops early where the requests are big.
+-- Looks at 2,000 live (or, where failed ones are wanted, failed) and 2,000 ended jobs at most, and stops early where the requests are big.
 -- Replies a list of {id, job as the `job` script tells it}. Writes nothing.
 local limit, room = tonumber(ARGV[1]), tonumber(ARGV[3])
 local wanted = { ARGV[2], ARGV[4], ARGV[5], ARGV[6] }
@@ -12,12 +12,14 @@ local function fits(at)
   return at[1]
 end
 
-local reply = {}
-for _, index in ipairs({ 'live', 'ended' }) do
-  for _, id in ipairs(redis.call('ZREVRANGE', TAG .. index, 0, 1999)) do
+local reply, listed = {}, {}
+for _, index in ipairs({ ARGV[2] == 'failed' and 'failed' or 'live', 'ended' }) do
+  for _, entry in ipairs(redis.call('ZREVRANGE', TAG .. index, 0, 1999)) do
+    local id = index == 'failed' and string.match(entry, '^%d+ (.*)$') or entry
     if #reply >= limit or room < 0 then return reply end
     local at = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'tenant', 'class', 'model')
-    if fits(at) then
+    if fits(at) and not listed[id] then
+      listed[id] = true
       room = room - redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request')
       reply[#reply + 1] = { id, describe(id) }
     end

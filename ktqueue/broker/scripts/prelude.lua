@@ -6,9 +6,12 @@ local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept in the listing
 local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
 local MAX_BOUND = 64 -- queues of jobs for some workers only that are looked at in one go
+local MAX_FAILED = 10000 -- failed jobs that keep their requests
+local INDEXED = 512 -- bytes, about, of a job in lists of jobs
 local MINUTE = 60000000
 local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 local MOST_DEATHS = 10 -- times as many as the most tries without a token: of a job's workers in all
+local SPARE = 10 -- times the model TTL: how long keys stay that only a clock that steps forward could make stale
 
 local function now_us()
   local time = redis.call('TIME')
@@ -50,27 +53,90 @@ local function span(count, per_minute)
   return math.floor(count * MINUTE / per_minute)
 end
 
+-- When a tenant's requests and its tokens are made good, in us. If the clock has gone back since they were written, so
+-- do they: nobody waits for the time that the clock was ahead.
+local function rates_of(key, now)
+  local at = redis.call('HMGET', key, 'requests', 'tokens', 'updated')
+  local back = math.max(0, (tonumber(at[3]) or 0) - now)
+  return (tonumber(at[1]) or 0) - back, (tonumber(at[2]) or 0) - back
+end
+
 -- A job of a tenant has ended: it lives no more, and of the tokens that it reserved those not used come back.
 local function settle(tenant, account, used, now)
   local key = TAG .. 'tenant:' .. tenant
   local reserved, per_minute = string.match(account, '(%d+) (%d+)$')
-  local at = redis.call('HMGET', key, 'requests', 'tokens')
-  local tokens = tonumber(at[2] or 0)
+  local requests, tokens = rates_of(key, now)
   if per_minute ~= '0' then
     -- Never before now: what has been made good by time alone is not given a second time.
     tokens = math.max(now, math.max(now, tokens) - span(reserved, per_minute) + span(used, per_minute))
-    redis.call('HSET', key, 'tokens', digits(tokens))
   end
+  redis.call('HSET', key, 'requests', digits(requests), 'tokens', digits(tokens), 'updated', digits(now))
   if redis.call('HINCRBY', key, 'live', -1) <= 0 then
-    local last = math.max(tokens, tonumber(at[1] or 0))
-    redis.call('PEXPIRE', key, math.max(0, math.ceil((last - now) / 1000)))
+    redis.call('PEXPIRE', key, math.max(0, math.ceil((math.max(tokens, requests) - now) / 1000)))
   end
 end
 
--- The one way into a terminal state. `seq` is the seq of `event`, the job's last. `used`: its tokens, where known.
-local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
+-- The bytes that a key takes; `guess` where the user of `broker.url` may not ask.
+local function size_of(key, guess)
+  local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0)
+  return type(size) == 'number' and size or guess
+end
+
+-- Adds to the bytes that the jobs of a tenant hold, ended ones too, for as long as their records and journals are kept.
+local function add_stored(tenant, bytes)
+  if redis.call('HINCRBY', TAG .. 'stored', tenant, bytes) <= 0 then redis.call('HDEL', TAG .. 'stored', tenant) end
+end
+
+-- Counts what stays for so many ms from now, and is counted no more then. The reaper looks.
+local function hold(tenant, bytes, name, now, ttl)
+  add_stored(tenant, bytes)
+  redis.call('ZADD', TAG .. 'held', now + ttl * 1000, digits(bytes) .. ' ' .. name .. ' ' .. tenant)
+  for _, key in ipairs({ TAG .. 'stored', TAG .. 'held' }) do
+    if redis.call('PTTL', key) < tonumber(ttl) then redis.call('PEXPIRE', key, ttl) end
+  end
+end
+
+-- An ended job needs its prompt no more: what is left of its request is the summary.
+local function drop_request(job)
+  local summary = redis.call('HGET', job, 'summary')
+  if summary then -- none: submitted by an older version
+    redis.call('HSET', job, 'request', summary, 'dropped', 1)
+    redis.call('HDEL', job, 'summary')
+  end
+end
+
+-- A failed job is to be looked at, and may be sent again: it keeps its request until there are too many of them, or
+-- too many bytes. Then the oldest lose theirs.
+local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
+  local list, bytes = TAG .. 'failed', TAG .. 'failed:bytes'
+  local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request')
+  redis.call('ZADD', list, now, size .. ' ' .. id)
+  local total = redis.call('INCRBY', bytes, size)
+  while total > tonumber(most_bytes) or redis.call('ZCARD', list) > MAX_FAILED do
+    local oldest = redis.call('ZRANGE', list, 0, 0)[1]
+    if not oldest then break end
+    local its_size, its_id = string.match(oldest, '^(%d+) (.*)$')
+    redis.call('ZREM', list, oldest)
+    total = redis.call('INCRBY', bytes, -its_size)
+    drop_request(TAG .. 'job:' .. its_id)
+    redis.call('PEXPIRE', TAG .. 'job:' .. its_id, usual_ttl)
+  end
+  redis.call('PEXPIRE', list, ttl)
+  redis.call('PEXPIRE', bytes, ttl)
+end
+
+-- The one way into a terminal state. `seq` is the seq of `event`, the job's last. `job_ttl`: how long the record stays,
+-- how long a failed job's with its request does (both in ms), and the most bytes of such requests. `used`: the job's
+-- tokens, where known. `final`: it would fail again, so that its request is not kept.
+local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
-  local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started')
+  local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored')
+  redis.call('ZREM', TAG .. 'live', id)
+  redis.call('ZREM', TAG .. 'deadlines', id)
+  if not at[3] then return end -- somebody has deleted the record
+  local usual_ttl, failed_ttl, most_failed = string.match(job_ttl, '^(%d+) (%d+) (%d+)$')
+  local keeps = state == 'failed' and not final
+  local ttl = keeps and failed_ttl or usual_ttl
   if at[3] == 'queued' then count_waiting(id, -1, at[4], at[5]) end
   if at[5] then
     -- Of a job whose worker is gone we know the prompt about, and that each event is a token or more.
@@ -79,18 +145,22 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used)
   end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
-  redis.call('PEXPIRE', job, job_ttl)
+  redis.call('PEXPIRE', job, ttl)
   redis.call('PEXPIRE', TAG .. 'journal:' .. id, journal_ttl)
-  redis.call('ZREM', TAG .. 'live', id)
-  redis.call('ZREM', TAG .. 'deadlines', id)
+  if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end
+  if at[7] then
+    add_stored(at[4], -at[7])
+    hold(at[4], size_of(job, redis.call('HSTRLEN', job, 'request') + 1024) + INDEXED, 'job:' .. id, now, ttl)
+    hold(at[4], size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED, 'journal:' .. id, now, journal_ttl)
+  end
   if redis.call('HEXISTS', job, 'webhook') == 1 then
     redis.call('ZADD', TAG .. 'webhooks', now, id)
     redis.call('ZREMRANGEBYRANK', TAG .. 'webhooks', 0, -MAX_WEBHOOKS - 1)
-    redis.call('PEXPIRE', TAG .. 'webhooks', job_ttl)
+    redis.call('PEXPIRE', TAG .. 'webhooks', usual_ttl)
   end
-  redis.call('ZADD', TAG .. 'ended', now + job_ttl * 1000, id)
+  redis.call('ZADD', TAG .. 'ended', now + usual_ttl * 1000, id)
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
-  redis.call('PEXPIRE', TAG .. 'ended', job_ttl)
+  redis.call('PEXPIRE', TAG .. 'ended', usual_ttl)
   local queue = at[1] .. ':' .. at[2]
   if redis.call('HINCRBY', TAG .. 'backlog', queue, -1) <= 0 then
     redis.call('HDEL', TAG .. 'backlog', queue)
@@ -153,6 +223,7 @@ local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journ
   local job = TAG .. 'job:' .. id
   local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift',
     'tenant', 'account')
+  if not field[1] then return end -- somebody has deleted the record
   if field[6] then
     return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
   elseif field[5] and tonumber(field[5]) <= now then
@@ -226,20 +297,30 @@ local function home_of(worker)
   return run_id()
 end
 
--- `tick` is the last time that anybody beat or reaped. A long gap means that the server or all of us were away,
--- so that nobody could renew: whoever held a lease when the gap began gets one more.
+-- The server's memory: bytes used, and allowed (0 for no limit). Zeros if the user of `broker.url` may not ask.
+local function memory()
+  local facts = redis.pcall('INFO', 'memory')
+  if type(facts) ~= 'string' then return 0, 0 end
+  return tonumber(string.match(facts, 'used_memory:(%d+)')), tonumber(string.match(facts, 'maxmemory:(%d+)') or 0)
+end
+
+-- `tick` is the last time that anybody beat or reaped. A long gap means that the server or all of us were away, or that
+-- its clock stepped forward, so that nobody could renew: whoever held a lease when the gap began gets one more, and no
+-- model is forgotten for the gap.
 local function bridge_outage(now, lease)
   local tick = redis.call('GET', TAG .. 'tick')
   if not tick or now - tick <= lease / 2 then return end
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. tick, '+inf')) do
     redis.call('ZADD', TAG .. 'leases', 'GT', now + lease, worker)
   end
-  redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.floor(lease * 30 / 1000))
+  local models = redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '(' .. tick, '+inf', 'WITHSCORES')
+  for i = 1, #models, 2 do redis.call('ZADD', TAG .. 'models:seen', models[i + 1] + now - tick, models[i]) end
+  redis.call('SET', TAG .. 'tick', digits(now), 'KEEPTTL')
 end
 
-local function tick(now, lease)
+local function tick(now, lease, model_ttl)
   bridge_outage(now, lease)
-  redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.floor(lease * 30 / 1000))
+  redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.max(math.floor(lease * 30 / 1000), SPARE * model_ttl))
 end
 
 -- The fence: does this worker's lease live, by the server's clock, now?

@@ -1,17 +1,23 @@
 -- The housekeeping that anybody may do, and everybody does.
--- ARGV: lease in us, most tries, cancelled event, expired event, poison event, job TTL in ms, journal TTL in ms.
+-- ARGV: lease in us, most tries, cancelled event, expired event, poison event, job TTLs (see `finish`), journal TTL in
+--       ms, model TTL in ms.
 -- Replies {jobs taken from dead workers, jobs expired}.
 -- A worker is dead when its lease has lapsed, or when it has let a beat pass and the connection that it had when it beat
 -- last is closed, although this server has been there all the time: that is how the death of a process looks from here.
 -- Of a dead worker's jobs those are to blame whose journals have not grown since; or the one on trial, if it is of them.
 -- None is where whoever saw the worker's end says so.
 -- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
--- it began gets one more lease time; at most 256 deadlines a call.
+-- it began gets one more lease time; if the clock went back, no lease ends later than a lease from now; at most 256
+-- deadlines a call.
 local SILENCE = 0.375 -- leases without a beat, of which there are four in each
+local MAX_HELD = 2000 -- entries of each list that one call takes off
 local lease, max_attempts = tonumber(ARGV[1]), tonumber(ARGV[2])
 local events = { cancelled = ARGV[3], expired = ARGV[4], poison = ARGV[5] }
 local now = now_us()
-tick(now, lease)
+tick(now, lease, ARGV[8])
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now + lease), '+inf')) do
+  redis.call('ZADD', TAG .. 'leases', now + lease, worker)
+end
 local orphans, expired = 0, 0
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', digits(now), digits(now + lease * (1 - SILENCE)))) do
   local home = redis.call('HGET', TAG .. 'worker:' .. worker, 'home')
@@ -39,7 +45,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digi
   local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')
   if field[1] == 'queued' then
     dequeue(id, field[2], field[3])
-  else
+  elseif field[4] then
     redis.call('HDEL', TAG .. 'running:' .. field[4], id)
     redis.call('HSET', TAG .. 'cancels:' .. field[4], id, 0)
   end
@@ -51,5 +57,23 @@ for _, model in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '-inf',
   redis.call('ZREM', TAG .. 'models:seen', model)
   redis.call('HDEL', TAG .. 'models', model)
   redis.call('HDEL', TAG .. 'models:more', model)
+end
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'held', '-inf', digits(now), 'LIMIT', 0, MAX_HELD)) do
+  local bytes, tenant = string.match(entry, '^(%d+) %S+ (.*)$')
+  add_stored(tenant, -bytes)
+  redis.call('ZREM', TAG .. 'held', entry)
+end
+local failed_ttl = string.match(ARGV[6], '^%d+ (%d+)')
+local forgotten = '(' .. digits(now - failed_ttl * 1000)
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'failed', '-inf', forgotten, 'LIMIT', 0, MAX_HELD)) do
+  redis.call('INCRBY', TAG .. 'failed:bytes', -string.match(entry, '^%d+'))
+  redis.call('ZREM', TAG .. 'failed', entry)
+end
+if redis.call('EXISTS', TAG .. 'failed') == 0 then redis.call('DEL', TAG .. 'failed:bytes') end
+local used, most = memory()
+if most > 0 then
+  redis.call('SET', TAG .. 'memory', digits(used) .. ' ' .. digits(most), 'PX', math.floor(lease * 30 / 1000))
+else
+  redis.call('DEL', TAG .. 'memory')
 end
 return { orphans, expired }

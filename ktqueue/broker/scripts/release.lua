@@ -1,5 +1,5 @@
 -- A worker lets go of jobs without using up a try, or leaves altogether.
--- ARGV: worker id, lease in us, '1' to leave, cancelled event, expired event, job TTL in ms, journal TTL in ms, job id*.
+-- ARGV: worker id, lease in us, '1' to leave, cancelled event, expired event, job TTLs (see `finish`), journal TTL in ms, job id*.
 -- Promises: only under a live lease; jobs that are not its own are left alone; leaving takes all its jobs back.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 local now = now_us()

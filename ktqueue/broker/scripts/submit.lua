@@ -2,12 +2,15 @@
 -- ARGV: id, model, class, tenant, request, request hash, life in us ('' for ever), idempotency key ('' none),
 --       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later
 --       (earlier where negative), rows of an engine that it takes, most bytes in all queues, tenant's limits: '' (its
---       jobs are not counted) or nine numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
---       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve;
---       1 where a webhook is to be called at the end, else ''; names of the prompt's prefixes, the shortest first.
+--       jobs are not counted) or ten numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
+--       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve; bytes stored;
+--       1 where a webhook is to be called at the end, else ''; names of the prompt's prefixes, the shortest first; what
+--       is left of the request after the end; thousandths of the server's memory that clients may fill, and of these
+--       the thousandths that one tenant may.
 -- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job, {0, id,
 -- job} for one that is already there. In place of the place: the worker that has it at once.
--- Refuses with QUEUE_BYTES and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs end).
+-- Refuses with QUEUE_BYTES, MEMORY and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs
+-- end). What of the memory clients may not fill is for the writes of workers, which Redis never refuses.
 -- Where nothing waits and a parked worker has rows, the job is its own at once, as if its claim had found it, and comes
 -- to it by its channel: `CLAIM ID DEADLINE PLACE`, a line's end, the request. A message that is lost does no harm: the
 -- worker asks again under the same claim number.
@@ -16,6 +19,8 @@
 local PARKED = 1000000 -- us after which a worker that says nothing is no longer taken for one that waits
 local MAX_PARKED = 16 -- of them are looked at
 local MAX_HANDED = 65536 -- bytes of a request in a message
+local LARGE = 16384 -- bytes of a request before which the server's memory is looked at, not what the reaper saw of it
+local RECORD, KEY = 4096, 512 -- bytes, about, of a job and its first event without its request, of an idempotency key
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
 local now = now_us()
 local known = id
@@ -46,19 +51,35 @@ local waiting = redis.call('ZCARD', queue)
 if waiting >= tonumber(ARGV[10]) then return redis.error_reply('QUEUE_FULL ' .. waiting) end
 local size, bytes = #ARGV[5], tonumber(redis.call('GET', TAG .. 'waiting') or 0)
 if bytes + size > tonumber(ARGV[13]) then return redis.error_reply('QUEUE_BYTES ' .. bytes .. ' ' .. ARGV[13]) end
+local share, tenant_share = string.match(ARGV[18], '^(%d+) (%d+)$')
+local used_memory, all_memory
+if size > LARGE then
+  used_memory, all_memory = memory()
+else
+  used_memory, all_memory = string.match(redis.call('GET', TAG .. 'memory') or '0 0', '^(%d+) (%d+)$')
+end
+local free_for_clients = tonumber(all_memory) * share / 1000
+if free_for_clients > 0 and used_memory + size > free_for_clients then
+  return redis.error_reply(string.format('MEMORY %.0f %.0f', used_memory, free_for_clients))
+end
 local requests_left, requests_reset, tokens_left, tokens_reset = 0, 0, 0, 0
 if ARGV[14] ~= '' then
   local limit = {}
   for word in string.gmatch(ARGV[14], '%d+') do limit[#limit + 1] = tonumber(word) end
   local record = TAG .. 'tenant:' .. ARGV[4]
-  local has = redis.call('HMGET', record, 'live', 'queued', 'bytes', 'requests', 'tokens')
-  for i = 1, 5 do has[i] = tonumber(has[i] or 0) end
+  local has = redis.call('HMGET', record, 'live', 'queued', 'bytes')
+  for i = 1, 3 do has[i] = tonumber(has[i] or 0) end
+  has[4], has[5] = rates_of(record, now)
   local function refuse(code, value, most, wait)
     return redis.error_reply(string.format('TENANT_%s %.0f %.0f %.0f', code, value, most, wait))
   end
   if limit[1] > 0 and has[1] >= limit[1] then return refuse('LIVE', has[1], limit[1], 0) end
   if limit[2] > 0 and has[2] >= limit[2] then return refuse('JOBS', has[2], limit[2], 0) end
   if limit[3] > 0 and has[3] + size > limit[3] then return refuse('BYTES', has[3], limit[3], 0) end
+  local stored, most_stored = tonumber(redis.call('HGET', TAG .. 'stored', ARGV[4]) or 0), limit[10]
+  if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end
+  local cost = size + #ARGV[17] + RECORD
+  if most_stored > 0 and stored + cost > most_stored then return refuse('STORED', stored, most_stored, 0) end
   -- The generic cell rate algorithm. `at`: when all that was used so far is made good, at so many a minute.
   local function rate(at, per_minute, most, count)
     local before = math.max(at, now)
@@ -79,10 +100,13 @@ if ARGV[14] ~= '' then
     if wait > 0 then return refuse('TOKENS', used, limit[7], wait) end
     tokens_reset = has[5] - now
   end
-  redis.call('HSET', record, 'requests', digits(has[4]), 'tokens', digits(has[5]))
+  redis.call('HSET', record, 'requests', digits(has[4]), 'tokens', digits(has[5]), 'updated', digits(now))
   redis.call('HINCRBY', record, 'live', 1)
   redis.call('PERSIST', record)
-  redis.call('HSET', TAG .. 'job:' .. id, 'account', limit[8] .. ' ' .. limit[9] .. ' ' .. limit[6])
+  redis.call('HSET', TAG .. 'job:' .. id, 'account', limit[8] .. ' ' .. limit[9] .. ' ' .. limit[6], 'stored', cost)
+  add_stored(ARGV[4], cost)
+  if idempotency ~= '' then hold(ARGV[4], KEY, 'key:' .. id, now, ARGV[9]) end
+  redis.call('PERSIST', TAG .. 'stored')
 end
 -- The arrival is later than that of every live job, even if the clock went back.
 local order = now
@@ -96,7 +120,7 @@ local deadline = ARGV[7] ~= '' and now + ARGV[7]
 -- A claim that has its answer is not given another one. A batch job goes before no interactive one.
 local function find_taker()
   if waiting > 0 or #ARGV[5] > MAX_HANDED then return end
-  local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, '+inf', 'LIMIT', 0, MAX_PARKED)
+  local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, digits(now), 'LIMIT', 0, MAX_PARKED)
   local best, most, field = nil, -1, nil
   for _, worker in ipairs(parked) do
     local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest')
@@ -118,7 +142,7 @@ end
 
 local taker, its = find_taker()
 redis.call('HSET', job, 'state', taker and 'running' or 'queued', 'model', model, 'class', class, 'tenant', ARGV[4],
-  'request', ARGV[5], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
+  'request', ARGV[5], 'summary', ARGV[17], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
   unpack(taker and { 'worker', taker, 'started', digits(now) } or {}))
 if format ~= '1' then redis.call('HSET', job, 'format', format) end
 if taker and its[6] and its[6] ~= '' then redis.call('HSET', job, 'digest', its[6]) end

@@ -4,5 +4,6 @@
 -- Promises: an id stays until it is taken care of; taking it off twice changes nothing.
 for i = 2, #ARGV, 1000 do
   redis.call('ZREM', TAG .. 'webhooks', unpack(ARGV, i, math.min(i + 999, #ARGV)))
+  for k = i, math.min(i + 999, #ARGV) do redis.call('HDEL', TAG .. 'job:' .. ARGV[k], 'webhook') end
 end
 return redis.call('ZRANGE', TAG .. 'webhooks', 0, ARGV[1] - 1)

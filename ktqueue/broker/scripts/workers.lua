@@ -10,7 +10,7 @@ for i = 1, #leases, 2 do
   if field[1] then
     reply[#reply + 1] = {
       worker, field[1], field[2], field[3], field[4], redis.call('HLEN', TAG .. 'running:' .. worker),
-      leases[i + 1] - now, field[5] and now - field[5], field[6],
+      leases[i + 1] - now, field[5] and math.max(0, now - field[5]), field[6],
     }
   end
 end

@@ -1,0 +1,170 @@
+-- Looks at some keys more of the installation, and mends what does not fit a job's record: the lists and counts around
+-- the records may have been deleted by hand, or come from an older backup.
+-- ARGV: cancelled event, expired event, poison event, most tries, job TTLs (see `finish`), journal TTL in ms, keys to
+--       look at, us between two passes.
+-- Replies {records and lists mended, 1 at the end of a pass}. Anybody may call it at any time: the place in the pass is
+-- kept here.
+-- A job that should wait waits again; one that should run under a worker that does not have it goes back to its queue, at
+-- no cost of a try; one that has ended has a time to live. At the end of a pass counts are made anew.
+-- Promises: a job that is where its record says is left alone; so many keys a call, and live jobs and counted bytes at
+-- the end of a pass only where there are few enough to be counted in one go.
+local MOST_COUNTED = 5000 -- live jobs, and entries of stored bytes
+local events = { cancelled = ARGV[1], expired = ARGV[2], poison = ARGV[3] }
+local max_attempts, job_ttl, journal_ttl = tonumber(ARGV[4]), ARGV[5], ARGV[6]
+local now = now_us()
+local place = TAG .. 'scrub' -- the cursor, when the pass before ended, and the tenants that this pass has seen
+local mended = 0
+
+local function restore(key, score, id)
+  if redis.call('ZSCORE', key, id) then return end
+  redis.call('ZADD', key, score, id)
+  mended = mended + 1
+  return true
+end
+
+local function must_expire(key, ttl)
+  if redis.call('PTTL', key) == -1 then redis.call('PEXPIRE', key, ttl) end
+end
+
+local function check_job(id)
+  local job = TAG .. 'job:' .. id
+  local at = redis.call('HMGET', job, 'state', 'class', 'model', 'order', 'shift', 'deadline', 'worker', 'cancel',
+    'finished', 'bound')
+  local state, order, deadline, worker = at[1], at[4], at[6], at[7]
+  local usual_ttl, failed_ttl = string.match(job_ttl, '^(%d+) (%d+)')
+  if state == 'queued' or state == 'running' then
+    redis.call('PERSIST', job)
+    restore(TAG .. 'live', order, id)
+    if deadline then restore(TAG .. 'deadlines', deadline, id) end
+  end
+  if state == 'queued' then
+    local queue = TAG .. 'queue:' .. at[2] .. ':' .. at[3]
+    if at[10] then
+      queue = bound_key(at[2], at[10], at[3])
+      redis.call('ZADD', TAG .. 'bound', 'NX', now, at[10] .. ':' .. at[3])
+    end
+    if restore(queue, order + (at[5] or 0), id) then redis.call('PUBLISH', TAG .. 'wake:' .. at[3], at[2]) end
+  elseif state == 'running' then
+    local has = worker and redis.call('ZSCORE', TAG .. 'leases', worker)
+      and redis.call('HEXISTS', TAG .. 'running:' .. worker, id) == 1
+    if not has then
+      if worker then redis.call('HDEL', TAG .. 'running:' .. worker, id) end
+      give_back(id, tail_of(id), now, 'blameless', max_attempts, events, job_ttl, journal_ttl)
+      mended = mended + 1
+    elseif at[8] then
+      redis.call('HSETNX', TAG .. 'cancels:' .. worker, id, 0)
+    end
+  elseif at[9] then
+    must_expire(job, state == 'failed' and failed_ttl or usual_ttl)
+    must_expire(TAG .. 'journal:' .. id, journal_ttl)
+    if at[9] + usual_ttl * 1000 > now and redis.call('ZCARD', TAG .. 'ended') < MAX_ENDED then
+      restore(TAG .. 'ended', at[9] + usual_ttl * 1000, id)
+    end
+    if redis.call('HEXISTS', job, 'webhook') == 1 and redis.call('ZCARD', TAG .. 'webhooks') < MAX_WEBHOOKS then
+      restore(TAG .. 'webhooks', at[9], id)
+    end
+    if state == 'failed' and redis.call('HEXISTS', job, 'summary') == 1 then
+      restore(TAG .. 'failed', at[9], redis.call('HSTRLEN', job, 'request') .. ' ' .. id)
+    end
+  else
+    must_expire(job, usual_ttl)
+  end
+end
+
+-- A worker without a lease has no jobs any more: what is left of it goes, and its jobs with the look at their records.
+local function check_worker(worker)
+  if redis.call('ZSCORE', TAG .. 'leases', worker) then return end
+  for _, id in ipairs(redis.call('HKEYS', TAG .. 'running:' .. worker)) do
+    if redis.call('HGET', TAG .. 'job:' .. id, 'worker') == worker then check_job(id) end
+  end
+  forget(worker)
+end
+
+local function write_counts(key, counts)
+  redis.call('DEL', key)
+  for name, count in pairs(counts) do redis.call('HSET', key, name, count) end
+end
+
+-- The counts of live jobs and of what they hold, from their records.
+local function count_anew()
+  local live = redis.call('ZRANGE', TAG .. 'live', 0, MOST_COUNTED)
+  if #live > MOST_COUNTED then return end
+  local backlog, waiting, tenants, stored = {}, 0, {}, {}
+  for _, name in ipairs(redis.call('HKEYS', place)) do
+    local tenant = string.match(name, '^tenant:(.*)$')
+    if tenant then tenants[tenant] = { live = 0, queued = 0, bytes = 0 } end
+  end
+  for _, id in ipairs(live) do
+    local job = TAG .. 'job:' .. id
+    local at = redis.call('HMGET', job, 'state', 'class', 'model', 'tenant', 'account', 'stored')
+    if at[1] ~= 'queued' and at[1] ~= 'running' then
+      redis.call('ZREM', TAG .. 'live', id)
+    else
+      local queue = at[2] .. ':' .. at[3]
+      backlog[queue] = (backlog[queue] or 0) + 1
+      local size = at[1] == 'queued' and redis.call('HSTRLEN', job, 'request') or 0
+      waiting = waiting + size
+      if at[5] then
+        local has = tenants[at[4]] or { live = 0, queued = 0, bytes = 0 }
+        has.live, has.bytes = has.live + 1, has.bytes + size
+        if at[1] == 'queued' then has.queued = has.queued + 1 end
+        tenants[at[4]] = has
+        stored[at[4]] = (stored[at[4]] or 0) + (at[6] or 0)
+      end
+    end
+  end
+  write_counts(TAG .. 'backlog', backlog)
+  if waiting > 0 then redis.call('SET', TAG .. 'waiting', digits(waiting)) else redis.call('DEL', TAG .. 'waiting') end
+  for tenant, has in pairs(tenants) do
+    local key = TAG .. 'tenant:' .. tenant
+    if has.live > 0 or redis.call('EXISTS', key) == 1 then
+      redis.call('HSET', key, 'live', has.live, 'queued', has.queued, 'bytes', digits(has.bytes))
+      if has.live > 0 then redis.call('PERSIST', key) else must_expire(key, MINUTE / 1000) end
+    end
+  end
+  if redis.call('ZCARD', TAG .. 'held') <= MOST_COUNTED then
+    for _, entry in ipairs(redis.call('ZRANGE', TAG .. 'held', 0, -1)) do
+      local bytes, tenant = string.match(entry, '^(%d+) %S+ (.*)$')
+      stored[tenant] = (stored[tenant] or 0) + bytes
+    end
+    local ttl = redis.call('PTTL', TAG .. 'stored')
+    write_counts(TAG .. 'stored', stored)
+    if ttl > 0 then redis.call('PEXPIRE', TAG .. 'stored', ttl) end
+  end
+  local failed = 0
+  for _, entry in ipairs(redis.call('ZRANGE', TAG .. 'failed', 0, MAX_FAILED)) do
+    failed = failed + string.match(entry, '^%d+')
+  end
+  if failed > 0 then
+    local ttl = string.match(job_ttl, '^%d+ (%d+)')
+    redis.call('SET', TAG .. 'failed:bytes', digits(failed), 'PX', ttl)
+    redis.call('PEXPIRE', TAG .. 'failed', ttl)
+  end
+end
+
+local at = redis.call('HMGET', place, 'cursor', 'ended')
+if not at[1] and at[2] and math.abs(now - at[2]) < tonumber(ARGV[8]) then return { 0, 0 } end
+local looked = redis.pcall('SCAN', at[1] or '0', 'MATCH', TAG .. '*', 'COUNT', ARGV[7])
+if looked.err then return { 0, 1 } end -- the user of `broker.url` may not scan
+for _, key in ipairs(looked[2]) do
+  local kind, name = string.match(string.sub(key, #TAG + 1), '^(%a+):(.*)$')
+  if kind == 'job' then
+    check_job(name)
+  elseif kind == 'journal' then
+    if redis.call('EXISTS', TAG .. 'job:' .. name) == 0 then must_expire(key, journal_ttl) end
+  elseif kind == 'running' or kind == 'cancels' or kind == 'worker' then
+    check_worker(name)
+  elseif kind == 'tenant' then
+    redis.call('HSET', place, 'tenant:' .. name, 1)
+  end
+end
+local over = looked[1] == '0'
+if over then
+  count_anew()
+  redis.call('DEL', place)
+  redis.call('HSET', place, 'ended', digits(now))
+else
+  redis.call('HSET', place, 'cursor', looked[1])
+end
+redis.call('PEXPIRE', place, math.max(1000, ARGV[8] / 1000))
+return { mended, over and 1 or 0 }

@@ -1,0 +1,83 @@
+"""A failed job is sent again as a new one, once."""
+
+import pytest
+
+from ktqueue.broker.lease import Lease
+from ktqueue.client import Client
+from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, PoisonJob, TenantLimitReached
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.limits import TenantLimits
+
+
+@pytest.fixture
+async def lease(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+@pytest.fixture
+def fail(broker, lease, make_request):
+    async def submit_and_fail(job_id, error=None, **options):
+        await broker.jobs.submit(make_request(job_id), job_id=job_id, **options)
+        await claim_and_fail(job_id, error)
+
+    async def claim_and_fail(job_id, error=None):
+        assert [claim.job_id for claim in await lease.claim(1)] == [job_id]
+        last = TokenEvent(seq=2, state=JobState.FAILED, error=(error or PoisonJob("again and again")).info())
+        await lease.commit([(job_id, TokenEvent(seq=1, text="a")), (job_id, last)])
+
+    submit_and_fail.again = claim_and_fail
+    return submit_and_fail
+
+
+async def test_a_failed_job_is_sent_again_once(broker, lease, fail, make_request, raw):
+    await fail("a", tenant="acme")
+    before = await broker.jobs.get("a")
+    async with Client(config=broker.config) as client:
+        again = await client.retry("a")
+        assert (again.id, again.state, again.tenant, again.attempts) == ("a-r2", JobState.QUEUED, "acme", 0)
+        assert again.request == before.request
+        old = await broker.jobs.get("a")
+        assert (old.state, old.error.code, old.retried_as) == (JobState.FAILED, "poison_job", "a-r2")
+        assert old.request_dropped
+        assert raw.exists(f"{broker.keys.tag}:failed") == 0
+        raw.hdel(f"{broker.keys.tag}:job:a", "retried")  # as if this call had died before it had written that
+        raw.hset(f"{broker.keys.tag}:job:a", "request", raw.hget(f"{broker.keys.tag}:job:a-r2", "request"))
+        raw.hdel(f"{broker.keys.tag}:job:a", "dropped")
+        for _ in range(2):
+            assert (await client.retry("a")).id == "a-r2"
+    assert (await broker.jobs.depth())[0].interactive == 1
+    await fail.again("a-r2")
+    assert (await broker.jobs.retry("a-r2")).id == "a-r3"
+    (claim,) = await lease.claim(1)
+    assert (claim.job_id, claim.events, claim.request) == ("a-r3", [], before.request)
+
+
+async def test_what_cannot_be_sent_again_is_said(broker, lease, fail, make_request):
+    await broker.jobs.submit(make_request(), job_id="cancelled")
+    await broker.jobs.cancel("cancelled")
+    with pytest.raises(JobConflict, match="only failed jobs"):
+        await broker.jobs.retry("cancelled")
+    await fail("wrong", InvalidRequest("a prompt that is too long"))  # would be wrong again
+    with pytest.raises(JobConflict, match="no longer kept"):
+        await broker.jobs.retry("wrong")
+    with pytest.raises(JobNotFound):
+        await broker.jobs.retry("nobody")
+
+
+async def test_a_retry_has_its_tenants_limits(broker, lease, fail, make_request):
+    limits = TenantLimits(max_live_jobs=1)
+    await fail("a", tenant="acme", limits=limits)
+    busy = await broker.jobs.submit(make_request(), tenant="acme", limits=limits)
+    with pytest.raises(TenantLimitReached):
+        await broker.jobs.retry("a", limits=limits)
+    await broker.jobs.cancel(busy.id)
+    assert (await broker.jobs.retry("a", limits=limits)).id == "a-r2"
+
+
+async def test_a_long_id_gets_a_short_one(broker, fail):
+    await fail("x" * 128)
+    again = await broker.jobs.retry("x" * 128)
+    assert len(again.id) < 60
+    assert (await broker.jobs.retry("x" * 128)).id == again.id

@@ -1,0 +1,206 @@
+"""What ended jobs leave in Redis, who pays for it, and that workers write on when clients have filled the server."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+import redis
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.broker.server import PrivateServer
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import InvalidRequest, KtqueueError, PoisonJob, TenantLimitReached, Unavailable
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.limits import TenantLimits
+from ktqueue.core.request import DROPPED, SamplingParams
+
+NO_LIMITS = TenantLimits()
+MIB = 1 << 20
+
+
+@pytest.fixture
+async def lease(broker, card):
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
+def failed(seq, error):
+    return TokenEvent(seq=seq, state=JobState.FAILED, error=error.info())
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "expired", "failed by its own fault"])
+async def test_an_ended_job_keeps_nothing_of_its_prompt(broker, lease, make_request, raw, end):
+    request = make_request(
+        "x" * 100_000, sampling=SamplingParams(n=2, logprobs=1), metadata={"a": "b"}, user="u", priority=3,
+        expires_in=0.05 if end == "expired" else None,
+    )  # fmt: skip
+    job = await broker.jobs.submit(request)
+    key = f"{broker.keys.tag}:job:{job.id}"
+    assert raw.memory_usage(key, samples=0) > 100_000
+    if end == "cancelled":
+        await broker.jobs.cancel(job.id)
+    elif end == "expired":
+        await asyncio.sleep(0.06)
+        await broker.reaper().reap()
+    else:
+        await lease.claim(2)
+        fault = failed(1, InvalidRequest("too long"))
+        await lease.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE) if end == "done" else fault)])
+    assert raw.memory_usage(key, samples=0) < 3_000
+    record = await broker.jobs.get(job.id)
+    assert record.state is JobState(end.split(" ")[0])
+    assert record.request_dropped
+    assert (record.request.prompt, record.request.metadata, record.request.user) == (DROPPED, {"a": "b"}, "u")
+    assert (record.request.sampling.n, record.request.sampling.logprobs, record.priority) == (2, 1, 3)
+    assert (await broker.jobs.submit(request, job_id=job.id)).state is record.state  # it still knows what it was
+
+
+async def test_a_job_of_an_older_version_ends_as_it_is(broker, lease, make_request, raw):
+    job = await broker.jobs.submit(make_request("what it was"))
+    raw.hdel(f"{broker.keys.tag}:job:{job.id}", "summary")
+    record = await broker.jobs.cancel(job.id)
+    assert (record.state, record.request.prompt, record.request_dropped) == (JobState.CANCELLED, "what it was", False)
+
+
+async def test_a_failed_job_keeps_its_request_while_there_is_room(config, card, make_request, raw):
+    settings = replace(config, max_failed_bytes=25_000, failed_ttl=1_000, job_ttl=10)
+    async with await Broker.open(settings) as broker:
+        lease = await Lease.register(broker, card)
+        for k in range(3):
+            await broker.jobs.submit(make_request("x" * 10_000), job_id=f"{k}")
+            await lease.claim(1)
+            await lease.commit([(f"{k}", failed(1, PoisonJob("again and again")))])
+        records = [await broker.jobs.get(f"{k}") for k in range(3)]
+        assert [record.request_dropped for record in records] == [True, False, False]
+        assert raw.pttl(f"{broker.keys.tag}:job:0") <= 10_000 < raw.pttl(f"{broker.keys.tag}:job:1")
+        assert [job.id for job in await broker.jobs.list(state=JobState.FAILED)] == ["2", "1", "0"]
+        await lease.close()
+
+
+def measured(raw, names):
+    return sum(raw.memory_usage(name, samples=0) for name in names)
+
+
+def stored(broker, raw, tenant="acme"):
+    return int(raw.hget(f"{broker.keys.tag}:stored", tenant) or 0)
+
+
+async def test_what_a_tenant_has_stored_counts_until_it_is_gone(config, card, make_request, raw):
+    settings = replace(config, job_ttl=0.3, journal_ttl=0.2, failed_ttl=0.4, idempotency_ttl=0.5)
+    async with await Broker.open(settings) as broker:
+        lease = await Lease.register(broker, card)
+        for k in range(3):
+            await broker.jobs.submit(
+                make_request("x" * 50_000), job_id=f"{k}", tenant="acme", limits=NO_LIMITS, idempotency_key=f"{k}"
+            )
+        assert 150_000 < stored(broker, raw) < 170_000
+        await lease.claim(2)
+        await lease.commit([("0", TokenEvent(seq=1, text="y" * 30_000)), ("0", TokenEvent(seq=2, state=JobState.DONE))])
+        await lease.commit([("1", failed(1, PoisonJob("again and again")))])
+        await broker.jobs.cancel("2")
+        names = [f"{broker.keys.tag}:{what}:{k}" for k in range(3) for what in ("job", "journal")]
+        assert measured(raw, names) <= stored(broker, raw) < 10_000 + measured(raw, names)
+        await asyncio.sleep(0.55)
+        await broker.reaper().reap()
+        assert stored(broker, raw) == 0
+        assert raw.exists(f"{broker.keys.tag}:stored", f"{broker.keys.tag}:held") == 0
+        await lease.close()
+
+
+async def test_a_tenant_has_a_limit_of_what_is_stored(broker, lease, make_request):
+    limits = TenantLimits(max_stored_bytes=200_000)
+    with pytest.raises(TenantLimitReached) as caught:
+        for _ in range(100):
+            job = await broker.jobs.submit(make_request("x" * 10_000), tenant="acme", limits=limits)
+            await broker.jobs.cancel(job.id)
+    assert (caught.value.param, caught.value.limit) == ("max_stored_bytes", 200_000)
+    assert 180_000 < caught.value.value <= 200_000
+    await broker.jobs.submit(make_request("x" * 10_000), tenant="other", limits=limits)
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory):
+    server = PrivateServer()
+    yield server.start(tmp_path_factory.mktemp("small"), max_memory=64 * MIB)
+    server.stop()
+
+
+@pytest.fixture
+def small(small_server):
+    with redis.Redis.from_url(small_server) as client:
+        client.config_set("maxmemory", 64 * MIB)
+        client.flushall()
+        yield client, BrokerConfig(url=small_server, lease_seconds=2)
+
+
+async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, card, make_request):
+    client, config = small
+    async with await Broker.open(config) as broker:
+        lease = await Lease.register(broker, card)
+        reaper = asyncio.create_task(broker.reaper().run())
+        await broker.reaper().reap()
+        refusals = 0
+        for k in range(400):
+            with contextlib.suppress(TenantLimitReached):
+                job = await broker.jobs.submit(make_request("x" * 300_000), tenant="hostile", limits=NO_LIMITS)
+                if k % 2:
+                    await broker.jobs.cancel(job.id)
+                continue
+            refusals += 1
+            other = await broker.jobs.submit(make_request("y"), tenant="good", limits=NO_LIMITS)
+            await broker.jobs.cancel(other.id)
+        assert refusals > 200
+        assert client.info("memory")["used_memory"] < 40 * MIB
+        await lease.beat({})
+        reaper.cancel()
+        await asyncio.gather(reaper, return_exceptions=True)
+        await lease.close()
+
+
+@pytest.mark.parametrize(("size", "filled"), [(100, 0.85), (200_000, 0.6)])
+async def test_clients_leave_workers_their_part_of_the_memory(small, card, make_request, size, filled):
+    client, config = small
+    client.set("others", "x" * 20 * MIB)
+    most = int(client.info("memory")["used_memory"] / filled)
+    client.config_set("maxmemory", most)
+    async with await Broker.open(config) as broker:
+        lease = await Lease.register(broker, card)
+        await broker.reaper().reap()
+        with pytest.raises(Unavailable) as caught:
+            for _ in range(200):
+                await broker.jobs.submit(make_request("x" * size))
+        assert abs(caught.value.limit - most * 0.8) < 1
+        assert caught.value.retry_after > 0
+        assert client.info("memory")["used_memory"] < most * 0.9
+        await lease.close()
+
+
+async def test_workers_write_on_in_a_full_server(small, card, make_request):
+    client, config = small
+    async with await Broker.open(config) as broker:
+        lease = await Lease.register(broker, card)
+        jobs = [await broker.jobs.submit(make_request("x" * 1_000), tenant="t", limits=NO_LIMITS) for _ in range(4)]
+        assert len(await lease.claim(2)) == 2
+        client.config_set("maxmemory", client.info("memory")["used_memory"] - MIB)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("full", "x")
+        with pytest.raises(Unavailable):
+            await broker.jobs.submit(make_request())
+        await lease.commit([(job.id, TokenEvent(seq=1, text="a" * 100)) for job in jobs[:2]])
+        await lease.beat({})
+        await broker.reaper().reap()
+        await lease.try_out(jobs[0].id)
+        assert len(await lease.claim(1)) == 1
+        await lease.release([jobs[2].id])
+        await broker.jobs.cancel(jobs[3].id)
+        await broker.reaper().bury(lease.id)
+        other = await Lease.register(broker, card)
+        assert {claim.job_id for claim in await other.claim(3)} == {job.id for job in jobs[:3]}
+        await other.commit([(job.id, TokenEvent(seq=2, state=JobState.DONE)) for job in jobs[:2]])
+        states = [(await broker.jobs.get(job.id)).state for job in jobs]
+        assert states == [JobState.DONE, JobState.DONE, JobState.RUNNING, JobState.CANCELLED]
+        with contextlib.suppress(KtqueueError):
+            await other.close()
