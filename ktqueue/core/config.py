@@ -20,7 +20,20 @@ from ktqueue.core.units import parse_bytes
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 CPU_CACHE_BYTES = 256 << 20
 DURABILITIES = ("process", "fsync")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
+
+
+def _one_of(config: object, name: str, choices: tuple[str, ...], section: str) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(
+            f"{section}.{name} must be one of {', '.join(choices)}, got {value!r}",
+            param=f"{section}.{name}",
+            limit=", ".join(choices),
+            value=value,
+        )
 
 
 def _at_least(config: object, name: str, low: float, section: str = "broker") -> None:
@@ -39,6 +52,7 @@ class BrokerConfig:
     """Redis and the promises kept in it. Times in seconds, sizes in bytes."""
 
     url: str | None = None  # None: find or start a private server
+    password_file: str | None = None  # holds the password of `url`, which then has none
     state_dir: str = ".ktqueue"  # the private server's data, pid file and password
     prefix: str = "ktq"
     durability: str = "process"  # process | fsync: what is acknowledged survives a crash of Redis | of its host
@@ -67,12 +81,10 @@ class BrokerConfig:
             _at_least(self, name, 1)
         _at_least(self, "priority_seconds", 0)
         _at_least(self, "max_queued_bytes", self.max_request_bytes)
-        if self.durability not in DURABILITIES:
+        _one_of(self, "durability", DURABILITIES, "broker")
+        if self.password_file is not None and self.url is None:
             raise ConfigError(
-                f"broker.durability must be one of {', '.join(DURABILITIES)}, got {self.durability!r}",
-                param="broker.durability",
-                limit=", ".join(DURABILITIES),
-                value=self.durability,
+                "broker.password_file is the password for broker.url, which is not set", param="broker.password_file"
             )
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.prefix):
             raise ConfigError(
@@ -164,7 +176,7 @@ class BridgeConfig:
 
     enabled: bool = False  # `ktqueue up` runs one
     redis_url: str | None = None  # where arq's clients are; None: the broker's
-    queue: str = "arq:queue"
+    queue: str = "ktqueue:arq"  # not arq's default: whoever serves a queue fails jobs that it does not know
     max_jobs: int = 64  # that run at once; the rest waits in arq's queue
     poll_seconds: float = 0.05
     keep_result: float = 3_600.0  # arq blocks a job's id for so long, too
@@ -203,6 +215,21 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What processes log, and how much of it `ktqueue up` keeps. Sizes in bytes."""
+
+    format: str = "text"  # text | json: an object a line
+    level: str = "info"  # debug | info | warning | error
+    max_bytes: int = 16 << 20  # of a log file under the state folder; one older file of that size is kept beside it
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        _one_of(self, "format", LOG_FORMATS, "log")
+        _one_of(self, "level", LOG_LEVELS, "log")
+        _at_least(self, "max_bytes", 4096, "log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings of one process."""
 
@@ -212,6 +239,7 @@ class Config:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 _SECTIONS: dict[str, type] = {
@@ -221,6 +249,7 @@ _SECTIONS: dict[str, type] = {
     "gateway": GatewayConfig,
     "bridge": BridgeConfig,
     "control": ControlConfig,
+    "log": LogConfig,
 }
 
 

@@ -57,8 +57,8 @@ def build_server(config: Config) -> GatewayServer:
         http="httptools",
         ws="none",
         lifespan="on",
-        access_log=False,
-        log_level="info",
+        access_log=False,  # ours has more to say: access_log.py
+        log_config=None,  # as the process logs
         server_header=False,
         limit_concurrency=CONNECTIONS_PER_REQUEST * settings.max_connections + 64,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
