@@ -82,5 +82,5 @@ async def test_a_broker_logs_in_with_the_password_of_a_file(redis_url: str, redi
     async with await Broker.open(BrokerConfig(url=url, password_file=str(tmp_path / "password"))) as broker:
         assert await broker.models.cards() == []
     (tmp_path / "password").write_text("wrong")
-    with pytest.raises(Unavailable, match="(?i)password"):
+    with pytest.raises(Unavailable, match=r"(?i)password"):
         await Broker.open(BrokerConfig(url=url, password_file=str(tmp_path / "password")))

@@ -440,4 +440,18 @@ MUTATIONS: dict[str, Mutation] = {
         "HEALTH_SUFFIX = health_check_key_suffix",
         ("tests/workers/test_bridge.py::test_two_bridges_share_a_queue",),
     ),
+    "a batch of answers to other questions": Mutation(
+        "a batch from standard input goes on only with the input that it began with",
+        "ktqueue/batches/spool.py",
+        "        if not filecmp.cmp(draft, path, shallow=False):",
+        "        if False:",
+        ("tests/batches/test_files.py::test_standard_input_goes_on_with_the_input_that_it_began_with",),
+    ),
+    "an invalid line that is lost": Mutation(
+        "a skipped line is in the file of failures",
+        "ktqueue/batches/run.py",
+        "                        self._output.fail(failure_record(name, line.custom_id, line.info()))\n",
+        "",
+        ("tests/cli/test_batch_run.py::test_plain_lines_from_standard_input_with_some_that_are_invalid",),
+    ),
 }
