@@ -4,6 +4,7 @@ Needs Redis alone: no gateway, no torch. Everything raises Unavailable when Redi
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from dataclasses import fields, replace
@@ -13,7 +14,7 @@ from typing import Any, Self, TypeVar
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.completion import Completion, completion_of
-from ktqueue.core.config import BrokerConfig
+from ktqueue.core.config import BrokerConfig, load_config
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest, SamplingParams
@@ -42,11 +43,12 @@ def make_request(**settings: Any) -> GenerationRequest:
 class Client:
     """`async with Client(url) as client:`, or `client = await Client.open(url)` and `await client.close()`.
 
-    Without a URL it finds the private server that `ktqueue up` runs on the state folder.
+    Without a URL and a config: the Redis of KTQUEUE_BROKER_URL, else that of the `ktqueue up` which runs on the state
+    folder, `.ktqueue` in the current folder unless KTQUEUE_BROKER_STATE_DIR names another.
     """
 
     def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
-        config = config or BrokerConfig()
+        config = config or load_config(environment=os.environ).broker
         self._config = replace(config, url=url) if url is not None else config
         self._broker: Broker | None = None
 

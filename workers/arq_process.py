@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.server import running_url
-from ktqueue.core.config import Config, load_config
+from ktqueue.core.config import Config
 from ktqueue.core.errors import ConfigError, Unavailable
+from ktqueue.core.logs import configure_process
 from ktqueue.workers.arq_worker import SteadyWorker
 from ktqueue.workers.exit_codes import DRAINED, UNUSABLE
 
@@ -24,7 +25,6 @@ async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> 
 
     Waits for Redis where it is away. Raises ConfigError.
     """
-    logging.getLogger("arq.worker").setLevel(logging.WARNING)  # below that it writes the jobs' arguments, prompts too
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,9 +43,8 @@ async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> 
 
 def execute(run: Callable[[Config], Awaitable[None]]) -> int:
     """Run with the settings of the environment; errors go to the log. Gives the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(_await(run(load_config(environment=os.environ))))
+        asyncio.run(_await(run(configure_process(os.environ))))
     except ConfigError as error:
         log.error("%s", error.message)
         return UNUSABLE
@@ -57,9 +56,12 @@ async def _await(work: Awaitable[None]) -> None:
 
 
 async def _open(config: Config) -> Broker:
+    reported = ""
     while True:
         try:
             return await Broker.open(config.broker)
         except Unavailable as error:
-            log.warning("%s", error.message)
+            if error.message != reported:  # once, not twice a second
+                log.warning("%s", error.message)
+            reported = error.message
         await asyncio.sleep(PAUSE)

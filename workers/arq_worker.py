@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from arq.connections import ArqRedis
-from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
+from arq.constants import abort_jobs_ss, health_check_key_suffix, in_progress_key_prefix, job_key_prefix
 from arq.cron import CronJob, cron
 from arq.jobs import serialize_result
 from arq.worker import JobExecutionFailed, Retry, Worker, func
 
 from ktqueue.arq_json import dumps, loads
-from ktqueue.broker.address import Kind, parse_address
+from ktqueue.broker.address import Kind, read_address
 from ktqueue.broker.node import Node
 from ktqueue.broker.topology import make_topology
 from ktqueue.core.config import BrokerConfig
@@ -33,6 +33,7 @@ LEAVE_SECONDS = 5.0  # to hand jobs back at the end
 READ_FACTOR = 16  # running jobs stay in arq's queue: so many full workers may share it
 LOOKED_AT_ONCE = 256  # locks read by one command
 HEALTH_SECONDS = 10
+HEALTH_SUFFIX = ":ktqueue-health-check"  # not arq's: several workers of ours may share a queue, and know each other
 CRON_RESULT_SECONDS = 120
 MAX_TRIES = 2**31  # arq counts the deaths of workers as tries; chores count their own
 PICKLE_MARK = b"\x80"  # how each pickle of protocol 2 or later begins (Python's pickletools, opcode PROTO)
@@ -49,7 +50,8 @@ log = logging.getLogger(__name__)
 class SteadyWorker(Worker):
     """Runs named functions from one of arq's queues until cancelled. Make it inside a running event loop.
 
-    `url` is the Redis of the queue, a server or the sentinels of one, with the time limits of `config`. `keep_result`
+    `url` is the Redis of the queue, a server or the sentinels of one, with the time limits of `config`;
+    `password_file` has its password, where the URL has none. `keep_result`
     (of one function: `kept`) and `poll_seconds` in seconds. Raises ConfigError for a cluster, where arq's
     keys have no home.
     """
@@ -59,6 +61,7 @@ class SteadyWorker(Worker):
         functions: dict[str, Function],
         *,
         url: str,
+        password_file: str | None = None,
         config: BrokerConfig,
         queue: str,
         max_jobs: int,
@@ -67,7 +70,7 @@ class SteadyWorker(Worker):
         kept: Mapping[str, float] | None = None,
         cron_jobs: Sequence[CronJob] = (),
     ) -> None:
-        self._address = parse_address(url)
+        self._address = read_address(url, password_file)
         if self._address.kind is Kind.CLUSTER:
             raise ConfigError("arq does not speak Redis Cluster: give it a server of its own (redis_url)", param="url")
         self._config = config
@@ -84,6 +87,7 @@ class SteadyWorker(Worker):
             queue_read_limit=READ_FACTOR * max_jobs,
             max_tries=MAX_TRIES,
             health_check_interval=HEALTH_SECONDS,
+            health_check_key=queue + HEALTH_SUFFIX,
             allow_abort_jobs=True,
             job_serializer=dumps,
             job_deserializer=loads,
@@ -93,9 +97,12 @@ class SteadyWorker(Worker):
         self.job_timeout_s = None  # type: ignore[assignment] # a job ends when it ends; arq takes no None for several
 
     async def main(self) -> None:
-        """Until cancelled. Whatever goes wrong in a round is logged, and the next round comes."""
+        """Until cancelled. Whatever goes wrong in a round is logged, and the next round comes.
+
+        Raises ConfigError where an arq worker that is none of ours serves the queue.
+        """
         renewal = asyncio.create_task(self._renew(), name="arq-locks")
-        told = ""
+        told, alone = "", False
         try:
             while True:
                 pause = self.poll_delay_s
@@ -103,8 +110,13 @@ class SteadyWorker(Worker):
                     async with asyncio.timeout(self._config.operation_timeout):
                         if told or self._node is None:
                             await self._find()
+                        if not alone:
+                            await self._check_alone()
+                            alone = True
                         await self._poll_iteration()
                     told = ""
+                except ConfigError:
+                    raise
                 except Exception as error:
                     if told != str(error):
                         log.warning("queue %s: %s: %s", self.queue_name, type(error).__name__, error)
@@ -113,6 +125,19 @@ class SteadyWorker(Worker):
                 await asyncio.sleep(pause)
         finally:
             renewal.cancel()
+
+    async def _check_alone(self) -> None:
+        """Take no job from a queue that another program's arq worker serves: each would fail the other's jobs."""
+        key = self.queue_name + health_check_key_suffix
+        seconds = await self.pool.ttl(key)
+        if await self.pool.exists(key):
+            raise ConfigError(
+                f"the queue {self.queue_name!r} is served by another program's arq worker, whose health check is alive "
+                f"(key {key}, {seconds} s left): it would fail our jobs, and we its. Choose another queue with "
+                "bridge.queue or control.queue; if that worker has died, delete the key",
+                param="queue",
+                value=self.queue_name,
+            )
 
     async def _find(self) -> None:
         """Connect to the server that has the queue now. Raises Unavailable."""

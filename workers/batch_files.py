@@ -14,7 +14,7 @@ from typing import Any
 from ktqueue.batches.faults import BatchFault, OutputLocked
 from ktqueue.batches.input import Survey, read_lines, survey
 from ktqueue.batches.output import BatchOutput
-from ktqueue.batches.run import BatchRun, window_for
+from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import ControlConfig
 from ktqueue.core.errors import InvalidRequest, Unavailable
@@ -80,7 +80,9 @@ class BatchFiles:
         try:
             window = await window_for(self._broker)
             log.info("batch %s: %d of %d lines are left", source.name, found.lines - len(output.ids), found.lines)
-            await BatchRun(self._broker, output, window=window, model=model).run(read_lines(source))
+            default = None if model is not None else await default_model(self._broker, found, source)
+            run = BatchRun(self._broker, output, window=window, model=model)
+            await run.run(with_model(read_lines(source), default))
             finished = len(output.ids) == found.lines
         finally:
             output.close(finished=finished)

@@ -42,6 +42,7 @@ class Control(SteadyWorker):
         super().__init__(
             chores,
             url=config.control.redis_url or url,
+            password_file=None if config.control.redis_url else config.broker.password_file,
             config=config.broker,
             queue=config.control.queue,
             max_jobs=MAX_CHORES,

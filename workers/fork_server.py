@@ -19,10 +19,11 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from ktqueue.core.config import load_config
+from ktqueue.broker.state_folder import PRIVATE_FILE
+from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED
 from ktqueue.workers.process import die_with
-from ktqueue.workers.run import conclude, leave, log_to_stderr, serve
+from ktqueue.workers.run import conclude, leave, serve
 from ktqueue.workers.startup import build, set_threads
 
 
@@ -90,7 +91,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             nothing = os.open(os.devnull, os.O_RDONLY)
-            sink = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            sink = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
             for ours, standard in ((nothing, 0), (sink, 1), (sink, 2)):
                 os.dup2(ours, standard)
             os.close(nothing)
@@ -105,11 +106,10 @@ class ForkServer:
 
 def main() -> NoReturn:
     """Load what can be loaded, then serve. Ends the process, with the exit codes of a worker where that fails."""
-    log_to_stderr()
     control = socket.socket(fileno=0)
 
     def forks() -> int:
-        config = load_config(environment=os.environ)
+        config = configure_process(os.environ)
         built = build(config.engine)
         gc.collect()
         gc.freeze()  # a collector that walks over old objects would copy their pages in each worker

@@ -10,7 +10,9 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
+
+from ktqueue.broker.state_folder import PRIVATE_FILE, PRIVATE_UMASK
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,26 +35,36 @@ class Process(Protocol):
         """Send a signal; harmless when it has ended."""
 
 
+def open_log(path: Path) -> BinaryIO:
+    """The log file of a process, to append to; nobody else may read it."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE), "ab")
+
+
 Launch = Callable[[Path], Awaitable[Process]]  # start a process whose output goes to that file
 
 
 class Command:
-    """Starts a command, again with each call. `stdin`: a file descriptor for the process, by default /dev/null."""
+    """Starts a command, again with each call. `stdin`: a file descriptor for the process, by default /dev/null.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    `umask` is the process's own; -1: that of this process.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, umask: int = PRIVATE_UMASK) -> None:
         self._command = list(command)
         self._environment = dict(environment)
+        self._umask = umask
 
     async def __call__(self, log_path: Path, stdin: int = asyncio.subprocess.DEVNULL) -> Process:
         """Start it."""
         parent = os.getpid()
-        with log_path.open("ab") as sink:
+        with open_log(log_path) as sink:
             return await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=stdin,
                 stdout=sink,
                 stderr=sink,
                 env=self._environment,
+                umask=self._umask,
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops things in order
                 preexec_fn=lambda: die_with(parent),
             )

@@ -14,8 +14,9 @@ from typing import NoReturn
 import uvloop
 
 from ktqueue.broker.broker import Broker
-from ktqueue.core.config import Config, load_config
+from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
+from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
 from ktqueue.workers.generation import GenerationWorker
 from ktqueue.workers.startup import Built, Progress, build
@@ -90,15 +91,9 @@ def conclude(work: Callable[[], int]) -> NoReturn:
         leave(BROKEN)
 
 
-def log_to_stderr() -> None:
-    """As all processes of a worker log."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-
-
 def main() -> NoReturn:
     """Serve with the settings of the environment. Ends the process."""
-    log_to_stderr()
-    conclude(lambda: run(load_config(environment=os.environ)))
+    conclude(lambda: run(configure_process(os.environ)))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ import httpx
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.process_name import process_name
+from ktqueue.broker.state_folder import PRIVATE_UMASK, StateFolder
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.workers.burial import bury
 from ktqueue.workers.child import Child, ProcessFailed
 from ktqueue.workers.exit_codes import UNUSABLE
 from ktqueue.workers.forks import Forks
+from ktqueue.workers.log_files import CHECK_SECONDS, begin_log, rotate_all
 from ktqueue.workers.private_redis import PrivateRedis
 from ktqueue.workers.process import Command, Launch
 
@@ -42,8 +44,8 @@ GATEWAY_COMMAND = [
     sys.executable,
     "-P",
     "-c",
-    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
-    "serve(load_config(environment=os.environ))",
+    "import os; from ktqueue.core.logs import configure_process; from ktqueue.gateway.serve import serve; "
+    "serve(configure_process(os.environ))",
 ]
 
 BRIDGE_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.bridge"]
@@ -55,8 +57,9 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """`async with Supervisor(config, workers=2) as up:` runs everything; inside, `up.url` answers HTTP.
 
-    `report` gets one line for each thing that is waited for. Logs go to `state_dir/NAME.log`; those of the run
-    before are kept as `NAME.log.1`. Entering raises ProcessFailed, ConfigError or Unavailable.
+    `report` gets one line for each thing that is waited for. Logs go to `state_dir/NAME.log`, `log.max_bytes` at most;
+    what is older, or of the run before, is kept as `NAME.log.1`. Entering raises ProcessFailed, ConfigError or
+    Unavailable.
     """
 
     def __init__(self, config: Config, *, workers: int = 1, report: Callable[[str], None] | None = None) -> None:
@@ -67,6 +70,7 @@ class Supervisor:
         self.helpers: list[Child] = []  # arq's workers, where the configuration wants them
         self._count = workers
         self._report = report or log.info
+        self._folder: StateFolder | None = None
         self._redis: PrivateRedis | None = None
         self._forks: Forks | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,8 +79,7 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where the gateway answers."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.gateway.host, self.config.gateway.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.gateway.port}"
+        return gateway_url(self.config)
 
     @property
     def broker_url(self) -> str:
@@ -151,6 +154,8 @@ class Supervisor:
         if self._redis is not None:
             await self._redis.stop()
             self._redis = None
+        if self._folder is not None:
+            self._folder.release()
 
     def bury(self, pid: int, code: int) -> None:
         """A worker's process has ended: let its jobs go on before its lease lapses."""
@@ -161,7 +166,10 @@ class Supervisor:
     # Start
 
     async def _start(self) -> None:
-        state = _state_folder(self.config)
+        self._folder = StateFolder.open(self.config.broker.state_dir)
+        self._folder.hold()
+        state = self._folder.path
+        self._tasks.append(asyncio.create_task(self._keep_logs_short(state), name="log rotation"))
         await self._find_redis(state)
         port = _claim_port(self.config.gateway.host, self.config.gateway.port)
         self.config = replace(self.config, gateway=replace(self.config.gateway, port=port))
@@ -178,7 +186,7 @@ class Supervisor:
         if self.config.bridge.enabled:
             self.helpers.append(self._child("bridge", BRIDGE_COMMAND, state))
         if self.config.control.enabled:
-            self.helpers.append(self._child("control", CONTROL_COMMAND, state))
+            self.helpers.append(self._child("control", CONTROL_COMMAND, state, umask=-1))  # batches are the user's
         loading = [] if self.fork_server is None else [self.fork_server]
         children = [self.gateway, *loading, *self.workers, *self.helpers]
         self._tasks += [asyncio.create_task(child.run(), name=child.name) for child in children]
@@ -214,8 +222,13 @@ class Supervisor:
         self.fork_server = self._supervised("fork-server", self._forks.launch, state)
         return self._forks.fork, {"quick_death": QUICK_FORK_DEATH, "longest_pause": LONGEST_FORK_PAUSE}
 
-    def _child(self, name: str, command: list[str], state: Path) -> Child:
-        return self._supervised(name, Command(command, self._environment()), state)
+    async def _keep_logs_short(self, state: Path) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.to_thread(rotate_all, state, self.config.log.max_bytes)
+
+    def _child(self, name: str, command: list[str], state: Path, umask: int = PRIVATE_UMASK) -> Child:
+        return self._supervised(name, Command(command, self._environment(), umask=umask), state)
 
     def _supervised(
         self,
@@ -226,8 +239,7 @@ class Supervisor:
         **pauses: float,
     ) -> Child:
         log_path = state / f"{name}.log"
-        if log_path.exists():
-            log_path.replace(log_path.with_suffix(".log.1"))
+        begin_log(log_path)
         return Child(
             name,
             launch,
@@ -238,8 +250,7 @@ class Supervisor:
         )
 
     def _environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX) or k in STANDALONE}
-        return {**kept, **config_environment(self.config)}
+        return child_environment(self.config)
 
     async def _until(self, what: str, child: Child, ready: Callable[[], Awaitable[bool]], within: float) -> None:
         self._report(f"waiting for {what}")
@@ -260,6 +271,24 @@ class Supervisor:
             return False
 
 
+def child_environment(config: Config) -> dict[str, str]:
+    """The environment of a process that is to have these settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX) or k in STANDALONE}
+    return {**kept, **config_environment(config)}
+
+
+async def served_models(config: Config) -> list[str]:
+    """The names of the models that workers serve."""
+    async with await Broker.open(config.broker) as broker:
+        return sorted(card.name for card in await broker.models.cards())
+
+
+def gateway_url(config: Config) -> str:
+    """Where a gateway with these settings answers, for clients on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
+
+
 def _physical_cores() -> int:
     """Cores that this process may use; two CPUs of one core count once."""
     cpus = os.sched_getaffinity(0)
@@ -269,12 +298,6 @@ def _physical_cores() -> int:
         )
     except OSError:
         return len(cpus)
-
-
-def _state_folder(config: Config) -> Path:
-    state = Path(config.broker.state_dir)
-    state.mkdir(parents=True, exist_ok=True)
-    return state
 
 
 def _claim_port(host: str, port: int) -> int:

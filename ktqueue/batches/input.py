@@ -1,7 +1,8 @@
-"""The input of a batch: OpenAI batch lines, one JSON object a line. Reads them one at a time, names what is wrong.
+"""The input of a batch: one JSON object a line. Reads them one at a time, names what is wrong.
 
 Line format: {"custom_id", "method": "POST", "url", "body"}; custom_ids are unique in a file.
-(OpenAI API reference, Batch, "request input object".)
+(OpenAI API reference, Batch, "request input object".) Or the body alone, with `prompt` or `messages`: such a plain line
+may have a custom_id, too; without one it is called after its number, `line-7`.
 """
 
 from collections.abc import Iterator
@@ -16,13 +17,19 @@ from ktqueue.core.codec import CodecError, loads
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 URLS = (CHAT_URL, COMPLETIONS_URL)
+ENVELOPE, PLAIN = {"method", "url", "body"}, {"prompt", "messages"}  # keys that tell a batch line from a plain one
 MAX_LINE_BYTES = 32 << 20
 MAX_CUSTOM_ID_LENGTH = 512  # characters
 MAX_FAULTS_SHOWN = 10
 
 
 class LineFault(BatchFault):
-    """One line of the input is wrong; the message begins with file:line."""
+    """One line of the input is wrong; the message begins with file:line. `custom_id` is its own if that is sound."""
+
+    def __init__(self, message: str, number: int, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.number = number
+        self.custom_id = custom_id or line_id(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +44,58 @@ class BatchLine:
 
 @dataclass(slots=True)
 class Survey:
-    """What a whole input file holds. `models` maps each model asked for to the first line that does."""
+    """What a whole input file holds. `models` maps each model asked for to the first line that does.
+
+    `invalid` of the lines are wrong. `modelless` is the first line that names no model.
+    """
 
     lines: int = 0
+    invalid: int = 0
+    modelless: int | None = None
     ids: IdSet = field(default_factory=IdSet)
     models: dict[str, int] = field(default_factory=dict)
 
 
+def line_id(number: int) -> str:
+    """The custom_id of a line that has none."""
+    return f"line-{number}"
+
+
 def read_lines(path: Path) -> Iterator[BatchLine]:
     """The lines in order, blank ones left out. Raises LineFault, OSError."""
-    for line in _attempts(path):
+    for line in attempt_lines(path):
         if isinstance(line, LineFault):
             raise line
         yield line
 
 
-def survey(path: Path, *, model: str | None) -> Survey:
+def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
+    """Each line that is not blank, or what is wrong with it: also a custom_id that was used before. Raises OSError."""
+    ids = IdSet()
+    for line in _attempts(path):
+        if ids.add(line.custom_id):
+            yield line
+            continue
+        used = f"{path}:{line.number}: custom_id {line.custom_id!r} was used before"
+        fault = LineFault(line.message if isinstance(line, LineFault) else used, line.number)
+        ids.add(fault.custom_id)
+        yield fault
+
+
+def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Survey:
     """Read the whole file and check every line and that custom_ids are unique. `model` stands in for the lines' own.
 
-    Raises BatchFault naming the first faulty lines.
+    Raises BatchFault naming the first faulty lines, unless these are to be skipped.
     """
     found = Survey()
     faults: list[str] = []
-    for line in _attempts(path):
-        if isinstance(line, BatchLine) and not found.ids.add(line.custom_id):
-            line = LineFault(f"{path}:{line.number}: custom_id {line.custom_id!r} was used before")
+    for line in attempt_lines(path):
         found.lines += 1
+        found.ids.add(line.custom_id)
         if isinstance(line, LineFault):
+            found.invalid += 1
+            if skip_invalid:
+                continue
             faults.append(line.message)
             if len(faults) == MAX_FAULTS_SHOWN:
                 faults.append(f"(the first {MAX_FAULTS_SHOWN} faults are shown)")
@@ -72,6 +104,8 @@ def survey(path: Path, *, model: str | None) -> Survey:
         name = model or line.body.get("model")
         if isinstance(name, str):
             found.models.setdefault(name, line.number)
+        elif name is None:
+            found.modelless = found.modelless or line.number
     if faults:
         raise BatchFault("\n".join(faults))
     if not found.lines:
@@ -90,13 +124,15 @@ def _attempts(path: Path) -> Iterator[BatchLine | LineFault]:
                     yield _parse(path, number, raw)
                 except LineFault as fault:
                     yield fault
-                    if len(raw) > MAX_LINE_BYTES:
-                        return
+            while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):  # the rest of a line that is too long
+                raw = file.readline(MAX_LINE_BYTES + 1)
 
 
 def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
+    custom_id: str | None = None
+
     def fault(text: str) -> LineFault:
-        return LineFault(f"{path}:{number}: {text}")
+        return LineFault(f"{path}:{number}: {text}", number, custom_id)
 
     if len(raw) > MAX_LINE_BYTES:
         raise fault(f"longer than {MAX_LINE_BYTES >> 20} MiB")
@@ -108,15 +144,24 @@ def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
         raise fault(error.message) from error
     if not isinstance(value, dict):
         raise fault("must be a JSON object")
-    custom_id, method, url, body = (value.get(key) for key in ("custom_id", "method", "url", "body"))
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_LENGTH:
-        raise fault(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {custom_id!r:.80}")
-    if method != "POST":
-        raise fault(f"method must be POST, got {method!r:.80}")
-    if url not in URLS:
-        raise fault(f"url must be {' or '.join(URLS)}, got {url!r:.80}")
-    if not isinstance(body, dict):
-        raise fault(f"body must be an object, got {body!r:.80}")
+    is_plain = not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
+    given = value.get("custom_id", line_id(number) if is_plain else None)
+    if not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID_LENGTH:
+        raise fault(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {given!r:.80}")
+    custom_id = given
+    url: Any
+    body: Any
+    if is_plain:
+        url = CHAT_URL if "messages" in value else COMPLETIONS_URL
+        body = {name: one for name, one in value.items() if name != "custom_id"}
+    else:
+        method, url, body = value.get("method"), value.get("url"), value.get("body")
+        if method != "POST":
+            raise fault(f"method must be POST, got {method!r:.80}")
+        if url not in URLS:
+            raise fault(f"url must be {' or '.join(URLS)}, got {url!r:.80}")
+        if not isinstance(body, dict):
+            raise fault(f"body must be an object, got {body!r:.80}")
     if body.get("stream"):
         raise fault("body.stream must be false or absent in a batch")
     return BatchLine(number, custom_id, url, body)

@@ -7,10 +7,12 @@ instead of computing them twice. Knows neither files' formats nor the terminal.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from ktqueue.batches.input import BatchLine
+from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.input import BatchLine, LineFault, Survey, line_id
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.work import Work, failed, failure_record, work_id
 from ktqueue.broker.broker import Broker
@@ -37,6 +39,7 @@ LEAST_WINDOW, LARGEST_WINDOW = 16, 1024
 KEPT_DELAYS = 10_000
 SKIPS_PER_BREATH = 1_000
 
+Line = BatchLine | LineFault
 Told = tuple[float, list[TokenEvent]]  # of one job: when it was made (Unix seconds), and all that it told
 
 
@@ -44,6 +47,33 @@ async def window_for(broker: Broker) -> int:
     """Lines to have in Redis at once: twice the rows of all workers."""
     rows = sum(worker.max_num_seqs for worker in await broker.models.workers())
     return min(max(2 * rows, LEAST_WINDOW), LARGEST_WINDOW)
+
+
+async def default_model(broker: Broker, found: Survey, source: Path) -> str | None:
+    """The model of lines that name none: the only one that is served. None where no line needs it.
+
+    Raises BatchFault where several are served, Unavailable where none is.
+    """
+    if found.modelless is None:
+        return None
+    served = sorted(card.name for card in await broker.models.cards())
+    if not served:
+        raise Unavailable("no worker serves a model yet")
+    if len(served) > 1:
+        raise BatchFault(
+            f"{source}:{found.modelless}: names no model, and several are served "
+            f"({', '.join(served)}): --model chooses one for all lines"
+        )
+    return served[0]
+
+
+def with_model(lines: Iterable[Line], model: str | None) -> Iterator[Line]:
+    """The lines; those that name no model get this one."""
+    for line in lines:
+        if model is not None and isinstance(line, BatchLine) and line.body.get("model") is None:
+            yield replace(line, body={**line.body, "model": model})
+        else:
+            yield line
 
 
 @dataclass(slots=True)
@@ -94,14 +124,21 @@ class BatchRun:
         """Submit no more; `run` returns when the lines in flight are written."""
         self._stopping = True
 
-    async def run(self, lines: Iterable[BatchLine]) -> None:
-        """Run every line that the output does not have. Raises Unavailable after PATIENCE, OSError."""
+    async def run(self, lines: Iterable[Line]) -> None:
+        """Run every line that the output does not have; a faulty one fails.
+
+        Raises Unavailable after PATIENCE, OSError.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for count, line in enumerate(lines):
                     if line.custom_id in self._output.ids:
                         if count % SKIPS_PER_BREATH == 0:
                             await asyncio.sleep(0)
+                        continue
+                    if isinstance(line, LineFault):
+                        name = f"batch-{self._output.run}-{line_id(line.number)}"
+                        self._output.fail(failure_record(name, line.custom_id, line.info()))
                         continue
                     await self._window.acquire()
                     if self._stopping:

@@ -9,7 +9,7 @@ Query parameters: `username`, `password` and `db` in place of those in the URL, 
 """
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -75,6 +75,28 @@ class Address:
     sentinel_login: Login = Login()
     database: int = 0
     tls: Tls | None = None
+
+
+def read_address(url: str, password_file: str | None) -> Address:
+    """The address of `broker.url`, with the password of `broker.password_file` if that is set. Raises ConfigError."""
+    address = parse_address(url)
+    if password_file is None:
+        return address
+    if address.login.password is not None:
+        raise ConfigError(
+            "broker.password_file and a password in broker.url exclude each other", param="broker.password_file"
+        )
+    try:
+        password = Path(password_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"broker.password_file: {error}", param="broker.password_file", value=password_file
+        ) from error
+    if not password:
+        raise ConfigError(
+            f"broker.password_file {password_file} is empty", param="broker.password_file", value=password_file
+        )
+    return replace(address, login=replace(address.login, password=password))
 
 
 def parse_address(url: str) -> Address:

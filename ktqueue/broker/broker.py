@@ -1,6 +1,7 @@
 """A process's hold on the broker: one connection pool, one subscription, and the nouns over them."""
 
 import asyncio
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -47,10 +48,7 @@ class Broker:
         """
         url = config.url or running_url(config.state_dir)
         if url is None:
-            raise Unavailable(
-                f"no broker.url is set and no private server runs in {config.state_dir}; start one with `ktqueue up`",
-                param="broker.url",
-            )
+            raise _nothing_runs(config)
         connection = Connection(url, config, Keys(config.prefix).tag)
         end = asyncio.get_running_loop().time() + patience
         try:
@@ -83,3 +81,12 @@ class Broker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _nothing_runs(config: BrokerConfig) -> Unavailable:
+    return Unavailable(
+        f"no Redis: broker.url is not set, and no `ktqueue up` runs on {Path(config.state_dir).absolute()}; "
+        "start one there, or point to one that runs: KTQUEUE_BROKER_STATE_DIR or --state-dir for its folder, "
+        "KTQUEUE_BROKER_URL or --redis-url for its Redis",
+        param="broker.url",
+    )

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from ktqueue.broker.address import Endpoint, Kind, parse_address
+from ktqueue.broker.address import Endpoint, Kind, read_address
 from ktqueue.broker.checks import check
 from ktqueue.broker.node import Lost, Moved, Node, ReadOnly, Subscriber
 from ktqueue.broker.topology import make_topology
@@ -25,7 +25,7 @@ class Connection:
 
     def __init__(self, url: str, config: BrokerConfig, tag: str) -> None:
         """`tag`: what all keys begin with. Sends nothing yet. Raises ConfigError for a URL that is none."""
-        self._address = parse_address(url)
+        self._address = read_address(url, config.password_file)
         self._config = config
         self._tag = tag
         self._timeout = config.operation_timeout

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ktqueue.broker.node import probe
+from ktqueue.broker.state_folder import PRIVATE_FILE, PRIVATE_FOLDER, PRIVATE_UMASK
 from ktqueue.core.errors import Unavailable
 
 PROGRAMS = ("valkey-server", "redis-server")
@@ -118,7 +119,7 @@ class PrivateServer:
         already.
         """
         folder = Path(state_dir).resolve()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         program = find_program()
         if self._lock is None:
             self._lock = _take_lock(folder)
@@ -210,7 +211,7 @@ def _sync(path: Path) -> None:
 
 
 def _take_lock(folder: Path) -> int:
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -282,13 +283,14 @@ def _spawn(program: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         pass_fds=(lock,),  # the server holds the lock too: nobody starts a second one while it ends
         start_new_session=True,  # Ctrl-C is for us; we stop the server last
+        umask=PRIVATE_UMASK,  # every prompt is in its files
         preexec_fn=die_with_parent,
     )
 
 
 def _write_private(path: Path, text: str) -> None:
     fresh = path.with_suffix(".new")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE), "w", encoding="utf-8") as file:
         file.write(text)
     fresh.replace(path)
 

@@ -24,12 +24,12 @@ def control(common: CommonFlags) -> None:
 
 def _serve(config: Config, run: Callable[[Config], Awaitable[None]]) -> None:
     import asyncio
-    import logging
 
     from ktqueue.cli.connection import ask
+    from ktqueue.core.logs import set_up_logging
 
     ask(config, lambda broker: broker.models.cards())  # say at once that Redis is away
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_logging(config.log)
 
     async def serve() -> None:
         await run(config)

@@ -1,5 +1,6 @@
 """`ktqueue batch run`: a file of OpenAI batch lines in, a file of answers out."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.request import JobClass
+
+STANDARD_INPUT = Path("-")
 
 
 def application() -> typer.Typer:
@@ -32,6 +35,7 @@ class BatchJob:
     job_class: JobClass = JobClass.BATCH
     overwrite: bool = False
     retry_failed: bool = False
+    skip_invalid: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,9 @@ class Summary:
 @expand
 def run(
     common: CommonFlags,
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch lines.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch lines or plain ones; - is standard input.")
+    ],
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the answers go.")],
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Stands in for the lines' own model.")
@@ -68,16 +74,26 @@ def run(
     ] = None,
     job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.BATCH,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed lines again.")] = False,
+    skip_invalid: Annotated[
+        bool, typer.Option("--skip-invalid", help="Let wrong lines fail, and run the rest.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget earlier answers.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run OpenAI batch lines (/v1/chat/completions, /v1/completions); the same command again goes on where it stopped.
 
+    A plain line is a body alone, {"prompt": "..."} or {"messages": [...]}, and is called after its number.
+
     Answers are appended to OUT.jsonl as they come, failures to OUT.errors.jsonl, in any order. The exit code is 1 if
     a line failed, 130 if it was interrupted: Ctrl-C waits for the lines in flight, a second one leaves them to Redis,
     where the next run finds them.
     """
-    if not source.is_file():
+    from_standard_input = source == STANDARD_INPUT
+    if from_standard_input:
+        from ktqueue.batches.spool import spool
+
+        source = spool(sys.stdin.buffer, target, overwrite=overwrite)
+    elif not source.is_file():
         raise UsageFault(f"{source}: no such file")
     job = BatchJob(
         source=source,
@@ -87,12 +103,14 @@ def run(
         job_class=job_class,
         overwrite=overwrite,
         retry_failed=retry_failed,
+        skip_invalid=skip_invalid,
     )
     summary = run_batch(settings(common).broker, job)
     if as_json:
         write_json(_plain(summary))
     else:
-        _show(summary)
+        again = f"`ktqueue batch run {source} -o {target}`" if from_standard_input else "the same command again"
+        _show(summary, again)
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
     if summary.failed or summary.answered < summary.total:  # fewer where the input became shorter meanwhile
@@ -103,12 +121,19 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
     import asyncio
 
+    from ktqueue.batches.faults import BatchFault
     from ktqueue.batches.input import survey
     from ktqueue.batches.output import BatchOutput, OutputPaths
+    from ktqueue.batches.spool import spool_path
     from ktqueue.cli.batch_session import session
 
     OutputPaths.of(job.target).check_spare(job.source)
-    found = survey(job.source, model=job.model)
+    try:
+        found = survey(job.source, model=job.model, skip_invalid=job.skip_invalid)
+    except BatchFault:
+        if job.source == spool_path(job.target) and not job.target.exists():  # nothing was run: the next may differ
+            job.source.unlink(missing_ok=True)
+        raise
     output = BatchOutput(job.target, overwrite=job.overwrite, retry_failed=job.retry_failed)
     try:
         strangers = output.strangers(found.ids)
@@ -121,14 +146,17 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        output.close(finished=len(output.ids) == found.lines)
+        finished = len(output.ids) == found.lines
+        output.close(finished=finished)
+        if finished and job.source == spool_path(job.target):
+            job.source.unlink(missing_ok=True)
 
 
 def _plain(summary: Summary) -> dict[str, Any]:
     return {name: getattr(summary, name) for name in Summary.__slots__}
 
 
-def _show(summary: Summary) -> None:
+def _show(summary: Summary, again: str) -> None:
     console = results()
     done = summary.answered + summary.failed
     parts = [f"{done} of {summary.total} lines"]
@@ -141,4 +169,4 @@ def _show(summary: Summary) -> None:
     if summary.errors:
         console.print(f"failures  {summary.errors}", markup=False)
     if done < summary.total:
-        console.print("the same command again goes on from here", style="dim")
+        console.print(f"{again} goes on from here", style="dim", markup=False)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ktqueue.batches.input import Survey, read_lines
+from ktqueue.batches.input import Survey, attempt_lines
 from ktqueue.batches.output import BatchOutput
-from ktqueue.batches.run import BatchRun, window_for
+from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
 from ktqueue.cli.batch import BatchJob, Summary
 from ktqueue.cli.failures import UsageFault
@@ -29,8 +29,10 @@ async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: Ba
     began = time.monotonic()
     broker = await Broker.open(config)
     try:
+        default = None
         if skipped < found.lines:
             await _check_models(broker, found, job)
+            default = None if job.model is not None else await default_model(broker, found, job.source)
         run = BatchRun(
             broker, output, window=job.window or await window_for(broker), model=job.model, job_class=job.job_class
         )
@@ -50,7 +52,7 @@ async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: Ba
             with _signals(interrupt):
                 watcher = asyncio.create_task(_watch(broker, run, output, bar))
                 try:
-                    await run.run(read_lines(job.source))
+                    await run.run(with_model(attempt_lines(job.source), default))
                 finally:
                     watcher.cancel()
                     _refresh(run, output, bar, "")

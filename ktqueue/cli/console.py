@@ -20,8 +20,10 @@ PIPED_WIDTH = 1000  # columns: wide enough that nothing wraps
 def _console(stream: IO[str]) -> "Console":
     from rich.console import Console
 
-    width = None if stream.isatty() else PIPED_WIDTH
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    if stream.isatty():
+        return Console(file=stream, highlight=False, soft_wrap=False)
+    # FORCE_COLOR, as many CI systems set it, would make a line of each frame of a spinner.
+    return Console(file=stream, width=PIPED_WIDTH, highlight=False, soft_wrap=False, force_terminal=False)
 
 
 def results() -> "Console":

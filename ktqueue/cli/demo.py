@@ -89,8 +89,8 @@ async def _demo(config: Config) -> bool:
     from ktqueue.batches.output import BatchOutput
     from ktqueue.cli.batch import BatchJob
     from ktqueue.cli.batch_session import session
-    from ktqueue.cli.up import Waiting, served_models
-    from ktqueue.workers.supervise import Supervisor
+    from ktqueue.cli.up import Waiting
+    from ktqueue.workers.supervise import Supervisor, served_models
 
     console = results()
     began = time.monotonic()

@@ -9,9 +9,12 @@ from ktqueue.cli.flags import CommonFlags, GatewayFlags, expand, settings
 @expand
 def gateway(common: CommonFlags, gateway: GatewayFlags) -> None:
     """Serve the OpenAI-compatible HTTP API in front of a Redis. Needs no torch. Ctrl-C lets open streams end."""
+    from ktqueue.core.logs import set_up_logging
     from ktqueue.gateway.serve import serve
 
+    config = settings(common, gateway=gateway)
+    set_up_logging(config.log)
     try:
-        serve(settings(common, gateway=gateway))
+        serve(config)
     except SystemExit as end:  # uvicorn has told why
         raise typer.Exit(ExitCode.FAILED if end.code else ExitCode.OK) from end

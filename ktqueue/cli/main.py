@@ -17,6 +17,7 @@ from ktqueue.cli import (
     convert,
     demo,
     doctor,
+    down,
     fit,
     gateway,
     inspect,
@@ -51,7 +52,6 @@ def application() -> typer.Typer:
     app = typer.Typer(
         name="ktqueue",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog=EXIT_CODES_HELP,
@@ -59,6 +59,7 @@ def application() -> typer.Typer:
     app.callback()(_root)
     serving, using, models = "Serve", "Use", "Models and machine"
     app.command("up", rich_help_panel=serving)(up.up)
+    app.command("down", rich_help_panel=serving)(down.down)
     app.command("gateway", rich_help_panel=serving)(gateway.gateway)
     app.command("worker", rich_help_panel=serving)(worker.worker)
     app.command("bridge", rich_help_panel=serving)(arq.bridge)

@@ -1,8 +1,10 @@
 """`ktqueue up`: everything on this machine: a private Redis, the gateway, the workers."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -11,9 +13,6 @@ from ktqueue.cli.extras import require
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.core.config import BrokerConfig, Config
-
-if TYPE_CHECKING:
-    from ktqueue.workers.supervise import Supervisor
 
 STORY = "Tell me a story about a fox and a crow."
 
@@ -26,6 +25,9 @@ def up(
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
     bridge: Annotated[bool, typer.Option("--bridge", help="Serve arq's clients, too.")] = False,
     control: Annotated[bool, typer.Option("--control", help="Call webhooks, and do other chores.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background; `ktqueue down` stops it.")
+    ] = False,
 ) -> None:
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
@@ -36,32 +38,44 @@ def up(
     if control:
         config = replace(config, control=replace(config.control, enabled=True))
     require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
-    asyncio.run(_up(config, workers))
+    if detach:
+        _detached(config, workers)
+        return
+    try:
+        asyncio.run(_up(config, workers))
+    except asyncio.CancelledError:  # SIGTERM while it started
+        raise KeyboardInterrupt from None
+
+
+def _detached(config: Config, workers: int) -> None:
+    from ktqueue.workers.detached import start_detached
+
+    with Waiting() as waiting:
+        running = start_detached(config, workers, waiting.say)
+    _banner(running.config, running.models, how_to_stop=f"`ktqueue down{_where(config)}` drains and stops it")
 
 
 async def _up(config: Config, workers: int) -> None:
-    from ktqueue.workers.supervise import Supervisor
+    import asyncio
+    import signal
 
+    from ktqueue.core.logs import set_up_logging
+    from ktqueue.workers.supervise import Supervisor, served_models
+
+    set_up_logging(config.log)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until all has started
     with Waiting() as waiting:
         supervisor = Supervisor(config, workers=workers, report=waiting.say)
         await supervisor.__aenter__()
     try:
-        _banner(supervisor, await served_models(supervisor.config))
+        models = await served_models(supervisor.config)
+        _banner(supervisor.config, models, how_to_stop="Ctrl-C drains and stops")
         await supervisor.run_until_signal()
         notes().print("draining (Ctrl-C again stops at once)", style="dim")
     finally:
         await supervisor.stop()
-
-
-async def served_models(config: Config) -> list[str]:
-    """The names of the models that workers serve."""
-    from ktqueue.broker.broker import Broker
-
-    broker = await Broker.open(config.broker)
-    try:
-        return sorted(card.name for card in await broker.models.cards())
-    finally:
-        await broker.close()
 
 
 class Waiting:
@@ -88,21 +102,28 @@ class Waiting:
             self._status.stop()
 
 
-def _banner(supervisor: "Supervisor", models: list[str]) -> None:
+def _where(config: Config) -> str:
+    """The flag that lets a verb find the state folder, where it needs one."""
+    folder = config.broker.state_dir
+    return "" if folder == BrokerConfig().state_dir else f" --state-dir {folder}"
+
+
+def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
+    from ktqueue.workers.supervise import gateway_url
+
     console = results()
     model = models[0] if models else "demo"
-    config = supervisor.config
     asked = bool(config.gateway.api_keys or config.gateway.tenants)
     header = " -H 'Authorization: Bearer KEY'" if asked else ""
-    where = "" if config.broker.state_dir == BrokerConfig().state_dir else f" --state-dir {config.broker.state_dir}"
-    console.print(f"[bold green]ready[/]  {', '.join(models)}  at  [bold]{supervisor.url}/v1[/]", soft_wrap=True)
+    url, where, state = gateway_url(config), _where(config), Path(config.broker.state_dir).absolute()
+    console.print(f"[bold green]ready[/]  {', '.join(models)}  at  [bold]{url}/v1[/]", soft_wrap=True)
     console.print(
         f"""
-  curl -N {supervisor.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
+  curl -N {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "{STORY}"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{supervisor.url}/v1", api_key="{"KEY" if asked else "none"}")
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if asked else "none"}")
   messages = [{{"role": "user", "content": "{STORY}"}}]
   print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
 
@@ -111,4 +132,25 @@ def _banner(supervisor: "Supervisor", models: list[str]) -> None:
         markup=False,
         soft_wrap=True,
     )
-    console.print(f"logs in {config.broker.state_dir}; Ctrl-C drains and stops", style="dim", markup=False)
+    if config.bridge.enabled:
+        from ktqueue.cli.arq_example import arq_example
+
+        assert config.broker.url is not None
+        console.print("arq's clients:", style="bold")
+        console.print(_indented(arq_example(config, config.broker.url, model)), markup=False, soft_wrap=True)
+    if config.broker.url is None or _is_private(config):
+        console.print(
+            f"from other folders: export KTQUEUE_BROKER_STATE_DIR={state}", style="dim", markup=False, soft_wrap=True
+        )
+    console.print(f"logs in {state}; {how_to_stop}", style="dim", markup=False, soft_wrap=True)
+
+
+def _is_private(config: Config) -> bool:
+    """Whether the Redis in use is the one of the state folder."""
+    from ktqueue.broker.server import running_url
+
+    return config.broker.url == running_url(config.broker.state_dir)
+
+
+def _indented(program: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in program.splitlines()) + "\n"

@@ -1,6 +1,5 @@
 """`ktqueue worker`: one worker, which serves one model, in this process."""
 
-import logging
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,12 +16,13 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
     """Load a model and run jobs until told to stop; Ctrl-C drains, a second one leaves at once."""
     from ktqueue.cli.connection import ask
     from ktqueue.cli.progress import Bar
+    from ktqueue.core.logs import set_up_logging
     from ktqueue.workers.run import leave, run
 
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away
     config = with_model(config)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_logging(config.log)
     with ExitStack() as bars:
         shown: dict[str, Bar] = {}  # one after the other
 

@@ -20,8 +20,21 @@ from ktqueue.core.units import parse_bytes
 
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 DURABILITIES = ("process", "fsync")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
+
+
+def _one_of(config: object, name: str, choices: tuple[str, ...], section: str) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(
+            f"{section}.{name} must be one of {', '.join(choices)}, got {value!r}",
+            param=f"{section}.{name}",
+            limit=", ".join(choices),
+            value=value,
+        )
 
 
 def _at_least(config: object, name: str, low: float, section: str = "broker") -> None:
@@ -40,6 +53,7 @@ class BrokerConfig:
     """Redis and the promises kept in it. Times in seconds, sizes in bytes."""
 
     url: str | None = None  # None: find or start a private server
+    password_file: str | None = None  # holds the password of `url`, which then has none
     state_dir: str = ".ktqueue"  # the private server's data, pid file and password
     prefix: str = "ktq"
     durability: str = "process"  # process | fsync: what is acknowledged survives a crash of Redis | of its host
@@ -83,12 +97,10 @@ class BrokerConfig:
                     limit="0.01 to 1",
                     value=getattr(self, name),
                 )
-        if self.durability not in DURABILITIES:
+        _one_of(self, "durability", DURABILITIES, "broker")
+        if self.password_file is not None and self.url is None:
             raise ConfigError(
-                f"broker.durability must be one of {', '.join(DURABILITIES)}, got {self.durability!r}",
-                param="broker.durability",
-                limit=", ".join(DURABILITIES),
-                value=self.durability,
+                "broker.password_file is the password for broker.url, which is not set", param="broker.password_file"
             )
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.prefix):
             raise ConfigError(
@@ -222,7 +234,7 @@ class BridgeConfig:
 
     enabled: bool = False  # `ktqueue up` runs one
     redis_url: str | None = None  # where arq's clients are; None: the broker's
-    queue: str = "arq:queue"
+    queue: str = "ktqueue:arq"  # not arq's default: whoever serves a queue fails jobs that it does not know
     max_jobs: int = 64  # that run at once; the rest waits in arq's queue
     poll_seconds: float = 0.05
     keep_result: float = 3_600.0  # arq blocks a job's id for so long, too
@@ -261,6 +273,21 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What processes log, and how much of it `ktqueue up` keeps. Sizes in bytes."""
+
+    format: str = "text"  # text | json: an object a line
+    level: str = "info"  # debug | info | warning | error
+    max_bytes: int = 16 << 20  # of a log file under the state folder; one older file of that size is kept beside it
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        _one_of(self, "format", LOG_FORMATS, "log")
+        _one_of(self, "level", LOG_LEVELS, "log")
+        _at_least(self, "max_bytes", 4096, "log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings of one process."""
 
@@ -270,6 +297,7 @@ class Config:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 _SECTIONS: dict[str, type] = {
@@ -279,6 +307,7 @@ _SECTIONS: dict[str, type] = {
     "gateway": GatewayConfig,
     "bridge": BridgeConfig,
     "control": ControlConfig,
+    "log": LogConfig,
 }
 
 

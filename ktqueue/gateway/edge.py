@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktqueue.core.errors import KtqueueError
+from ktqueue.gateway.access_log import log_request
 from ktqueue.gateway.auth import OPEN_PATHS
 from ktqueue.gateway.faults import InternalError, RouteNotFound, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
@@ -37,12 +38,15 @@ class Edge:
         headers = Headers(scope=scope)
         id_ = request_id(headers)
         status = 0
+        job_ids: str | None = None
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, job_ids
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = id_
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = id_
+                job_ids = answered.get("x-job-id")
             await send(message)
 
         begun = time.monotonic()
@@ -60,7 +64,9 @@ class Edge:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if route != "other" else "other"
             self._gateway.metrics.http_requests.labels(method, route, str(status or 499)).inc()
-            self._gateway.metrics.http_duration.labels(route).observe(time.monotonic() - begun)
+            seconds = time.monotonic() - begun
+            self._gateway.metrics.http_duration.labels(route).observe(seconds)
+            log_request(scope, status=status, seconds=seconds, request_id=id_, job_ids=job_ids)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         place = _Place(self)

@@ -96,8 +96,8 @@ def build_server(config: Config) -> GatewayServer:
         http=protocol,
         ws="none",
         lifespan="on",
-        access_log=False,
-        log_level="info",
+        access_log=False,  # ours has more to say: access_log.py
+        log_config=None,  # as the process logs
         server_header=False,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a number of seconds all the same
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),

@@ -1,5 +1,6 @@
 """Input and output files of a batch: faults by line, torn ends, exactly one record a custom_id."""
 
+import io
 import json
 import resource
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from ktqueue.batches.faults import BatchFault
 from ktqueue.batches.id_set import IdSet
-from ktqueue.batches.input import BatchLine, LineFault, read_lines, survey
+from ktqueue.batches.input import BatchLine, LineFault, attempt_lines, read_lines, survey
 from ktqueue.batches.output import BatchOutput, OutputPaths, RecordFile
+from ktqueue.batches.spool import spool
 from ktqueue.batches.work import work_id
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
@@ -193,3 +195,50 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]
     BatchOutput(path, overwrite=True).close(finished=True)
     assert path.read_text() == ""
+
+
+def test_plain_lines_are_bodies_that_are_called_after_their_numbers(tmp_path):
+    path = tmp_path / "in.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "hello", "model": "demo"}
+    path.write_text('{"prompt": "Once", "max_tokens": 5}\n\n' + json.dumps(chat) + "\n" + _line() + "\n")
+    once, hello, whole = read_lines(path)
+    assert (once.custom_id, once.url, once.body) == ("line-1", "/v1/completions", {"prompt": "Once", "max_tokens": 5})
+    assert (hello.custom_id, hello.url) == ("hello", "/v1/chat/completions")
+    assert hello.body == {"messages": chat["messages"], "model": "demo"}
+    assert whole.custom_id == "a"
+    found = survey(path, model=None)
+    assert (found.lines, found.modelless, dict(found.models)) == (3, 1, {"demo": 3})
+
+
+def test_invalid_lines_may_be_skipped_and_keep_their_places(tmp_path, monkeypatch):
+    monkeypatch.setattr("ktqueue.batches.input.MAX_LINE_BYTES", 200)
+    path = tmp_path / "in.jsonl"
+    lines = [_line(), "{", _line(), _line(custom_id="b", method="GET"), "x" * 1000, _line(custom_id="c")]
+    path.write_text("\n".join(lines) + "\n")
+    found = survey(path, model=None, skip_invalid=True)
+    assert (found.lines, found.invalid) == (6, 4)
+    attempts = list(attempt_lines(path))
+    assert [line.custom_id for line in attempts] == ["a", "line-2", "line-3", "b", "line-5", "c"]
+    assert [isinstance(line, LineFault) for line in attempts] == [False, True, True, True, True, False]
+    assert all(line.custom_id in found.ids for line in attempts)
+    with pytest.raises(BatchFault, match=r"in\.jsonl:2: .*\n.*in\.jsonl:3: custom_id 'a' was used before"):
+        survey(path, model=None)
+
+
+def test_standard_input_goes_on_with_the_input_that_it_began_with(tmp_path, monkeypatch):
+    target = tmp_path / "out.jsonl"
+    first = spool(io.BytesIO(b"one\n"), target, overwrite=False)
+    assert first.read_bytes() == b"one\n"
+    target.write_text('{"custom_id": "line-1"}\n')
+    assert spool(io.BytesIO(b"one\n"), target, overwrite=False) == first
+    with pytest.raises(BatchFault, match=r"holds another input.*batch run .*out\.jsonl\.in -o"):
+        spool(io.BytesIO(b"two\n"), target, overwrite=False)
+    assert first.read_bytes() == b"one\n"
+    first.unlink()  # the batch was finished
+    with pytest.raises(BatchFault, match="answers of an earlier run"):
+        spool(io.BytesIO(b"two\n"), target, overwrite=False)
+    assert spool(io.BytesIO(b"two\n"), target, overwrite=True).read_bytes() == b"two\n"
+    monkeypatch.setattr("ktqueue.batches.spool.MAX_BYTES", 10)
+    with pytest.raises(BatchFault, match="longer than"):
+        spool(io.BytesIO(b"x" * 11), target, overwrite=True)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.in"]

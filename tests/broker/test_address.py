@@ -1,9 +1,13 @@
 """URLs of Redis: what they say, and what is wrong with them, without a password in any message."""
 
+from pathlib import Path
+
 import pytest
 
-from ktqueue.broker.address import Endpoint, Kind, Login, parse_address
-from ktqueue.core.errors import ConfigError
+from ktqueue.broker.address import Endpoint, Kind, Login, parse_address, read_address
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import ConfigError, Unavailable
 
 
 def test_what_urls_say(tmp_path):
@@ -53,3 +57,30 @@ def test_what_is_wrong_is_said(url, told):
 
 def test_a_password_is_in_no_text():
     assert "secret" not in repr(parse_address("redis+sentinel://:secret@h/tales?sentinel_password=secret"))
+
+
+def test_a_password_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("p@ss word\n")
+    assert read_address("redis://reader@h/1", str(file)).login == Login("reader", "p@ss word")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        read_address("redis://:secret@h", str(file))
+    with pytest.raises(ConfigError, match=r"password_file: .*nowhere"):
+        read_address("redis://h", str(tmp_path / "nowhere"))
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_address("redis://h", str(file))
+    with pytest.raises(ConfigError, match=r"broker\.url, which is not set"):
+        BrokerConfig(password_file=str(file))
+
+
+async def test_a_broker_logs_in_with_the_password_of_a_file(redis_url: str, redis_direct: str, tmp_path: Path) -> None:
+    if not redis_direct.startswith("unix:"):
+        pytest.skip("the private server's URL has the password")
+    url, _, password = redis_direct.partition("?password=")
+    (tmp_path / "password").write_text(password)
+    async with await Broker.open(BrokerConfig(url=url, password_file=str(tmp_path / "password"))) as broker:
+        assert await broker.models.cards() == []
+    (tmp_path / "password").write_text("wrong")
+    with pytest.raises(Unavailable, match=r"(?i)password"):
+        await Broker.open(BrokerConfig(url=url, password_file=str(tmp_path / "password")))

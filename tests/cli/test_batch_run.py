@@ -201,3 +201,24 @@ def test_an_output_of_another_input_is_not_touched(ktqueue, stack, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == '{"custom_id":"stranger"}\n'
     assert ktqueue("batch", "run", source, "-o", "out.jsonl", "--overwrite", *stack.flags).returncode == 0
     assert [record["custom_id"] for record in _records(tmp_path / "out.jsonl")] == ["c0"]
+
+
+def test_plain_lines_from_standard_input_with_some_that_are_invalid(ktqueue, stack, tmp_path):
+    words = ("batch", "run", "-", "-o", "out.jsonl", *stack.flags)
+    lines = '{"prompt": "Once upon a time", "max_tokens": 4}\n{"prompt": \n{"prompt": "A", "temperature": 9}\n'
+    refused = ktqueue(*words, stdin=lines)
+    assert refused.returncode == 2
+    assert "out.jsonl.in:2: not JSON" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = ktqueue(*words, "--skip-invalid", stdin=lines)
+    assert (done.returncode, "2 failed" in done.stdout) == (1, True), done.stderr
+    (answer,) = _records(tmp_path / "out.jsonl")
+    assert answer["custom_id"] == "line-1"
+    assert answer["response"]["body"]["model"] == "demo"
+    failures = {record["custom_id"]: record["response"] for record in _records(tmp_path / "out.errors.jsonl")}
+    assert {name: response["status_code"] for name, response in failures.items()} == {"line-2": 400, "line-3": 400}
+    assert "not JSON" in failures["line-2"]["body"]["error"]["message"]
+    again = ktqueue(*words, stdin='{"prompt": "Something else"}\n')
+    assert again.returncode == 2
+    assert "answers of an earlier run" in again.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.errors.jsonl", "out.jsonl"]

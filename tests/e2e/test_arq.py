@@ -78,7 +78,9 @@ async def test_an_arq_job_with_a_webhook_goes_through_and_helpers_may_be_killed(
     async with Supervisor(config) as up, httpx.AsyncClient(base_url=up.url, trust_env=False) as http:
         settings = RedisSettings.from_dsn(up.broker_url)
         settings.password = up.broker_url.rpartition("password=")[2]
-        pool = await arq.create_pool(settings, job_serializer=dumps, job_deserializer=loads)
+        pool = await arq.create_pool(
+            settings, default_queue_name=config.bridge.queue, job_serializer=dumps, job_deserializer=loads
+        )
         try:
             job = await pool.enqueue_job("generate", body, _job_id="whole")
             assert job is not None

@@ -17,18 +17,20 @@ import arq
 import pytest
 import redis
 from arq.connections import ArqRedis, RedisSettings
-from arq.jobs import DeserializationError, Job, SerializationError
+from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 
 from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BridgeConfig, Config, config_environment
-from ktqueue.core.errors import Cancelled, InvalidRequest, KtqueueError, ModelNotFound
+from ktqueue.core.errors import Cancelled, ConfigError, InvalidRequest, KtqueueError, ModelNotFound
 from ktqueue.core.events import JobState
+from ktqueue.workers.arq_worker import HEALTH_SUFFIX
 from ktqueue.workers.bridge import Bridge
 
 ROOT = Path(__file__).resolve().parents[2]
+QUEUE = BridgeConfig().queue
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 BODY = {"model": "demo", "prompt": "Once upon a time", "sampling": GREEDY}
 ENDLESS = {"model": "demo", "prompt": "Once", "sampling": {"max_tokens": 400, "ignore_eos": True}}
@@ -48,7 +50,7 @@ async def client(redis_url: str) -> AsyncIterator[Callable[..., Any]]:
 
     async def connect(**options: Any) -> ArqRedis:
         options = options or {"job_serializer": dumps, "job_deserializer": loads}
-        pools.append(await arq.create_pool(settings(redis_url), **options))
+        pools.append(await arq.create_pool(settings(redis_url), default_queue_name=QUEUE, **options))
         return pools[-1]
 
     yield connect
@@ -122,6 +124,52 @@ async def test_a_plain_arq_client_gets_what_http_would(
     assert record.tenant == "arq"
 
 
+async def test_by_default_the_bridge_leaves_the_jobs_of_others_alone(client: Any, bridge: Bridge) -> None:
+    pool = await client()
+    await pool.enqueue_job("send_mail", _job_id="mail", _queue_name="arq:queue")
+    with pytest.raises(ModelNotFound):
+        await result(await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"}))
+    assert await Job("mail", pool, _queue_name="arq:queue").status() is JobStatus.queued
+
+
+async def test_a_queue_that_another_arq_worker_serves_is_refused(client: Any, broker: Broker, config: Config) -> None:
+    async def send_mail(context: dict[str, Any]) -> str:
+        return "sent"
+
+    pool = await client()
+    theirs = arq.Worker(
+        [arq.worker.func(send_mail, name="send_mail")],
+        redis_pool=pool,
+        queue_name=QUEUE,
+        handle_signals=False,
+        poll_delay=0.02,
+        job_serializer=dumps,
+        job_deserializer=loads,
+    )
+    serving = asyncio.create_task(theirs.async_run())
+    try:
+        await until(lambda: pool.exists(f"{QUEUE}:health-check"))
+        ours = Bridge(broker, config, broker.config.url or "")
+        with pytest.raises(ConfigError, match=f"queue '{QUEUE}' is served by another program's arq worker"):
+            await asyncio.wait_for(ours.async_run(), 20)
+        await ours.leave()
+        assert await result(await pool.enqueue_job("send_mail")) == "sent"
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+async def test_two_bridges_share_a_queue(client: Any, bridge: Bridge, broker: Broker, config: Config) -> None:
+    pool = await client()
+    await until(lambda: pool.exists(f"{QUEUE}{HEALTH_SUFFIX}"))
+    async with running(broker, config) as second:
+        await until(lambda: second._node is not None)
+        with pytest.raises(ModelNotFound):
+            await result(await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"}))
+        assert not second.main_task.done()  # type: ignore[union-attr]
+
+
 async def test_errors_come_out_of_result_with_their_code(client: Any, bridge: Bridge, redis_url: str) -> None:
     pool = await client()
     with pytest.raises(ModelNotFound) as unknown:
@@ -159,7 +207,7 @@ async def test_pickle_is_refused_unread_and_in_json(
     assert re.search(words, caplog.text)
     json_reader = await client()
     with pytest.raises(KtqueueError, match=words):
-        await result(Job("pickled", json_reader, _deserializer=loads))
+        await result(Job("pickled", json_reader, _queue_name=QUEUE, _deserializer=loads))
 
 
 async def test_abort_cancels_our_job(client: Any, bridge: Bridge, start_worker: Any, broker: Broker) -> None:
@@ -228,7 +276,7 @@ async def test_no_slot_is_lost_where_jobs_cannot_be_started(
         admin.config_resetstat()
         admin.execute_command("ACL", "SETUSER", "default", "-watch")
         try:
-            await pool.zadd("arq:queue", {"stuck": 1})
+            await pool.zadd(QUEUE, {"stuck": 1})
             slots = bridge.max_jobs
             await until(
                 lambda: admin.info("commandstats").get("cmdstat_watch", {}).get("rejected_calls", 0) > 2 * slots
@@ -271,7 +319,11 @@ async def test_redis_may_die_and_come_back(model: Any, config: Config, tmp_path:
         async with await Broker.open(config.broker) as broker:
             await (await Lease.register(broker, model.card())).close()
             async with running(broker, config) as one:
-                pools.append(await arq.create_pool(settings(url), job_serializer=dumps, job_deserializer=loads))
+                pools.append(
+                    await arq.create_pool(
+                        settings(url), default_queue_name=QUEUE, job_serializer=dumps, job_deserializer=loads
+                    )
+                )
                 await pools[-1].enqueue_job("generate", BODY, _job_id="patient")
                 await until(lambda: jobs_of(broker))
                 for kind in ("normal", "pubsub"):
@@ -282,12 +334,16 @@ async def test_redis_may_die_and_come_back(model: Any, config: Config, tmp_path:
                 await until(lambda: server.pid is None)
                 await asyncio.sleep(0.5)
                 assert await asyncio.to_thread(server.start, tmp_path) == url
-                pools.append(await arq.create_pool(settings(url), job_serializer=dumps, job_deserializer=loads))
+                pools.append(
+                    await arq.create_pool(
+                        settings(url), default_queue_name=QUEUE, job_serializer=dumps, job_deserializer=loads
+                    )
+                )
                 with pytest.raises(ModelNotFound):
                     await result(await pools[-1].enqueue_job("generate", {**BODY, "model": "gpt-9"}))
                 await broker.jobs.cancel("patient")
                 with pytest.raises(Cancelled):
-                    await result(Job("patient", pools[-1], _deserializer=loads))
+                    await result(Job("patient", pools[-1], _queue_name=QUEUE, _deserializer=loads))
                 await until(lambda: one.job_counter == 0)
     finally:
         for pool in pools:

@@ -154,7 +154,7 @@ async def test_a_job_that_is_done_is_told_signed_and_again_until_it_is_heard(
     async with running(broker, config) as control:
         await until(lambda: len(receiver.got) == 3)
         await until(lambda: not control.tasks)
-        await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
     for headers, body in receiver.got:
         check_signature(headers, body)
@@ -174,7 +174,7 @@ async def test_other_ends_are_failures_and_only_wanted_events_are_told(
     wanted = await cancelled(broker, receiver, events=("failed",))
     async with running(broker, config):
         await until(lambda: receiver.got)
-        await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     ((_, body),) = receiver.got
     told = json.loads(body)
     assert (told["type"], told["data"]["id"], told["data"]["state"]) == ("job.failed", wanted.id, "cancelled")
@@ -186,7 +186,7 @@ async def test_attempts_are_bounded(broker: Broker, config: Config, receiver: Re
     await cancelled(broker, receiver)
     async with running(broker, config):
         await until(lambda: len(receiver.got) == 4)
-        await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     assert len(receiver.got) == 4
 
 
@@ -195,7 +195,7 @@ async def test_a_receiver_that_wants_no_more_is_left_alone(broker: Broker, confi
     await cancelled(broker, receiver)
     async with running(broker, config):
         await until(lambda: receiver.got)
-        await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     assert len(receiver.got) == 1
 
 
@@ -215,7 +215,7 @@ async def test_kill_9_in_the_middle_of_a_call_and_it_is_called_again(
         process.wait()
         process = start()
         await until(lambda: len(receiver.got) == 2)
-        await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 20) == 0
     finally:
@@ -262,7 +262,7 @@ async def test_https_is_called_by_name_with_certificates_checked(broker: Broker,
         )  # fmt: skip
         record = await cancelled(broker, receiver)
         async with running(broker, Config(broker=broker.config, control=control)):
-            await until(lambda: not left(broker) - {"ktqueue:control:health-check"})
+            await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
         ((headers, body),) = receiver.got
         check_signature(headers, body)
         assert headers["host"] == f"localhost:{receiver.port}"
