@@ -10,6 +10,7 @@ flood, with nobody else there. memory: of the gateway's process, resident.
 import argparse
 import asyncio
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -81,13 +82,18 @@ async def probes(url: str, until: asyncio.Event) -> list[float | None]:
     return taken
 
 
+def _be_nice() -> None:
+    """Hostile clients have machines of their own; here they get what the measured processes leave."""
+    os.nice(19)
+
+
 @asynccontextmanager
 async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float) -> AsyncIterator[dict[str, Any]]:
     """The hostile process, once all its sockets are open; what it says at its end is added to what is given here."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.flood.clients", "--kinds", kind, "--port", str(port),
         "--sockets", str(sockets), "--addresses", str(addresses), "--reopen-per-second", str(rate),
-        cwd=machine.ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        cwd=machine.ROOT, preexec_fn=_be_nice, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
@@ -196,8 +202,14 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (given.sockets + 512, hard))
     kinds = given.kinds.split(",")
     figures = asyncio.run(_run(kinds, given.sockets, given.chats, given.reopen_per_second))
-    result = {"what": "chats of a stranger while hostile sockets are open", "chats": given.chats,
-              "reopen_per_second": given.reopen_per_second, "figures": figures}  # fmt: skip
+    loads = sorted(one["load_average"] for one in figures)
+    result = {
+        "what": "chats of a stranger while hostile sockets are open",
+        "chats": given.chats,
+        "conditions": f"load average {loads[0]:g} to {loads[-1]:g}",
+        "reopen_per_second": given.reopen_per_second,
+        "figures": figures,
+    }
     write(given.results / "floods.json", result, "floods")
 
 

@@ -15,6 +15,7 @@ from benchmarks import (
     endurance_table,
     experts_table,
     fairness_table,
+    floods_table,
     gpu_table,
 )
 
@@ -56,6 +57,7 @@ def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
                 "seeded": _seeded,
             },
         ),
+        "floods": ("Hostile sockets", {"floods": floods_table.make}),
         "queue": (
             "The queue",
             {

@@ -7,10 +7,12 @@ RUN python -m venv /opt/ktqueue && /opt/ktqueue/bin/pip install '.[gateway]'
 
 FROM python:3.12.12-slim-bookworm
 COPY --from=build /opt/ktqueue /opt/ktqueue
-ENV PATH=/opt/ktqueue/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 KTQUEUE_GATEWAY_HOST=0.0.0.0
+ENV PATH=/opt/ktqueue/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 KTQUEUE_GATEWAY_HOST=0.0.0.0 \
+    KTQUEUE_GATEWAY_PROBE_PORT=8001
 USER 10001:10001
-EXPOSE 8000
+EXPOSE 8000 8001
+# 8001 answers probes alone, also when 8000 is flooded
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/healthz', timeout=2)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8001/healthz', timeout=2)"]
 ENTRYPOINT ["ktqueue"]
 CMD ["gateway"]

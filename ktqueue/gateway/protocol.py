@@ -25,7 +25,7 @@ from ktqueue.gateway.uploads import too_large
 PIECE_BYTES = 4 << 10  # fed to the parser at once: what it may take beyond a limit
 MAX_PIPELINED = 2  # requests that wait for the answer to one before them; the connection ends after that many
 IGNORED_SECONDS = 0.02  # between two pieces that are read to be thrown away
-LINGER_SECONDS = 5.0  # from a refusal to the end of its connection: closed with bytes unread, it would lose the refusal
+LINGER_SECONDS = 2.0  # from a refusal to the end of its connection: closed with bytes unread, it would lose the refusal
 
 
 class _Enough(Exception):

@@ -12,6 +12,7 @@ import pytest
 from ktqueue.core.config import ConfigError, GatewayConfig
 from ktqueue.core.tenants import hash_of
 from ktqueue.gateway import uploads
+from ktqueue.gateway.connections import Connections
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
@@ -289,6 +290,26 @@ async def test_idle_connections_make_room(serve_with, connect, worker):
         silent = [await connect(url, f"127.0.0.{2 + number % 3}") for number in range(20)]
         assert (await http.post(CHAT, json=BODY)).status_code == 200
         assert await silent[0].ended() == b""
+
+
+def test_addresses_that_one_client_has_count_as_one():
+    class Connection:
+        evicted = False
+
+        def evict(self) -> None:
+            self.evicted = True
+
+    connections = Connections(100, per_address=1, trusted=("10.0.0.0/8",))
+    hosts = ["2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:192.0.2.1", "192.0.2.1", "10.0.0.1", "10.0.0.1"]
+    entered = [Connection() for _ in hosts]
+    for connection, host in zip(entered, hosts, strict=True):
+        assert connections.enter(connection, host) is None
+    assert [connection.evicted for connection in entered] == [True, False, False, True, False, False, False]
+    assert len(connections) == 5
+    for connection in entered:
+        connections.leave(connection)
+        connections.leave(connection)
+    assert len(connections) == 0
 
 
 @pytest.mark.parametrize(
