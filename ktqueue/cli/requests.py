@@ -1,6 +1,5 @@
 """Flags of `submit` and `chat` to a GenerationRequest."""
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue.cli.failures import UsageFault
+from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.request import SamplingParams
 
 MAX_INPUT_BYTES = 64 << 20
@@ -59,9 +59,9 @@ def read_text(source: str) -> str:
 def read_messages(source: str) -> tuple[Mapping[str, Any], ...]:
     """Chat messages from JSON text (see `read_text`). Raises UsageFault."""
     try:
-        value = json.loads(read_text(source))
-    except json.JSONDecodeError as error:
-        raise UsageFault(f"--messages: not JSON: {error}") from error
+        value = loads(read_text(source))
+    except CodecError as error:
+        raise UsageFault(f"--messages: {error.message}") from error
     if isinstance(value, dict) and "messages" in value:
         value = value["messages"]
     if not isinstance(value, list):

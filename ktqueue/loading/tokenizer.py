@@ -82,8 +82,14 @@ class Tokenizer:
         shrinkage = tokenizer_models.shrinkage(self._model)
         if shrinkage is None:
             return None
-        ids = range(len(self._tokens))
-        return shrinkage * max(len(self.token_bytes(one) or self._tokens[one].encode()) for one in ids)
+        # A token's spelling has at least as many bytes as the text that it stands for, so few must be looked at.
+        spelled = sorted(((len(token.encode()), one) for one, token in enumerate(self._tokens)), reverse=True)
+        longest = 1
+        for size, one in spelled:
+            if size <= longest:
+                break
+            longest = max(longest, len(self.token_bytes(one)) or size)
+        return shrinkage * longest
 
     def encode_request(
         self,

@@ -51,12 +51,12 @@ def shrinkage(model: Model) -> int | None:
     if not all(_keeps_text(part) for part in parts):
         return None
     kinds = {part["type"] for part in parts}
-    vocabulary = model.get_vocab()
-    if "ByteLevel" in kinds:
-        whole = all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
-    else:
-        whole = model.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    if not whole:
+    bytes_as_tokens = pre_tokenizers.ByteLevel.alphabet()
+    if "ByteLevel" not in kinds:
+        if not model.model.byte_fallback:
+            return None
+        bytes_as_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    if any(model.token_to_id(token) is None for token in bytes_as_tokens):
         return None
     return 3 if "NFC" in kinds else 1  # composing makes UTF-8 at most three times shorter (Unicode FAQ, normalization)
 
