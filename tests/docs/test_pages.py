@@ -11,13 +11,13 @@ from pages import PYTHON, ROOT, SHELL, blocks, pages
 
 from ktqueue.broker.server import PrivateServer
 
-STARTS = re.compile(r"^ktqueue (up|gateway)\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
-GATEWAY = "127.0.0.1:8000"  # each page has a port of its own here
+STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
+GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # here each page has ports of its own
 RECEIVER = "9000"  # the port of the program that webhooks call
 MODEL = "FILE.gguf"  # any model; here the built-in one by its path
 REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
 
-(DEMO,) = [*ROOT.glob("ktqueue/demo/*.gguf"), *ROOT.glob("csrc/*/*.gguf")]
+DEMO = [*ROOT.glob("ktqueue/demo/*.gguf"), *ROOT.glob("csrc/*/*.gguf")][0]  # the same file in both places
 PROGRAMS = {
     str(page.relative_to(ROOT)): blocks(page)
     for page in pages()
@@ -48,6 +48,7 @@ def test_page_runs_as_printed(
     port, folder = (free_port(), None) if STARTS.search(code) else request.getfixturevalue("running")
     values = {
         GATEWAY: f"127.0.0.1:{port}",
+        SECOND: str(free_port()),
         RECEIVER: str(free_port()),
         MODEL: str(DEMO),
     }
