@@ -223,7 +223,8 @@ class Jobs:
                 value=job_id,
             )
         # The id follows from the old one, so that a call that is repeated makes no second job.
-        again = await self.submit(record.readable_request(), job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
+        request = record.readable_request()
+        again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
         await self._scripts.call("retried", job_id, again.id)
         return again
 
