@@ -5,16 +5,15 @@ the nearest known one.
 """
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.setting_checks import at_least, between, networks, one_of, origins
 from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants, read_tenants, write_tenants
 from ktqueue.core.units import parse_bytes
 
@@ -22,30 +21,7 @@ ENVIRONMENT_PREFIX = "KTQUEUE_"
 DURABILITIES = ("process", "fsync")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: caps the instruction set
-
-
-def _one_of(config: object, name: str, choices: tuple[str, ...], section: str) -> None:
-    value = getattr(config, name)
-    if value not in choices:
-        raise ConfigError(
-            f"{section}.{name} must be one of {', '.join(choices)}, got {value!r}",
-            param=f"{section}.{name}",
-            limit=", ".join(choices),
-            value=value,
-        )
-
-
-def _at_least(config: object, name: str, low: float, section: str = "broker") -> None:
-    value = getattr(config, name)
-    if not low <= value < math.inf:  # NaN fails both
-        raise ConfigError(
-            f"{section}.{name} must be a number from {low:g} on, got {value!r}",
-            param=f"{section}.{name}",
-            limit=low,
-            value=value,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,24 +56,18 @@ class BrokerConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         for name in ("lease_seconds", "job_ttl", "journal_ttl", "failed_ttl", "idempotency_ttl", "model_ttl"):
-            _at_least(self, name, 0.01)
-        _at_least(self, "connect_timeout", 0.01)
-        _at_least(self, "operation_timeout", 0.01)
+            at_least(self, name, 0.01)
+        at_least(self, "connect_timeout", 0.01)
+        at_least(self, "operation_timeout", 0.01)
         for name in ("max_attempts", "batch_share", "max_queued_interactive", "max_queued_batch", "max_request_bytes"):
-            _at_least(self, name, 1)
-        _at_least(self, "priority_seconds", 0)
-        _at_least(self, "digest_wait", 0.01)
-        _at_least(self, "max_queued_bytes", self.max_request_bytes)
-        _at_least(self, "max_failed_bytes", 0)
+            at_least(self, name, 1)
+        at_least(self, "priority_seconds", 0)
+        at_least(self, "digest_wait", 0.01)
+        at_least(self, "max_queued_bytes", self.max_request_bytes)
+        at_least(self, "max_failed_bytes", 0)
         for name in ("memory_share", "tenant_memory_share"):
-            if not 0.01 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"broker.{name} must be a number from 0.01 to 1, got {getattr(self, name)!r}",
-                    param=f"broker.{name}",
-                    limit="0.01 to 1",
-                    value=getattr(self, name),
-                )
-        _one_of(self, "durability", DURABILITIES, "broker")
+            between(self, name, 0.01, 1)
+        one_of(self, "durability", DURABILITIES, "broker")
         if self.password_file is not None and self.url is None:
             raise ConfigError(
                 "broker.password_file is the password for broker.url, which is not set", param="broker.password_file"
@@ -195,32 +165,17 @@ class GatewayConfig:
         check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
         check_tenants(self.tenants, self.api_keys)
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "stall_seconds"):
-            _at_least(self, name, 0.01, "gateway")
+            at_least(self, name, 0.01, "gateway")
         for name in ("max_headers", "max_connections", "min_body_rate"):
-            _at_least(self, name, 1, "gateway")
+            at_least(self, name, 1, "gateway")
         for name in ("max_header_bytes", "max_url_bytes"):
-            _at_least(self, name, 256, "gateway")
-        _at_least(self, "max_sockets_per_address", 0, "gateway")
-        _at_least(self, "max_bodies_bytes", self.max_body_bytes, "gateway")
+            at_least(self, name, 256, "gateway")
+        at_least(self, "max_sockets_per_address", 0, "gateway")
+        at_least(self, "max_bodies_bytes", self.max_body_bytes, "gateway")
         if self.max_sockets is not None:
-            _at_least(self, "max_sockets", 1, "gateway")
-        for address in self.trusted_addresses:
-            try:
-                ip_network(address, strict=False)
-            except ValueError as error:
-                raise ConfigError(
-                    f"gateway.trusted_addresses must be IP addresses or networks, got {address!r}",
-                    param="gateway.trusted_addresses",
-                    value=address,
-                ) from error
-        for origin in self.cors_origins:
-            if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"gateway.cors_origins must be origins such as https://example.org:8443, or *, got {origin!r}",
-                    param="gateway.cors_origins",
-                    limit="* or scheme://host[:port]",
-                    value=origin,
-                )
+            at_least(self, "max_sockets", 1, "gateway")
+        networks(self.trusted_addresses, "gateway.trusted_addresses")
+        origins(self.cors_origins, "gateway.cors_origins")
 
     @property
     def socket_limit(self) -> int:
@@ -242,9 +197,9 @@ class BridgeConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
-        _at_least(self, "max_jobs", 1, "bridge")
-        _at_least(self, "poll_seconds", 0.001, "bridge")
-        _at_least(self, "keep_result", 0.01, "bridge")
+        at_least(self, "max_jobs", 1, "bridge")
+        at_least(self, "poll_seconds", 0.001, "bridge")
+        at_least(self, "keep_result", 0.01, "bridge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,10 +221,10 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
-        _at_least(self, "keep_files", 0, "control")
-        _at_least(self, "webhook_attempts", 1, "control")
-        _at_least(self, "webhook_pause", 0, "control")
-        _at_least(self, "webhook_timeout", 0.01, "control")
+        at_least(self, "keep_files", 0, "control")
+        at_least(self, "webhook_attempts", 1, "control")
+        at_least(self, "webhook_pause", 0, "control")
+        at_least(self, "webhook_timeout", 0.01, "control")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,9 +237,9 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
-        _one_of(self, "format", LOG_FORMATS, "log")
-        _one_of(self, "level", LOG_LEVELS, "log")
-        _at_least(self, "max_bytes", 4096, "log")
+        one_of(self, "format", LOG_FORMATS, "log")
+        one_of(self, "level", LOG_LEVELS, "log")
+        at_least(self, "max_bytes", 4096, "log")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
