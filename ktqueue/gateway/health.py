@@ -27,15 +27,19 @@ async def version(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """200 if a request would find a worker. Raises Unavailable without broker or live worker.
 
-    Once there are keys, only who has one hears which models are served.
+    Once there are keys, only who has one learns which models are served, and where Redis is.
     """
     gateway: Gateway = request.app.state.gateway
+    known = gateway.keys.known(request.headers)
     if gateway.draining:
         raise ShuttingDown("the gateway is shutting down")
-    workers = await gateway.broker.models.workers()
+    try:
+        workers = await gateway.broker.models.workers()
+    except Unavailable as error:
+        raise error if known else Unavailable("Redis is away", retry_after=error.retry_after) from None
     if not workers:
         raise Unavailable("no worker is alive", retry_after=2)
-    if not gateway.keys.known(request.headers):
+    if not known:
         return json_response({"status": "ok"})
     return json_response(
         {"status": "ok", "workers": len(workers), "models": sorted({worker.model for worker in workers})}

@@ -38,13 +38,17 @@ class _NoReadAhead(FlowControl):
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         super().__init__(protocol.transport)
-        self._protocol = protocol
+        self._protocol: HttpToolsProtocol | None = protocol
 
     def resume_reading(self) -> None:
         """Called when the application asks for more, which is before it gets what is there."""
-        cycle = self._protocol.cycle
+        cycle = self._protocol.cycle if self._protocol is not None else None
         if cycle is None or not cycle.body or cycle.response_complete:
             super().resume_reading()
+
+    def forget(self) -> None:
+        """The connection is closed. Two objects that refer to each other would stay in memory for a while."""
+        self._protocol = None
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -60,6 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._probes_only = probes_only
         self._refusal: KtqueueError | None = None  # of what this connection asks for, unless it is a probe
         self._fault: KtqueueError | None = None  # what a callback found
+        self._reading: _NoReadAhead  # `flow`
         self._answered: RequestResponseCycle | None = None  # `cycle` is the last one, which may have to wait
         self._deaf = False  # nothing that comes is parsed any more
         self._in_headers = False
@@ -74,7 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and wait for headers."""
         super().connection_made(transport)
-        self.flow = _NoReadAhead(self)
+        self.flow = self._reading = _NoReadAhead(self)
         self._metrics.connections.inc()
         self._refusal = self._connections.enter(self, self.client[0] if self.client else "")
         if self._refusal is not None:
@@ -94,9 +99,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+        self._reading.forget()
         if self.cycle is not None:
             self.cycle.body = bytearray()
-        self.flow = FlowControl(self.transport)  # the other one refers to this object: only a search would free both
 
     def evict(self) -> None:
         """Make room for another connection."""
@@ -139,6 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
 
     def _read_on(self) -> None:
+        """Read, though nobody asks for it."""
         if not self.transport.is_closing():
             FlowControl.resume_reading(self.flow)
 
@@ -289,7 +295,7 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
         self.transport.write_eof()
-        self.flow.resume_reading()
+        self._read_on()
         self._connections.linger(self)
         self._end_within(LINGER_SECONDS)
 

@@ -13,6 +13,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.gateway.faults import ClientGone, SlowBody, TooManyBodyBytes
 
 GRACE_SECONDS = 5.0  # before the least rate counts
+ROOM = 7 / 8  # of the limit for all bodies: what is left once some were given up
 SMALL_BYTES = 32 << 10  # what is longer takes turns, a piece at a time, so that large bodies don't delay small ones
 
 
@@ -88,14 +89,18 @@ class Uploads:
         )
 
     def _drop_largest(self) -> None:
-        """Give up the unfinished body that holds most: a small one is never refused for the sake of large ones."""
-        open_ = (one for one in self._open if not one.whole and not one.dropped and not one.timer.expired())
-        largest = max(open_, key=lambda one: len(one.data), default=None)
-        if largest is not None:
-            largest.dropped = True
-            self._held -= len(largest.data)
-            largest.data = bytearray()
-            largest.timer.reschedule(0)
+        """Give up the unfinished bodies that hold most, several at once since looking at all of them takes time.
+
+        So a small one is never refused for the sake of large ones.
+        """
+        waiting = [one for one in self._open if not one.whole and not one.dropped and not one.timer.expired()]
+        for upload in sorted(waiting, key=lambda one: len(one.data), reverse=True):
+            if self._held <= ROOM * self._settings.max_bodies_bytes:
+                break
+            upload.dropped = True
+            self._held -= len(upload.data)
+            upload.data = bytearray()
+            upload.timer.reschedule(0)
 
     def _why(self, upload: _Upload) -> SlowBody | TooManyBodyBytes:
         settings = self._settings
@@ -103,7 +108,7 @@ class Uploads:
             limit = settings.max_bodies_bytes
             return TooManyBodyBytes(
                 f"the bodies that are being read have more than {limit} bytes ({format_bytes(limit)}) together, "
-                "and this one was the largest",
+                "and this one was among the largest",
                 param="body",
                 limit=limit,
             )

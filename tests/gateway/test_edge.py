@@ -153,6 +153,20 @@ async def test_without_redis_the_gateway_says_so(http, worker, monkeypatch):
     assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
 
 
+async def test_a_stranger_does_not_learn_where_redis_is(serve_with, monkeypatch):
+    from ktqueue.core.errors import Unavailable
+
+    async def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("Redis is away: 10.0.0.7:6379 refuses connections")
+
+    async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        monkeypatch.setattr("ktqueue.broker.scripts.Scripts.call", away)
+        stranger, operator = await http.get("/readyz"), await http.get("/readyz", headers={"x-api-key": "key"})
+    assert (stranger.status_code, operator.status_code) == (503, 503)
+    assert "10.0.0.7" not in stranger.text
+    assert "10.0.0.7" in operator.text
+
+
 async def test_description(http, worker):
     document = (await http.get("/openapi.json")).json()
     OpenAPIV31SpecValidator(document).validate()
