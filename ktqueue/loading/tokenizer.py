@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
-from ktqueue.core.prompt_size import check_text
+from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading import tokenizer_files, tokenizer_models
 from ktqueue.loading.chat_template import ChatTemplate
@@ -15,6 +15,8 @@ from ktqueue.loading.gguf_file import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFIN
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.synthetic import PREFIX, synthetic_vocabulary
 from ktqueue.loading.vocabulary_data import VocabularyData, byte_alphabet, from_metadata
+
+BEGINNING = 6  # characters for each token of the context; plain text has three to five
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -70,10 +72,7 @@ class Tokenizer:
 
         Raises InvalidRequest for text that cannot be UTF-8.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
+        _check_characters(text)
         return tokenizer_models.encode(self._model, text, add_special_tokens=add_special_tokens)
 
     @cached_property
@@ -100,7 +99,8 @@ class Tokenizer:
     ) -> list[int]:
         """The prompt's token ids: messages through the chat template, text, or the ids given.
 
-        `max_model_len` in tokens: a text that cannot fit by its bytes is not tokenised. `render` stands in for `render`
+        `max_model_len` in tokens: a text that cannot fit by its bytes is not tokenised, and of a long one the beginning
+        alone where that has too many tokens already. `render` stands in for `render`
         of this tokenizer.
 
         Raises InvalidRequest naming the field at fault, ContextLengthExceeded.
@@ -111,7 +111,14 @@ class Tokenizer:
         text = request.prompt if request.prompt is not None else (render or self.render)(request)
         if max_model_len is not None:
             check_text(text, max_model_len, self.longest_token, field)
+            self._check_beginning(text, max_model_len, field)
         return self._within(self.encode(text, add_special_tokens=request.prompt is not None), field)
+
+    def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
+        beginning = text[: BEGINNING * max_model_len]
+        if self.longest_token is not None and len(text) > 2 * len(beginning):
+            _check_characters(text)
+            check_tokens(tokenizer_models.least_tokens(self._model, beginning), max_model_len, field, at_least=True)
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         if ids and max(ids) >= self._size:
@@ -157,6 +164,13 @@ class Tokenizer:
             return bytes([self._alphabet[character] for character in token])
         except KeyError:  # a plain token of a byte-level vocabulary that is spelled as it is
             return token.encode()
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -16,6 +16,7 @@ from ktqueue.loading.vocabulary_data import VocabularyData
 
 Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
+CUT_CHARACTERS = 64  # at the end of a beginning: what follows may compose with them (NFC)
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 
 
@@ -59,6 +60,19 @@ def shrinkage(model: Model) -> int | None:
     if any(model.token_to_id(token) is None for token in bytes_as_tokens):
         return None
     return 3 if "NFC" in kinds else 1  # composing makes UTF-8 at most three times shorter (Unicode FAQ, normalization)
+
+
+def least_tokens(model: Model, beginning: str) -> int:
+    """How many tokens any text has at least that begins so, where `shrinkage` is known.
+
+    Words at the cut are left out, since what follows may change them; a tokenizer without words says 0.
+    """
+    longest = max((len(token.content) for token in model.get_added_tokens_decoder().values()), default=0)
+    end = len(beginning) - longest - CUT_CHARACTERS
+    encoding = model.encode_batch([beginning], add_special_tokens=False)[0]
+    words = [-1 if word is None else word for word in encoding.word_ids]
+    at_cut = next((word for word, (_, stop) in zip(words, encoding.offsets, strict=True) if stop > end), 0)
+    return sum(0 <= word < at_cut for word in words)
 
 
 def _parts(step: Any) -> Iterator[dict[str, Any]]:

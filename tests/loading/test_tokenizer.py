@@ -2,17 +2,20 @@
 
 import json
 import lzma
+import random
 import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, normalizers
 
-from ktqueue.core.errors import CheckpointError, InvalidRequest
+from ktqueue.core.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from ktqueue.core.request import GenerationRequest
+from ktqueue.loading import tokenizer_models
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf_header import read_header
 from ktqueue.loading.tokenizer import load_tokenizer
@@ -224,6 +227,30 @@ def test_no_text_has_fewer_tokens_than_its_bytes_say():
     best = tokenizer.token_bytes(by_length[-1]).decode()
     for text in (best * 200, "e\u0301" * 500, " " * 3_000, "<|endoftext|>" * 100, "\U0001f98a" * 50, "\n\t" * 700):
         assert len(text.encode()) <= longest * len(tokenizer.encode(text))
+
+
+def test_a_beginning_has_no_more_tokens_than_the_whole():
+    tokenizer = load_tokenizer("demo")
+    draw = random.Random(3)
+    pieces = ["Once", "  ", "\n", "e\u0301", "<|im_end|>", "<|im", "1234", "'s", " the", "\U0001f98a", "\u0301", "\r"]
+    counted = 0
+    for _ in range(300):
+        text = "".join(draw.choices(pieces, k=120))
+        least = tokenizer_models.least_tokens(tokenizer._model, text[: draw.randrange(len(text))])
+        assert least <= len(tokenizer.encode(text))
+        counted += least
+    assert counted > 10_000
+
+
+def test_a_long_text_is_refused_by_its_beginning(monkeypatch):
+    tokenizer = load_tokenizer("demo")
+    monkeypatch.setattr(tokenizer_models, "encode", None)  # the whole is not tokenised
+    request = GenerationRequest(model="demo", prompt="Once upon a time. " * 500)
+    with pytest.raises(ContextLengthExceeded, match="at least") as caught:
+        tokenizer.encode_request(request, max_model_len=512)
+    assert 512 <= caught.value.value < 1_500
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode_request(replace(request, prompt="Once " * 2_000 + "\ud800"), max_model_len=512)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,13 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "        if False:\n",
         (f"{ADMISSION}::test_a_text_that_cannot_fit_is_not_tokenised",),
     ),
+    "a long prompt is tokenised to its end": Mutation(
+        "a prompt that cannot fit costs little",
+        "ktqueue/loading/tokenizer.py",
+        "            self._check_beginning(text, max_model_len, field)\n",
+        "",
+        ("tests/loading/test_tokenizer.py::test_a_long_text_is_refused_by_its_beginning",),
+    ),
     "large prompts take all threads": Mutation(
         "a large prompt keeps no other one waiting",
         "ktqueue/workers/admission.py",
