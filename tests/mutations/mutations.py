@@ -1,36 +1,15 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from mutation import ROOT, SCRIPTS, Mutation
+from stored_jobs import STORED_JOBS
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = "ktqueue/broker/scripts"
+__all__ = ["MUTATIONS", "ROOT", "Mutation"]
+
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
 BURIAL = "tests/workers/test_burial.py"
 LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`old`, which the file at `path` has exactly once, becomes `new`; then each of `tests` (pytest ids) fails."""
-
-    promise: str
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    def apply(self, root: Path) -> str:
-        """Edit the tree at `root`; the file's text as it was. Raises ValueError where `old` is not there once."""
-        file = root / self.path
-        text = file.read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.path} has {count} times, not once: {self.old!r}")
-        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
-        return text
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -380,4 +359,5 @@ MUTATIONS: dict[str, Mutation] = {
         "        if True:\n            gateway.abandon(record.id",
         ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),
     ),
+    **STORED_JOBS,
 }
