@@ -265,7 +265,9 @@ async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
             await asyncio.sleep(0)
         events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
     if events and events[0].seq != 1:
-        raise JournalRegressed("the beginning of the job's journal is lost: nothing can go on from it", value=events[0].seq)
+        raise JournalRegressed(
+            "the beginning of the job's journal is lost: nothing can go on from it", value=events[0].seq
+        )
     return events
 
 
