@@ -75,12 +75,16 @@ class BoundJobs:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoad:
-    """Jobs of a tenant that count for its limits: waiting and running ones, waiting ones and the bytes of these."""
+    """Jobs of a tenant that count for its limits: waiting and running ones, waiting ones and the bytes of these.
+
+    `stored_bytes`: what all of its jobs hold in Redis, ended ones too until they are forgotten.
+    """
 
     tenant: str
     live: int
     queued: int
     queued_bytes: int
+    stored_bytes: int = field(default=0, compare=False)
 
 
 JobRecords = list[JobRecord]  # inside Jobs, `list` is a method

@@ -26,14 +26,14 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
 | conversation:DIGEST      | string     | job id of its latest answer (JSON)            | idempotency_ttl           |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
-| worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 10 model_ttl              |
+| worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 5 model_ttl               |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
 | cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
 | warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
 | parked:MODEL             | zset       | workers that wait for a job, by their claim   | a minute                  |
-| models, models:more      | hash       | model cards; what old versions cannot read    | 10 model_ttl              |
-| models:seen              | zset       | when each is forgotten                        | 10 model_ttl              |
-| tick                     | string     | when anybody last beat or reaped              | 10 model_ttl              |
+| models, models:more      | hash       | model cards; what old versions cannot read    | 5 model_ttl               |
+| models:seen              | zset       | when each is forgotten                        | 5 model_ttl               |
+| tick                     | string     | when anybody last beat or reaped              | 5 model_ttl               |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |
 | wake:MODEL               | channel    | a job was queued                              |                           |

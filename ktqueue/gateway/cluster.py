@@ -62,11 +62,13 @@ def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:
     live = gauge("tenant_jobs_live", "Jobs of a tenant that wait or run.", ("tenant",))
     queued = gauge("tenant_jobs_queued", "Jobs of a tenant that wait.", ("tenant",))
     size = gauge("tenant_queued_bytes", "Bytes of a tenant's requests that wait.", ("tenant",))
+    stored = gauge("tenant_stored_bytes", "Bytes that a tenant's jobs hold in Redis, ended ones too.", ("tenant",))
     for load in loads:
         live.add_metric((load.tenant,), load.live)
         queued.add_metric((load.tenant,), load.queued)
         size.add_metric((load.tenant,), load.queued_bytes)
-    return [live, queued, size]
+        stored.add_metric((load.tenant,), load.stored_bytes)
+    return [live, queued, size, stored]
 
 
 def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:

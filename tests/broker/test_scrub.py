@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -209,10 +209,13 @@ async def test_random_deletions_end_with_every_job_in_one_state(broker, card, ma
         elif dice < 0.9:
             await broker.reaper().scrub(keys=5, pause=0)
         else:
-            names = sorted(key for key in raw.keys("*") if not key.startswith(f"{broker.keys.tag}:job:".encode()))
-            for key in rng.sample(names, min(len(names), rng.choice((1, 1, 3)))):
-                deleted[key.split(b":")[2]] += 1
-                raw.delete(key)
+            kinds = defaultdict(list)
+            for key in sorted(raw.keys("*")):
+                kinds[key.split(b":")[2]].append(key)
+            kinds.pop(b"job", None)
+            for kind in rng.sample(sorted(kinds), min(len(kinds), rng.choice((1, 1, 3)))):
+                deleted[kind] += 1
+                raw.delete(rng.choice(kinds[kind]))
     for _ in range(400):
         await broker.reaper().reap()
         await scrub()
@@ -231,5 +234,7 @@ async def test_random_deletions_end_with_every_job_in_one_state(broker, card, ma
     await scrub()
     assert (await broker.jobs.depth())[0].running == 0
     assert raw.exists(*(f"{broker.keys.tag}:{name}" for name in ("live", "deadlines", "backlog", "waiting"))) == 0
+    held = sum(int(entry.split(b" ")[0]) for entry in raw.zrange(f"{broker.keys.tag}:held", 0, -1))
     load = (await broker.jobs.tenant_loads(["acme"]))[0]
+    assert load.stored_bytes == held
     assert (load.live, load.queued, load.queued_bytes) == (0, 0, 0)

@@ -132,8 +132,8 @@ def small_server(tmp_path_factory):
 def small(small_server):
     with redis.Redis.from_url(small_server) as client:
         client.config_set("maxmemory", 64 * MIB)
-        client.flushall()
-        yield client, BrokerConfig(url=small_server, lease_seconds=2)
+        client.execute_command("FLUSHALL", "SYNC")
+        yield client, BrokerConfig(url=small_server, lease_seconds=60)
 
 
 async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, card, make_request):
@@ -143,16 +143,16 @@ async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, c
         reaper = asyncio.create_task(broker.reaper().run())
         await broker.reaper().reap()
         refusals = 0
-        for k in range(400):
+        for k in range(90):
             with contextlib.suppress(TenantLimitReached):
-                job = await broker.jobs.submit(make_request("x" * 300_000), tenant="hostile", limits=NO_LIMITS)
+                job = await broker.jobs.submit(make_request("x" * 1_000_000), tenant="hostile", limits=NO_LIMITS)
                 if k % 2:
                     await broker.jobs.cancel(job.id)
                 continue
             refusals += 1
             other = await broker.jobs.submit(make_request("y"), tenant="good", limits=NO_LIMITS)
             await broker.jobs.cancel(other.id)
-        assert refusals > 200
+        assert refusals > 60
         assert client.info("memory")["used_memory"] < 40 * MIB
         await lease.beat({})
         reaper.cancel()
@@ -163,7 +163,7 @@ async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, c
 @pytest.mark.parametrize(("size", "filled"), [(100, 0.85), (200_000, 0.6)])
 async def test_clients_leave_workers_their_part_of_the_memory(small, card, make_request, size, filled):
     client, config = small
-    client.set("others", "x" * 20 * MIB)
+    client.setrange("others", 20 * MIB, "x")
     most = int(client.info("memory")["used_memory"] / filled)
     client.config_set("maxmemory", most)
     async with await Broker.open(config) as broker:

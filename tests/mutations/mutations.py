@@ -6,6 +6,7 @@ from installing import INSTALLING
 from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
+from stored_jobs import STORED_JOBS
 from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -380,4 +381,5 @@ MUTATIONS: dict[str, Mutation] = {
     **HOSTILE_CLIENTS,
     **HTTP_REQUESTS,
     **OPERATION,
+    **STORED_JOBS,
 }

@@ -11,7 +11,7 @@ local INDEXED = 512 -- bytes, about, of a job in lists of jobs
 local MINUTE = 60000000
 local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
 local MOST_DEATHS = 10 -- times as many as the most tries without a token: of a job's workers in all
-local SPARE = 10 -- times the model TTL: how long keys stay that only a clock that steps forward could make stale
+local SPARE = 5 -- times the model TTL: how long keys stay that only a clock that steps forward could make stale
 
 local function now_us()
   local time = redis.call('TIME')

@@ -1,0 +1,93 @@
+"""Mutations of what jobs leave in Redis: memory, times, lists that were deleted, failed jobs."""
+
+from mutation import SCRIPTS, Mutation
+
+STORED, CLOCK = "tests/broker/test_stored.py", "tests/broker/test_clock.py"
+SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
+
+STORED_JOBS: dict[str, Mutation] = {
+    "prompts that stay": Mutation(
+        "an ended job keeps nothing of its prompt",
+        f"{SCRIPTS}/prelude.lua",
+        "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end",
+        "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) end",
+        (f"{STORED}::test_an_ended_job_keeps_nothing_of_its_prompt",),
+    ),
+    "requests of failed jobs without end": Mutation(
+        "the requests of failed jobs have a limit in bytes",
+        f"{SCRIPTS}/prelude.lua",
+        "while total > tonumber(most_bytes) or",
+        "while",
+        (f"{STORED}::test_a_failed_job_keeps_its_request_while_there_is_room",),
+    ),
+    "a tenant that fills Redis": Mutation(
+        "a tenant's ended jobs count until they are gone",
+        f"{SCRIPTS}/prelude.lua",
+        "size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED",
+        "0",
+        (f"{STORED}::test_what_a_tenant_has_stored_counts_until_it_is_gone",),
+    ),
+    "no share of the memory": Mutation(
+        "a tenant that sends and cancels fills its own share only",
+        f"{SCRIPTS}/submit.lua",
+        "if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end",
+        "",
+        (f"{STORED}::test_a_tenant_that_sends_and_cancels_fills_its_own_share_only",),
+    ),
+    "no headroom": Mutation(
+        "clients leave workers their part of the memory",
+        f"{SCRIPTS}/submit.lua",
+        "if free_for_clients > 0 and used_memory + size > free_for_clients then",
+        "if false then",
+        (f"{STORED}::test_clients_leave_workers_their_part_of_the_memory",),
+    ),
+    "workers refused by a full server": Mutation(
+        "workers write on in a server without memory",
+        "ktqueue/broker/scripts.py",
+        "FIRST_WRITE = \"redis.call('DEL', TAG .. 'nothing')\\n\"",
+        'FIRST_WRITE = ""',
+        (f"{STORED}::test_workers_write_on_in_a_full_server",),
+    ),
+    "leases of a clock that was ahead": Mutation(
+        "after a step back of the clock no lease ends later than a lease from now",
+        f"{SCRIPTS}/reap.lua",
+        "  redis.call('ZADD', TAG .. 'leases', now + lease, worker)\n",
+        "",
+        (f"{CLOCK}::test_a_clock_that_goes_back_leaves_no_dead_workers_jobs_for_longer",),
+    ),
+    "rates of a clock that was ahead": Mutation(
+        "a clock that was ahead leaves no rate limit",
+        f"{SCRIPTS}/prelude.lua",
+        "local back = math.max(0, (tonumber(at[3]) or 0) - now)",
+        "local back = 0",
+        (f"{CLOCK}::test_a_clock_that_was_ahead_leaves_no_rate_limit",),
+    ),
+    "models forgotten by a step forward": Mutation(
+        "a clock that steps forward forgets no model",
+        f"{SCRIPTS}/prelude.lua",
+        "for i = 1, #models, 2 do",
+        "for i = 1, 0, 2 do",
+        (f"{CLOCK}::test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs",),
+    ),
+    "jobs that nobody holds": Mutation(
+        "a running job that no worker holds goes back to its queue",
+        f"{SCRIPTS}/scrub.lua",
+        "      give_back(id, tail_of(id), now, 'blameless', max_attempts, events, job_ttl, journal_ttl)\n",
+        "",
+        (f"{SCRUB}::test_jobs_that_nobody_holds_wait_again[running:{{}}]",),
+    ),
+    "jobs in no queue": Mutation(
+        "a waiting job that is in no queue is put into its own",
+        f"{SCRIPTS}/scrub.lua",
+        "if restore(queue, order + (at[5] or 0), id) then",
+        "if false then",
+        (f"{SCRUB}::test_a_list_that_was_deleted_is_made_anew[queue:interactive:tale]",),
+    ),
+    "a retry twice": Mutation(
+        "a failed job is sent again once",
+        "ktqueue/broker/jobs.py",
+        "job_id=_next_id(job_id), tenant",
+        "tenant",
+        (f"{RETRY}::test_a_failed_job_is_sent_again_once",),
+    ),
+}
