@@ -23,8 +23,8 @@ INSTALLING: dict[str, Mutation] = {
     "a client carries the model": Mutation(
         "whoever only sends jobs carries no model",
         "pyproject.toml",
-        'wheel.exclude = ["ktqueue/demo/*.gguf"]',
-        "wheel.exclude = []",
+        ', "*.gguf"]',
+        "]",
         (f"{DISTRIBUTIONS}::test_ktqueue_is_one_pure_package",),
     ),
     "kernels of any version": Mutation(
