@@ -13,6 +13,7 @@ from ktqueue.broker.server import PrivateServer
 
 STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
 GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # here each page has ports of its own
+EVERYWHERE = "0.0.0.0"  # tests listen on the loopback interface alone
 RECEIVER = "9000"  # the port of the program that webhooks call
 MODEL = "FILE.gguf"  # any model; here the built-in one by its path
 REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
@@ -49,6 +50,7 @@ def test_page_runs_as_printed(
     values = {
         GATEWAY: f"127.0.0.1:{port}",
         SECOND: str(free_port()),
+        EVERYWHERE: "127.0.0.1",
         RECEIVER: str(free_port()),
         MODEL: str(DEMO),
     }
