@@ -1,37 +1,16 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from mutation import ROOT, Mutation
+from serving_mutations import SERVING_MUTATIONS
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["MUTATIONS", "ROOT", "Mutation"]
+
 SCRIPTS = "ktqueue/broker/scripts"
 LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
 BURIAL = "tests/workers/test_burial.py"
-STATE_FOLDER, LOG_FILES = "tests/broker/test_state_folder.py", "tests/workers/test_log_files.py"
 LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`old`, which the file at `path` has exactly once, becomes `new`; then each of `tests` (pytest ids) fails."""
-
-    promise: str
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    def apply(self, root: Path) -> str:
-        """Edit the tree at `root`; the file's text as it was. Raises ValueError where `old` is not there once."""
-        file = root / self.path
-        text = file.read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.path} has {count} times, not once: {self.old!r}")
-        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
-        return text
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -381,77 +360,5 @@ MUTATIONS: dict[str, Mutation] = {
         "        if True:\n            gateway.abandon(record.id",
         ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),
     ),
-    "a state folder that others read": Mutation(
-        "nobody else reads the state folder",
-        "ktqueue/broker/state_folder.py",
-        "PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600\nPRIVATE_UMASK = 0o077",
-        "PRIVATE_FOLDER, PRIVATE_FILE = 0o755, 0o644\nPRIVATE_UMASK = 0o022",
-        (
-            f"{STATE_FOLDER}::test_a_new_folder_is_private_whatever_the_umask",
-            "tests/cli/test_up_down.py::test_a_detached_installation_from_start_to_end",
-        ),
-    ),
-    "a state folder that stays open": Mutation(
-        "what an older version left open to others is closed",
-        "ktqueue/broker/state_folder.py",
-        "        path.chmod(",
-        "        str(",
-        (f"{STATE_FOLDER}::test_what_an_older_version_left_open_is_closed",),
-    ),
-    "two installations in one folder": Mutation(
-        "one `ktqueue up` uses a state folder at a time",
-        "ktqueue/broker/state_folder.py",
-        "fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
-        (f"{STATE_FOLDER}::test_two_processes_do_not_share_a_folder",),
-    ),
-    "logs without a limit": Mutation(
-        "a log file is kept to its size",
-        "workers/log_files.py",
-        "        source.truncate(0)\n",
-        "",
-        (f"{LOG_FILES}::test_a_process_that_goes_on_writing_keeps_to_the_size",),
-    ),
-    "an access log of queries": Mutation(
-        "the access log has one line a request, without its query",
-        "ktqueue/gateway/access_log.py",
-        'path = scope["path"]',
-        'path = (scope["path"] + "?" + scope["query_string"].decode())',
-        ("tests/gateway/test_access_log.py::test_each_request_is_one_line",),
-    ),
-    "a bridge among strangers": Mutation(
-        "the bridge starts on no queue that another program's arq worker serves",
-        "workers/arq_worker.py",
-        "        if await self.pool.exists(key):\n",
-        "        if False:\n",
-        ("tests/workers/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
-    ),
-    "a bridge on arq's own queue": Mutation(
-        "by default the bridge takes no other program's jobs",
-        "ktqueue/core/config.py",
-        'queue: str = "ktqueue:arq"',
-        'queue: str = "arq:queue"',
-        ("tests/workers/test_bridge.py::test_by_default_the_bridge_leaves_the_jobs_of_others_alone",),
-    ),
-    "bridges that exclude each other": Mutation(
-        "several bridges share a queue",
-        "workers/arq_worker.py",
-        'HEALTH_SUFFIX = ":ktqueue-health-check"',
-        "HEALTH_SUFFIX = health_check_key_suffix",
-        ("tests/workers/test_bridge.py::test_two_bridges_share_a_queue",),
-    ),
-    "a batch of answers to other questions": Mutation(
-        "a batch from standard input goes on only with the input that it began with",
-        "ktqueue/batches/spool.py",
-        "        if not filecmp.cmp(draft, path, shallow=False):",
-        "        if False:",
-        ("tests/batches/test_files.py::test_standard_input_goes_on_with_the_input_that_it_began_with",),
-    ),
-    "an invalid line that is lost": Mutation(
-        "a skipped line is in the file of failures",
-        "ktqueue/batches/run.py",
-        "                        self._output.fail(failure_record(name, line.custom_id, line.info()))\n",
-        "",
-        ("tests/cli/test_batch_run.py::test_plain_lines_from_standard_input_with_some_that_are_invalid",),
-    ),
+    **SERVING_MUTATIONS,
 }

@@ -1,0 +1,27 @@
+"""One promise, the edit that breaks it, and the tests that then fail."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which the file at `path` has exactly once, becomes `new`; then each of `tests` (pytest ids) fails."""
+
+    promise: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Edit the tree at `root`; the file's text as it was. Raises ValueError where `old` is not there once."""
+        file = root / self.path
+        text = file.read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.path} has {count} times, not once: {self.old!r}")
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text
