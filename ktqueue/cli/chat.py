@@ -1,15 +1,14 @@
 """`ktqueue chat`: a conversation in the terminal."""
 
+import re
 import sys
-import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.console import results, write
+from ktqueue.cli.chat_input import Turns, no_echo
+from ktqueue.cli.console import plain_text, results, write
 from ktqueue.cli.failures import ExitCode, UsageFault, line
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from ktqueue.cli.talkers import Talker
     from ktqueue.core.config import Config
 
-HELP = "/reset starts anew   /exit or Ctrl-D leaves   Ctrl-C stops an answer"
+HINT = "/help shows what there is   Ctrl-C stops an answer   Ctrl-D leaves"
+COMMAND = re.compile(r"/[a-z?]+( .*)?")  # and not a message that begins with a path
 
 
 @expand
@@ -48,13 +48,12 @@ def chat(
         raise UsageFault("--local goes with neither --base-url nor --redis-url")
     config = settings(common, engine=engine)
     params = sampling.params()
-    talker = _talker(config, engine.model, local=local, base_url=base_url, api_key=api_key)
-    conversation = Conversation(talker, params, system)
-    try:
-        with _quiet_control_characters():
-            faults = conversation.run()
-    finally:
-        talker.close()
+    with no_echo():
+        talker = _talker(config, engine.model, local=local, base_url=base_url, api_key=api_key)
+        try:
+            faults = Conversation(talker, params, system).run()
+        finally:
+            talker.close()
     if faults and not sys.stdin.isatty():
         raise typer.Exit(ExitCode.FAILED)
 
@@ -76,49 +75,51 @@ class Conversation:
     """Reads turns, writes answers. On a terminal with a prompt and a line of numbers after each answer."""
 
     def __init__(self, talker: "Talker", sampling: SamplingParams, system: str | None) -> None:
+        from ktqueue.cli.chat_commands import Talk
+
         self._talker = talker
-        self._sampling = sampling
-        self._opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
-        self._messages = list(self._opening)
+        self._talk = Talk(sampling, system)
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._turns = Turns(terminal=self._terminal)
         self._faults = 0
 
     def run(self) -> int:
         """Until /exit or the end of the input; returns how many turns failed."""
         if self._terminal:
-            import readline  # noqa: F401  (gives input() its line editing and history)
-
-            self._aside(f"{self._talker.model}   {HELP}")
+            self._aside(f"{self._talker.model}   {HINT}")
         while (said := self._read()) is not None:
             word = said.strip()
-            if word in ("/exit", "/quit"):
+            if word in ("/exit", "/quit", "/bye"):
                 break
-            if word == "/reset":
-                self._messages = list(self._opening)
-                self._aside("a new conversation")
-            elif word.startswith("/") and " " not in word:
-                self._aside(HELP)
+            if COMMAND.fullmatch(word):
+                self._command(word)
             elif word:
                 self._turn(said)
         return self._faults
 
     def _read(self) -> str | None:
-        # \001 and \002 tell readline that what is between has no width
-        prompt = "\001\033[1;36m\002> \001\033[0m\002" if self._terminal else ""
         while True:
             try:
-                return input(prompt) if self._terminal else _line_of_input()
+                return self._turns.read()
             except EOFError:
-                write("\n")
+                write("\n" * (not self._terminal))
                 return None
             except KeyboardInterrupt:
                 if not self._terminal:
                     raise
-                write("\n")
                 self._aside("Ctrl-D or /exit leaves")
 
+    def _command(self, line: str) -> None:
+        from ktqueue.cli.chat_commands import obey
+
+        try:
+            self._aside(obey(self._talk, line))
+        except (KtqueueError, OSError) as error:
+            self._fault(error)
+
     def _turn(self, said: str) -> None:
-        self._messages.append({"role": "user", "content": said})
+        talk = self._talk
+        talk.messages.append({"role": "user", "content": said})
         parts: list[str] = []
         tokens = 0
         began = time.monotonic()
@@ -126,7 +127,7 @@ class Conversation:
         note = ""
         page = Wrapped(results().width)
         try:
-            for piece in self._talker.answer(self._messages, self._sampling):
+            for piece in self._talker.answer(talk.all_messages, talk.sampling):
                 tokens += piece.tokens
                 if piece.text:
                     first = first if first is not None else time.monotonic()
@@ -137,43 +138,22 @@ class Conversation:
                 raise
             note = "stopped   "
         except KtqueueError as error:
-            self._messages.pop()
+            talk.messages.pop()
             page.end()
-            sys.stderr.write(f"ktqueue: {line(error)}\n")
-            self._faults += 1
+            self._fault(error)
             return
         page.end()
-        self._messages.append({"role": "assistant", "content": "".join(parts)})
+        talk.messages.append({"role": "assistant", "content": "".join(parts)})
         if first is not None:
             rate = tokens / max(time.monotonic() - began, 1e-9)
             numbers = f"{tokens} tokens, {rate:.0f} tok/s, " if tokens else ""
             note += f"{numbers}first after {first - began:.2f} s"
         self._aside(note)
 
+    def _fault(self, error: KtqueueError | OSError) -> None:
+        sys.stderr.write(f"ktqueue: {line(error)}\n")
+        self._faults += 1
+
     def _aside(self, text: str) -> None:
         if self._terminal and text:
-            write(f"\033[2m{text}\033[0m\n")
-
-
-def _line_of_input() -> str:
-    text = sys.stdin.readline()
-    if not text:
-        raise EOFError
-    return text.rstrip("\n")
-
-
-@contextmanager
-def _quiet_control_characters() -> Iterator[None]:
-    """Keep the terminal from writing ^C into an answer."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    handle = sys.stdin.fileno()
-    before = termios.tcgetattr(handle)
-    quiet = termios.tcgetattr(handle)
-    quiet[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(handle, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(handle, termios.TCSADRAIN, before)
+            write(f"\033[2m{plain_text(text)}\033[0m\n")

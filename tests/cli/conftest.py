@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "ktqueue.cli.main"]
+CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>78])")  # ECMA-48 and the keypad's
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -120,7 +121,8 @@ class Terminal:
         if self.pid == 0:
             os.chdir(cwd)
             os.execvpe(COMMAND[0], [*COMMAND, *words], _environment({"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}))
-        self.screen = ""
+        self.screen = ""  # what came, without control sequences
+        self._cut = ""  # the beginning of such a sequence
         self._waited_for = 0  # what was found goes up to here
 
     def type(self, text: str) -> None:
@@ -166,7 +168,9 @@ class Terminal:
         ready, _, _ = select.select([self._handle], [], [], timeout)
         if ready:
             try:
-                self.screen += os.read(self._handle, 4096).decode(errors="replace")
+                came = CONTROL.sub("", self._cut + os.read(self._handle, 4096).decode(errors="replace"))
+                text, escape, rest = came.rpartition("\x1b")
+                self.screen, self._cut = self.screen + (text if escape else came), escape + rest if escape else ""
             except OSError:
                 return False
         return True

@@ -1,5 +1,7 @@
 """`ktqueue chat` on a real terminal and through pipes: locally, through Redis, over HTTP."""
 
+import json
+
 import pytest
 
 
@@ -13,7 +15,41 @@ def _say(chat, text):
     chat.wait_for(" ")
 
 
-def test_a_local_conversation(terminal):
+def _say_and_save(chat, first, second, name):
+    for keys in (first, second):
+        chat.wait_for("> " if keys is first else "one")
+        chat.type(keys)
+    chat.wait_for("tok/s")
+    chat.wait_for("> ")
+    chat.type(f"/save {name}\r")
+    chat.wait_for("saved")
+
+
+def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(terminal, stack):
+    chat = terminal("chat", "--temperature", "0", "--max-tokens", "200", *stack.flags)
+    _say(chat, "Tell me a story.")
+    chat.type("/set seed 424242\r")
+    answer = chat.wait_for("tok/s")
+    assert "/set" not in answer
+    assert "424242" not in answer
+    chat.wait_for("seed = 424242")
+    chat.type("\x04")
+    assert chat.end() == 0
+
+
+def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue, stack, tmp_path):
+    lines = ["/system You tell tales.", '"""one', 'two"""', "/save talk.json", "/nonsense", "/etc/passwd?"]
+    done = ktqueue("chat", "--max-tokens", 2, *stack.flags, stdin="\n".join(lines) + "\n")
+    assert "there is no /nonsense" in done.stderr
+    assert done.returncode == 1
+    system, asked, answered = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert (system["content"], asked["content"]) == ("You tell tales.", "one\ntwo")
+    assert done.stdout.startswith(answered["content"])
+    (tmp_path / "bad.json").write_text('{"messages": [7]}')
+    assert "not a conversation" in ktqueue("chat", *stack.flags, stdin="/load bad.json\n").stderr
+
+
+def test_a_local_conversation(terminal, tmp_path):
     chat = terminal("chat", "--local", "--temperature", "0", "--max-tokens", "400")
     _say(chat, "Tell me a story about a fox.")
     chat.type("\x03")
@@ -28,6 +64,23 @@ def test_a_local_conversation(terminal):
     chat.interrupt("Ctrl-D or /exit leaves")
     chat.type("/reset\r")
     chat.wait_for("a new conversation")
+    chat.wait_for("> ")
+    chat.type("/set max_tokens 3\r")
+    chat.wait_for("max_tokens = 3")
+    _say_and_save(chat, "\x1b[200~one\rtwo\x1b[201~", "\r", "a.json")  # pasted
+    _say_and_save(chat, '"""one\r', 'two"""\r', "b.json")
+    for name, said in (("a.json", "one\ntwo"), ("b.json", "one\ntwo")):
+        messages = json.loads((tmp_path / name).read_text())["messages"]
+        assert [one["content"] for one in messages if one["role"] == "user"][-1] == said
+    chat.type("/system Be brief.\r")
+    chat.wait_for("a new conversation")
+    chat.type("/load a.json\r")
+    chat.wait_for("loaded 2 messages from a.json")
+    chat.type("/help\r")
+    chat.wait_for("/save FILE")
+    chat.type("/set top_p 7\r")
+    chat.wait_for("top_p must be a number above 0")
+    chat.wait_for("> ")
     chat.type("/exit\r")
     assert chat.end() == 0
     assert "Traceback" not in chat.screen

@@ -120,3 +120,14 @@ def test_version(ktqueue):
     done = ktqueue("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("ktqueue 0.")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_verbs_and_flags(ktqueue, shell):
+    def completed(line):
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)} if shell == "bash" else {}
+        asked = {"_KTQUEUE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, **words}
+        return ktqueue(env={**asked, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}).stdout
+
+    assert "batch" in completed("ktqueue ba")
+    assert "--detach" in completed("ktqueue up --det")

@@ -1,4 +1,4 @@
-"""Mutations of an installation's operation: its state folder, logs, bridge and batches."""
+"""Promises of the command line, the state folder, logs and the bridge: see mutations.py."""
 
 from mutation import Mutation
 
@@ -77,5 +77,19 @@ OPERATION: dict[str, Mutation] = {
         "                        self._output.fail(failure_record(name, line.custom_id, line.info()))\n",
         "",
         ("tests/cli/test_batch_run.py::test_plain_lines_from_standard_input_with_some_that_are_invalid",),
+    ),
+    "keys in an answer": Mutation(
+        "what is typed ahead in a chat is not shown in the answer",
+        "ktqueue/cli/chat_input.py",
+        "termios.ECHO | termios.ECHONL | termios.ICANON",
+        "termios.ECHONL",
+        ("tests/cli/test_chat.py::test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer",),
+    ),
+    "a message of one line": Mutation(
+        "triple quotes make one message of several lines",
+        "ktqueue/cli/chat_input.py",
+        "    if not first.lstrip().startswith(QUOTES):",
+        "    if True:",
+        ("tests/cli/test_chat.py::test_a_conversation_through_a_pipe_has_commands_and_quotes",),
     ),
 }
