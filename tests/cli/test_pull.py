@@ -71,6 +71,7 @@ def test_nothing_is_started_for_a_name_that_is_not_there(
     for words, says in (
         (["--model", "hf:Fox/Tale-GGUF:Q5_K_M"], "hf:Fox/Tale-GGUF:Q8_0  4 B"),
         (["--model", "Fox/Tale-GGUF"], "give --model hf:Fox/Tale-GGUF"),
+        (["--device", "xpu"], "Intel GPUs are not supported yet"),
         (["--rules", "exakt"], "did you mean --rules exact?"),
     ):
         done = ktqueue("up", *words, env=environment)
