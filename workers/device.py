@@ -1,8 +1,9 @@
-"""Which devices an engine can run on, and why not on the others, with what to do about it."""
+"""Which devices an engine can run on, and why not on the others, with what to do about it.
+
+torch is imported only to look for a GPU, so that `ktqueue up` refuses a wrong name at once.
+"""
 
 from pathlib import Path
-
-import torch
 
 from ktqueue.core.errors import ConfigError
 
@@ -38,6 +39,8 @@ def check_device_is_here(device: str) -> None:
     """Raises ConfigError for a GPU that this process cannot use, with the reason. `device` has a name that is known."""
     if device == "cpu":
         return
+    import torch
+
     if reason := missing_cuda():
         raise _wrong(device, f"cpu on this machine: {reason}", "cpu")
     count = torch.cuda.device_count()
@@ -48,6 +51,8 @@ def check_device_is_here(device: str) -> None:
 
 def missing_cuda() -> str | None:
     """Why there is no CUDA here, and how to mend it; None where there is."""
+    import torch
+
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm (AMD GPUs are not supported yet), not for CUDA"
     if torch.version.cuda is None:

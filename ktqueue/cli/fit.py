@@ -11,7 +11,8 @@ from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.errors import ConfigError
+from ktqueue.core.errors import ConfigError, Unavailable
+from ktqueue.core.hub_model import PREFIX, parse
 from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -47,35 +48,50 @@ def fit(
     """Will a model run here, and with which flags? Ends with 0 for yes and 1 for no.
 
     Looks at host, GPU, bus and file, adds up what the memory is for, and writes the command to run. Flags that are
-    given stay as they are. Loads no weights. --gpu-memory and --host-memory ask about another machine.
+    given stay as they are. Loads no weights. A model of the hub is downloaded first, unless its size alone says no.
+    --gpu-memory and --host-memory ask about another machine.
     """
+    from ktqueue.workers.fit import Fit
     from ktqueue.workers.fit import fit as fitted
     from ktqueue.workers.machine import look
     from ktqueue.workers.startup import check_choices, report_of
 
     given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
     check_choices(given)
-    local = with_model(replace(settings(common), engine=given)).engine
     device = engine.device or (given.device if given.device != "cpu" else None)
     machine = _asked(look(device), gpu_memory, host_memory)
-    defaults = EngineConfig()
-    fixed = [key for key, value in asdict(given).items() if value != getattr(defaults, key)]
-    fixed += [key for key, value in asdict(engine).items() if value is not None]
-    found = fitted(local, machine, report_of, device=device, fixed=fixed)
+    if too_large := _too_large(given.model, machine):
+        found = Fit(config=given, host={}, host_limit=machine.host_available, why_not=too_large)
+    else:
+        local = with_model(replace(settings(common), engine=given)).engine
+        defaults = EngineConfig()
+        fixed = [key for key, value in asdict(given).items() if value != getattr(defaults, key)]
+        fixed += [key for key, value in asdict(engine).items() if value is not None]
+        found = fitted(local, machine, report_of, device=device, fixed=fixed)
     command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
     if as_json:
-        write_json(
-            {
-                "fits": found.fits,
-                "command": command if found.fits else None,
-                "machine": asdict(machine),
-                **asdict(found),
-            }
-        )
+        answer = {"fits": found.fits, "command": command if found.fits else None, "machine": asdict(machine)}
+        write_json(answer | asdict(found))
     else:
         _show(found, machine, command, given.model)
     if not found.fits:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _too_large(model: str, machine: "Machine") -> str:
+    """Why a model of the hub cannot run whatever is in it, before it is downloaded; empty: perhaps it can."""
+    if not model.startswith(PREFIX):
+        return ""
+    from ktqueue.loading import hub
+
+    try:
+        size = hub.size(parse(model))
+    except Unavailable:  # the cache may have it
+        return ""
+    free = machine.host_available + (machine.gpu.free if machine.gpu is not None else 0)
+    if size <= free:
+        return ""
+    return f"its files are {format_bytes(size)}, host and GPU have {format_bytes(free)} free; nothing was downloaded"
 
 
 def _asked(machine: "Machine", gpu_memory: str | None, host_memory: str | None) -> "Machine":

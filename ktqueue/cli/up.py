@@ -32,7 +32,10 @@ def up(
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
 
+    from ktqueue.workers.device import check_device_is_here
+
     config = with_model(settings(common, engine=engine, gateway=gateway))
+    check_device_is_here(config.engine.device)
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
     if control:

@@ -62,6 +62,13 @@ def download(model: HubModel, say: Say) -> Path:
     return _entry(_folder(model) / "snapshots" / commit, selection)
 
 
+def size(model: HubModel) -> int:
+    """Bytes of the model's files, without downloading any. Raises as `download` does before one starts."""
+    if constants.is_offline_mode():
+        raise Unavailable("HF_HUB_OFFLINE is set, so the hub is not asked")
+    return select(model, _list(model)[1]).size
+
+
 def _list(model: HubModel) -> tuple[str, list[HubFile], dict[str, str]]:
     """The commit of the branch, its files, and the ETag of each. Raises ConfigError, Unavailable."""
     try:

@@ -48,6 +48,13 @@ def test_a_killed_download_goes_on_and_the_model_is_served(
     assert not part.exists()
 
 
+def test_fit_downloads_nothing_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Callable) -> None:
+    words = ("fit", "hf:Fox/Tale-GGUF:q4_0", "--host-memory", "10MiB", "--gpu-memory", "0B")
+    done = ktqueue(*words, env=environment)
+    assert done.returncode == 1 and "its files are 18.7 MiB" in done.stdout, done.stderr
+    assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
+
+
 def wait_for_a_part(folder: Path) -> list[Path]:
     """The files that are not complete, once there is something in them."""
     until = time.monotonic() + 30
@@ -64,6 +71,7 @@ def test_nothing_is_started_for_a_name_that_is_not_there(
     for words, says in (
         (["--model", "hf:Fox/Tale-GGUF:Q5_K_M"], "hf:Fox/Tale-GGUF:Q8_0  4 B"),
         (["--model", "Fox/Tale-GGUF"], "give --model hf:Fox/Tale-GGUF"),
+        (["--device", "xpu"], "Intel GPUs are not supported yet"),
         (["--rules", "exakt"], "did you mean --rules exact?"),
     ):
         done = ktqueue("up", *words, env=environment)
