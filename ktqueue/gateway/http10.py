@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
 
 
 class Http10:
     """ASGI middleware, the outermost: it must see the server's own `send`, which decides how a body is framed."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: Starlette) -> None:
         self._app = app
+        self.state = app.state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
