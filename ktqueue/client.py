@@ -99,7 +99,7 @@ class Client:
         return await self._open_broker().jobs.cancel(job_id)
 
     async def retry(self, job_id: str) -> JobRecord:
-        """Send a failed job again, from its start, as a new job. Raises JobNotFound, JobConflict, what `submit` raises."""
+        """Send a failed job again, from its start, as a new job. Raises JobNotFound, JobConflict, as `submit`."""
         return await self._open_broker().jobs.retry(job_id)
 
     def _open_broker(self) -> Broker:

@@ -17,9 +17,10 @@ class JobRecord:
     """One job. Times are Unix seconds by the server's clock.
 
     `position` is its place in its class's queue, from 1, while it is queued. `attempts` counts the workers that
-    began it, those that gave it back aside. `request` is a summary once `request_dropped`: its prompt, messages and tools
-    are gone, which are kept for live and for failed jobs alone. `retried_as`: the job that a failed one was sent again as. `usage` and `error` are those of its last event. `standing`, where `submit`
-    made the job just now, is what its tenant has left.
+    began it, those that gave it back aside. `request` is a summary once `request_dropped`: its prompt, messages and
+    tools are gone, which only live and failed jobs keep. `retried_as`: the job that a failed one was sent again as.
+    `usage` and `error` are those of its last event. `standing`, where `submit` made the job just now, is what its
+    tenant has left.
     """
 
     id: str

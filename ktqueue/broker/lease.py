@@ -276,8 +276,8 @@ def _seq(key: bytes) -> int:
 
 
 def _end(event: TokenEvent) -> str:
-    """What the script needs to know of a job's end: its state, the tokens that it used, and whether it would fail again:
-    "done 42", "failed 42 final"."""
+    """What the script needs to know of a job's end: "done 42", its state and the tokens that it used; and of a failure
+    whether another try would end so too: "failed 42 final"."""
     if event.state is None:
         return ""
     used = "" if event.usage is None else event.usage.prompt_tokens + event.usage.completion_tokens

@@ -13,9 +13,9 @@ from ktqueue.core.errors import ConfigError
 class TenantLimits:
     """None: no limit. A burst that is not given is a whole minute's worth.
 
-    Live jobs wait or run; queued ones wait. Queued bytes are those of requests that wait; stored bytes are those of all
-    that Redis keeps of the tenant's jobs: requests, and records and journals of ended jobs for as long as they are kept.
-    Tokens are those of prompts and answers together.
+    Live jobs wait or run; queued ones wait. Queued bytes are those of requests that wait; stored bytes are those of
+    all that Redis keeps of the tenant's jobs: requests, and records and journals of ended jobs for as long as they are
+    kept. Tokens are those of prompts and answers together.
 
     Raises ConfigError naming the field.
     """
