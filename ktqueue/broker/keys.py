@@ -19,7 +19,7 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | held                     | zset       | what ended jobs hold, by when it is gone      | while there is any        |
 | failed                   | zset       | failed jobs with their requests, by their end | failed_ttl; 10,000        |
 | failed:bytes             | string     | bytes of these requests                       | failed_ttl                |
-| memory                   | string     | bytes that the server uses and may use        | 30 leases                 |
+| memory                   | string     | bytes that the server uses and may use        | 5 leases                  |
 | scrub                    | hash       | how far the scrub has come                    | 5 leases                  |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
 | backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |

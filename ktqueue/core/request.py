@@ -207,7 +207,7 @@ def _copy(one: _Slotted) -> _Slotted:
 
 
 def summary_of(request: GenerationRequest) -> GenerationRequest:
-    """What stays of a request after its job has ended: all but the large parts: prompt, messages, tools and lists."""
+    """What stays of a request after its job has ended: all but the prompt, messages, tools and long lists."""
     small = _copy(request.sampling)
     for name, value in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
         object.__setattr__(small, name, value)

@@ -72,7 +72,7 @@ end
 if redis.call('EXISTS', TAG .. 'failed') == 0 then redis.call('DEL', TAG .. 'failed:bytes') end
 local used, most = memory()
 if most > 0 then
-  redis.call('SET', TAG .. 'memory', digits(used) .. ' ' .. digits(most), 'PX', math.floor(lease * 30 / 1000))
+  redis.call('SET', TAG .. 'memory', digits(used) .. ' ' .. digits(most), 'PX', math.ceil(lease * 5 / 1000))
 else
   redis.call('DEL', TAG .. 'memory')
 end
