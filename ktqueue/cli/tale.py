@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ktqueue.workers.child import Child
 
 
+class TooLate(KtqueueError):
+    """The tale was complete before its worker was dead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Takeover:
     """Who died, who went on with which token (counted from 1), and after how many seconds."""
@@ -62,7 +66,7 @@ async def stream_tale(
 ) -> Tale:
     """Stream one chat completion to its end; `victim` gets SIGKILL when event `at` of the job has come.
 
-    Raises Unavailable, KtqueueError: also where the answer was complete before the kill, or has a gap or a repeat.
+    Raises Unavailable; TooLate; KtqueueError, also where the stream has a gap or a repeat.
     """
     import httpx
 
@@ -120,17 +124,17 @@ class _Death:
 
 
 async def _kill(victim: "Child", broker: "Broker", job_id: str) -> _Death:
-    """Kill a worker, and find out how far it came. Raises KtqueueError where the job was complete by then."""
+    """Kill a worker, and find out how far it came. Raises TooLate where the job was complete by then."""
     pid = victim.pid
     if pid is None:
-        raise KtqueueError("there is no worker to kill")
+        raise KtqueueError("the worker was dead before it was killed")
     os.kill(pid, signal.SIGKILL)
     at = time.monotonic()
     while _runs(pid):  # noqa: ASYNC110 # nothing tells of the end of another's child
         await asyncio.sleep(0.001)
     events = await broker.journal.replay(job_id)
     if events[-1].state is not None:
-        raise KtqueueError(f"{job_id} was complete before its worker was dead")
+        raise TooLate(f"{job_id} was complete before its worker was dead")
     return _Death(pid, at, events[-1].seq, sum(len(event.token_ids) for event in events))
 
 
