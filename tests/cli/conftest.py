@@ -122,6 +122,7 @@ class Terminal:
             os.chdir(cwd)
             os.execvpe(COMMAND[0], [*COMMAND, *words], _environment({"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}))
         self.screen = ""  # what came, without control sequences
+        self.raw = ""  # all that came
         self._cut = ""  # the beginning of such a sequence
         self._waited_for = 0  # what was found goes up to here
 
@@ -168,7 +169,9 @@ class Terminal:
         ready, _, _ = select.select([self._handle], [], [], timeout)
         if ready:
             try:
-                came = CONTROL.sub("", self._cut + os.read(self._handle, 4096).decode(errors="replace"))
+                read = os.read(self._handle, 4096).decode(errors="replace")
+                self.raw += read
+                came = CONTROL.sub("", self._cut + read)
                 text, escape, rest = came.rpartition("\x1b")
                 self.screen, self._cut = self.screen + (text if escape else came), escape + rest if escape else ""
             except OSError:

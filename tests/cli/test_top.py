@@ -76,11 +76,11 @@ def test_a_terminal_is_given_back(terminal, stack):
     shown.wait_for("last step")
     shown.wait_for("interactive")
     shown.wait_for("last step")  # a second frame
-    assert LEAVES_SCREEN not in shown.screen
+    assert LEAVES_SCREEN not in shown.raw
     shown.type("\x03")
     assert shown.end() == 0
-    assert LEAVES_SCREEN in shown.screen
-    assert shown.screen.rindex(SHOWS_CURSOR) > shown.screen.rindex("\x1b[?25l")
+    assert LEAVES_SCREEN in shown.raw
+    assert shown.raw.rindex(SHOWS_CURSOR) > shown.raw.rindex("\x1b[?25l")
     assert "Traceback" not in shown.screen
 
 
