@@ -61,8 +61,10 @@ def test_a_second_up_on_one_folder_is_refused(ktqueue, stack):
     assert "runs on" in done.stderr
 
 
-def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue):
+def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue, tmp_path):
+    """As wrong input, before anything is started."""
     done = ktqueue("up", "--model", "nowhere.gguf", "--port", 0)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "nowhere.gguf" in done.stderr
     assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
