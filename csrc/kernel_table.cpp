@@ -1,8 +1,6 @@
 #include "kernel_table.h"
 
-#include <atomic>
 #include <cstdlib>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -42,8 +40,6 @@ const Choice& find(std::string_view name, const char* what) {
                                 "'");
 }
 
-std::atomic<bool> batch_invariant = false;
-
 const KernelTable& choose() {
     const char* cap = std::getenv("KTQUEUE_ISA");
     const Choice* last = std::end(kChoices) - 1;
@@ -53,16 +49,6 @@ const KernelTable& choose() {
 }
 
 }  // namespace
-
-void set_batch_invariant(bool on) {
-    batch_invariant = on;
-}
-
-size_t tile_threshold(const KernelTable& kernels, Quant quant) {
-    const size_t fastest = kernels.tile_tokens[static_cast<size_t>(quant)];
-    if (!batch_invariant || fastest == 0) return fastest;
-    return is_float(quant) ? 1 : std::numeric_limits<size_t>::max();
-}
 
 const KernelTable& best_kernels() {
     static const KernelTable& table = choose();

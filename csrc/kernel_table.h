@@ -122,13 +122,6 @@ const KernelTable& avx512_kernels();
 const KernelTable& amx_kernels();
 #endif
 
-// Whether a token's result may depend on how many rows share the weights with it. Off at first: tiles multiply where they
-// are faster. On: block formats never run on tiles, since one row there would be slow, and BF16 always does.
-void set_batch_invariant(bool on);
-
-// From how many rows that share weights tiles multiply them; 0: there are no tiles for that format.
-size_t tile_threshold(const KernelTable& kernels, Quant quant);
-
 // The best table for this CPU, not above the environment variable KTQUEUE_ISA (a table's name) where that is set;
 // decided at the first call. Throws std::invalid_argument if the variable's value is not known.
 const KernelTable& best_kernels();

@@ -1,8 +1,10 @@
 #include "prepared_rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "aligned_buffer.h"
 
@@ -12,7 +14,19 @@ namespace {
 
 using Kind = RowForm::Kind;
 
+std::atomic<bool> batch_invariant = false;
+
+// From how many rows that share weights tiles multiply them.
+size_t tile_threshold(const KernelTable& kernels, Quant quant) {
+    if (!batch_invariant) return kernels.tile_tokens[static_cast<size_t>(quant)];
+    return is_float(quant) ? 1 : std::numeric_limits<size_t>::max();
+}
+
 }  // namespace
+
+void set_batch_invariant(bool on) {
+    batch_invariant = on;
+}
 
 // Halves hold 2^-14 to 2^16; the largest weight is to be below 2^15, and x is multiplied by 2^16 over what they are. Steps
 // of 2^4, so that matrices that share x mostly share its rows too.

@@ -9,6 +9,10 @@ namespace ktqueue {
 
 enum class Precision : uint8_t { Fast, Exact };  // int8 (in tiles: bf16) where the format allows; float32
 
+// Whether a token's result is the same however many rows share the weights with it. Off at first: tiles multiply where
+// they are faster. On: block formats never run on tiles, since one row there would be slow, and BF16 always does.
+void set_batch_invariant(bool on);
+
 // How rows are prepared. Formats with equal forms share prepared rows.
 struct RowForm {
     enum class Kind : uint8_t { Slabs, Floats, Narrow, Shuffled } kind;

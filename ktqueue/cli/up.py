@@ -34,13 +34,14 @@ def up(
 
     from ktqueue.workers.device import check_device_is_here
 
-    config = with_model(settings(common, engine=engine, gateway=gateway))
-    check_device_is_here(config.engine.device)
+    config = settings(common, engine=engine, gateway=gateway)
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
     if control:
         config = replace(config, control=replace(config.control, enabled=True))
     require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
+    config = with_model(config)
+    check_device_is_here(config.engine.device)
     if detach:
         _detached(config, workers)
         return

@@ -135,7 +135,7 @@ def test_ctrl_c_cancels_what_submit_waits_for(ktqueue, start, stack, tmp_path):
 def test_a_wrong_model_and_a_failed_job_are_told(ktqueue, stack):
     done = ktqueue("submit", "hello", "--model", "gpt-9", *stack.flags)
     assert done.returncode == 1
-    assert done.stderr == "ktqueue: no worker serves the model 'gpt-9'\n"
+    assert done.stderr == "ktqueue: no worker serves the model 'gpt-9'; served: demo\n"
     done = ktqueue("submit", "x " * 9000, *stack.flags)
     assert done.returncode == 1
     assert "context length" in done.stderr
@@ -176,11 +176,16 @@ def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack):
 
 
 def test_failed_jobs_are_sent_again(ktqueue, stack):
-    config = BrokerConfig(state_dir=str(stack.state_dir))
+    usual = BrokerConfig(state_dir=str(stack.state_dir))
+    config = replace(usual, prefix="retried")  # so that nobody else sees the model
+
+    def retry(*words):
+        return ktqueue("jobs", "retry", *words, *stack.flags, env={"KTQUEUE_BROKER_PREFIX": "retried"})
 
     async def fail(errors):
-        async with await Broker.open(config) as broker:
+        async with await Broker.open(usual) as broker:
             (card,) = await broker.models.cards()
+        async with await Broker.open(config) as broker:
             lease = await Lease.register(broker, replace(card, name="broken"))
             for job_id, error in errors.items():
                 await broker.jobs.submit(GenerationRequest(model="broken", prompt="hello"), job_id=job_id)
@@ -189,15 +194,15 @@ def test_failed_jobs_are_sent_again(ktqueue, stack):
             await lease.close()
 
     asyncio.run(fail({"cli-f1": PoisonJob("x"), "cli-f2": EngineFailure("x"), "cli-f3": EngineFailure("x")}))
-    one = ktqueue("jobs", "retry", "cli-f1", "cli-nobody", *stack.flags)
+    one = retry("cli-f1", "cli-nobody")
     assert one.returncode == 1
     assert one.stdout.startswith("cli-f1 -> cli-f1-r2 queued")
     assert "no job 'cli-nobody'" in one.stderr
-    asked = ktqueue("jobs", "retry", "--error", "engine_failure", *stack.flags)
+    asked = retry("--error", "engine_failure")
     assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
-    many = json.loads(ktqueue("jobs", "retry", "--error", "engine_failure", "--yes", "--json", *stack.flags).stdout)
+    many = json.loads(retry("--error", "engine_failure", "--yes", "--json").stdout)
     assert {record["retry_of"]: record["id"] for record in many} == {"cli-f2": "cli-f2-r2", "cli-f3": "cli-f3-r2"}
-    none = ktqueue("jobs", "retry", "--error", "engine_failure", *stack.flags)
+    none = retry("--error", "engine_failure")
     assert (none.returncode, none.stdout, none.stderr) == (0, "", "no failed jobs to send again\n")
     with SyncClient.open(config=config) as client:
         for k in range(1, 4):

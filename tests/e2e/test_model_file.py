@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.loading.checkpoint import resolve
+from ktqueue.loading.model_path import resolve
 
 GREEDY = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
 

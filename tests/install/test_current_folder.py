@@ -21,4 +21,4 @@ def test_up_and_a_batch(run, installed_bin, trapped, state_dir):
 def test_demo(run, installed_bin, trapped):
     done = run(installed_bin / "ktqueue", "demo", cwd=trapped)
     assert done.returncode == 0, done.stderr
-    assert "33 done, 0 failed" in done.stdout
+    assert "34 done, 0 failed" in done.stdout

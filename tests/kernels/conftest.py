@@ -12,6 +12,20 @@ from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 
+@pytest.fixture(autouse=True)
+def tiles_where_they_are_faster() -> None:
+    """As at the start of a process, whatever tests of engines have set."""
+    native.set_batch_invariant(False)
+
+
+@pytest.fixture
+def batch_invariant(tiles_where_they_are_faster: None) -> Iterator[None]:
+    """A token is computed alike in every batch."""
+    native.set_batch_invariant(True)
+    yield
+    native.set_batch_invariant(False)
+
+
 @pytest.fixture
 def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWeights]:
     """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False); `quant`: one or three."""

@@ -97,17 +97,13 @@ def test_instruction_sets_and_batches_agree(quant, kept, random_weights):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_batch_invariant_kernels_compute_a_row_alike_in_every_batch(quant, isa, random_weights):
+def test_batch_invariant_kernels_compute_a_row_alike_in_every_batch(quant, isa, random_weights, batch_invariant):
     """With AMX too, where many rows would otherwise run on tiles."""
     data, x = random_weights(quant, 40 * 512), normal(130, 512)
     linear = native.Linear(quant, 40, 512, data, isa=isa)
-    native.set_batch_invariant(True)
-    try:
-        together = multiply(linear, x, 40)
-        alone = torch.cat([multiply(linear, x[row : row + 1], 40) for row in range(0, 130, 13)])
-        few = multiply(linear, x[:7], 40)
-    finally:
-        native.set_batch_invariant(False)
+    together = multiply(linear, x, 40)
+    alone = torch.cat([multiply(linear, x[row : row + 1], 40) for row in range(0, 130, 13)])
+    few = multiply(linear, x[:7], 40)
     assert torch.equal(alone, together[::13])
     assert torch.equal(few, together[:7])
 

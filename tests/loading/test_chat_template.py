@@ -79,13 +79,16 @@ def test_real_templates_equal_transformers(name: str, talk: str, with_tools: boo
 def test_templates_of_all_styles_equal_transformers(path: Path, talk: str, with_tools: bool) -> None:
     source = path.read_text(encoding="utf-8")
     tools = TOOLS if with_tools else []
+    if tools and path.stem == "bars":  # it has no place for tools
+        with pytest.raises(InvalidRequest, match="knows no tools"):
+            ChatTemplate(source, SPECIAL, path.stem).render(TALKS[talk], tools)
+        return
     got = ChatTemplate(source, SPECIAL, path.stem).render(TALKS[talk], tools)
     options: dict[str, Any] = {"chat_template": source, "add_generation_prompt": True, **SPECIAL}
     assert got == render_jinja_template([TALKS[talk]], tools=tools or None, **options)[0][0]
     for message in TALKS[talk]:
         assert message["content"] in got
-    if path.stem != "bars":  # it has no place for tools
-        assert ("weather of a <place> & time" in got) == with_tools
+    assert ("weather of a <place> & time" in got) == with_tools
 
 
 def _render(

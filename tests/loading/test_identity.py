@@ -10,9 +10,9 @@ import torch
 
 from ktqueue.core.errors import Unavailable
 from ktqueue.loading import identity
-from ktqueue.loading.checkpoint import resolve
 from ktqueue.loading.identity import ModelFiles, compute_settings
 from ktqueue.loading.load import load_model, prepare
+from ktqueue.loading.model_path import resolve
 from ktqueue.loading.plan import Plan
 
 RULES = Path(__file__).parents[2] / "rules"

@@ -208,7 +208,7 @@ def test_layouts(
         safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         folder = tmp_path
-    model = load_model(str(folder))
+    model = load_model(str(folder), rules="exact")  # on AMX, BF16 weights would meet rounded activations
     assert_equals_transformers(model, folder)
 
 

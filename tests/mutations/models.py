@@ -62,11 +62,9 @@ MODELS: dict[str, Mutation] = {
     "the tokenizer is looked at last": Mutation(
         "what loading refuses is refused before a weight is read",
         "workers/startup.py",
-        "    tokenizer = load_tokenizer(config.tokenizer or config.model)  # before minutes of reading\n    try:\n"
-        "        model = load_prepared(prepared, progress)\n",
-        "    try:\n"
-        "        model = load_prepared(prepared, progress)\n"
-        "        tokenizer = load_tokenizer(config.tokenizer or config.model)\n",
+        "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
+        "        raise prepared.refusal\n    load_prepared(prepared)\n"
+        "    tokenizer = load_tokenizer(config.tokenizer or config.model)",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
     "inspect passes over the tokenizer": Mutation(

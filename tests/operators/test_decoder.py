@@ -80,12 +80,15 @@ def test_float32_activations_equal_the_dequantised_twin(quant, make_decoder, giv
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
     rounded = feed(make_decoder(model, quant))
     errors = torch.cat([rounded[name] - logits for name, logits in expected.items()])
-    assert errors.norm() / torch.cat([*expected.values()]).norm() < (0.1 if quant.startswith("Q") else 1e-5)
+    tiles = quant == "BF16" and native.isa() == "amx"  # they take bf16 activations
+    bound = 0.1 if quant.startswith("Q") else 0.01 if tiles else 1e-5
+    assert errors.norm() / torch.cat([*expected.values()]).norm() < bound
 
 
 @pytest.mark.parametrize(("quant", "activations"), [("F32", "int8"), ("Q4_0", "int8"), ("Q8_0", "float32")])
 def test_a_token_depends_on_nothing_but_its_sequence(quant, activations, make_decoder):
     """Bit for bit: alone, in company, in other chunks, on other pages, with other threads."""
+    native.set_batch_invariant(True)
     decoder = make_decoder(make_model("qwen2_moe"), quant, activations=activations, isa="")
     expected = feed(decoder)
     alone = feed(decoder, [{name: (0, len(ids))} for name, ids in SEQUENCES.items()])
@@ -100,6 +103,7 @@ def test_a_token_depends_on_nothing_but_its_sequence(quant, activations, make_de
         ]
     finally:
         native.set_threads(1)
+        native.set_batch_invariant(False)
     for found in others:
         assert all(torch.equal(found[name], expected[name]) for name in SEQUENCES)
 

@@ -98,8 +98,7 @@ async def test_a_worker_is_forked_again_when_it_dies_of_anything(farm: Farm) -> 
     os.kill(second, signal.SIGTERM)  # dies of it; the next ones end by themselves
     await until(lambda: farm.child.deaths > deaths + 2)
     (farm.folder / "code").unlink()
-    last = farm.child.pid
-    await until(lambda: farm.child.pid is not None and farm.child.pid != last)
+    await farm.pid(other_than=second)
     assert farm.server.deaths == 0
     assert farm.server.pid == server
 
