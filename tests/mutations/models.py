@@ -55,8 +55,8 @@ MODELS: dict[str, Mutation] = {
     "up starts before it looks": Mutation(
         "a model or rule file that is not there is refused before anything is started",
         "ktqueue/cli/up.py",
-        "with_model(settings(common, engine=engine, gateway=gateway))",
-        "settings(common, engine=engine, gateway=gateway)",
+        "    config = with_model(config)\n",
+        "",
         (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),
     ),
     "the tokenizer is looked at last": Mutation(
