@@ -63,7 +63,7 @@ MODELS: dict[str, Mutation] = {
         "what loading refuses is refused before a weight is read",
         "workers/startup.py",
         "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
-        "        raise prepared.refusal\n    load_prepared(prepared)\n"
+        "        raise prepared.refusal\n    load_prepared(prepared, progress)\n"
         "    tokenizer = load_tokenizer(config.tokenizer or config.model)",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
