@@ -8,7 +8,7 @@ import typer
 
 from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.failures import ExitCode
-from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, ModelName, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, Unavailable
@@ -27,14 +27,7 @@ MIB = 1 << 20
 def fit(
     common: CommonFlags,
     engine: EngineFlags,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo.",
-            show_default=False,
-        ),
-    ] = None,
+    name: ModelName = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option("--gpu-memory", metavar="SIZE", help="Free memory of the GPU.", show_default="this machine's"),

@@ -19,6 +19,14 @@ from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfi
 _BROKER, _ENGINE, _GATEWAY = BrokerConfig(), EngineConfig(), GatewayConfig()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON for machines.")]
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo.",
+        show_default=False,
+    ),
+]
 
 
 def _option(*names: str, say: str, default: Any = None, metavar: str | None = None, panel: str) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktqueue.cli.console import results, table, write_json
-from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, ModelName, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.core.units import format_bytes, parse_bytes
@@ -22,14 +22,7 @@ WIDE = 120  # columns: room for everything
 def inspect(
     common: CommonFlags,
     engine: EngineFlags,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo.",
-            show_default=False,
-        ),
-    ] = None,
+    name: ModelName = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(
