@@ -143,7 +143,7 @@ sanitize: build/sanitize-address,undefined/stamp build/sanitize-thread/stamp ## 
 FUZZ_SECONDS ?= 60
 fuzz: build/sanitize-address,undefined/stamp ## Kernel calls and model files at random, FUZZ_SECONDS=60 each
 	@$(<D)/kernel_driver 1000000000 $(FUZZ_SECONDS) $$(date +%s)
-	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest --quiet --timeout 0 tests/loading/test_fuzz_gguf.py
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest --quiet --timeout 0 tests/loading/gguf/test_fuzz_gguf.py
 
 .PHONY: lint type format
 lint: $(VENV)/dev.stamp ## Style, import contracts, shell and docker files, the project's own books

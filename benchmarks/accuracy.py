@@ -20,9 +20,9 @@ import torch
 
 from benchmarks import logits
 from benchmarks.results import RESULTS, write
-from ktqueue.loading import synthetic
 from ktqueue.loading.model_path import resolve
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.synthetic import checkpoint as synthetic
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 FAR = 0.1  # a token whose logits differ by more, relatively, has most likely met another expert
 

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import machine, peer
 from benchmarks.footprint import of_file
 from ktqueue.loading.model_path import resolve
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 PROMPTS = (
     "Tell me a story about a fox and a crow who lived at the edge of a deep forest, and of the old woman who fed them "

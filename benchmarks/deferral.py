@@ -16,7 +16,7 @@ import torch
 from benchmarks.perplexity import read_text, text_facts
 from benchmarks.results import RESULTS, write
 from ktqueue.loading.load import load_model
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktqueue.loading.gguf_checkpoint import read_parts
-from ktqueue.loading.gguf_file import type_name
-from ktqueue.loading.quants import tensor_bytes
+from ktqueue.loading.gguf.checkpoint import read_parts
+from ktqueue.loading.gguf.writer import type_name
+from ktqueue.loading.weight_formats import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)

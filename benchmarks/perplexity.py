@@ -24,10 +24,10 @@ import numpy as np
 from benchmarks import accuracy
 from benchmarks.results import RESULTS, write
 from ktqueue.loading.convert import convert
-from ktqueue.loading.gguf_file import WRITABLE, Writer, quantize
-from ktqueue.loading.gguf_header import GgufHeader, TensorInfo, read_header
-from ktqueue.loading.quants import BLOCKS, Bytes, Floats, row_bytes
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
+from ktqueue.loading.gguf.writer import WRITABLE, Writer, quantize
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats, row_bytes
 
 REFERENCE = "BF16"
 EMBEDDING = "token_embd.weight"

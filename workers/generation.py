@@ -13,8 +13,8 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
-from ktqueue.loading.template_process import TemplateProcesses
-from ktqueue.loading.tokenizer import Tokenizer
+from ktqueue.loading.tokenizer.template_process import TemplateProcesses
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer
 from ktqueue.workers.admission import Tokeniser
 from ktqueue.workers.engine_thread import EngineThread
 from ktqueue.workers.incarnation import Incarnation

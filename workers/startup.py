@@ -24,7 +24,7 @@ from ktqueue.loading.identity import ModelFiles, compute_settings
 from ktqueue.loading.inspect import Report, inspect
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
-from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention import BackendName
 from ktqueue.operators.gpu.settings import HandoffMethod, Streaming

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ktqueue.bench.roofline import LayerShape
-from ktqueue.loading.random_blocks import random_blocks
+from ktqueue.loading.synthetic.random_blocks import random_blocks
 from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 

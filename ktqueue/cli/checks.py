@@ -169,7 +169,7 @@ def _without_download(config: EngineConfig) -> EngineConfig:
     """The settings with the local path of a model of the hub. Raises Unavailable where the cache does not have it."""
     if not config.model.startswith(PREFIX):
         return config
-    from ktqueue.loading.hub import cached
+    from ktqueue.loading.huggingface.hub import cached
 
     return replace(config, model=str(cached(parse(config.model), "the doctor downloads nothing")))
 

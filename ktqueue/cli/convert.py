@@ -48,9 +48,9 @@ def convert(
     """Convert a Hugging Face model to GGUF, experts and dense weights each in a type of their own."""
     from ktqueue.cli.console import notes
     from ktqueue.cli.progress import Bar
-    from ktqueue.loading import synthetic
     from ktqueue.loading.convert import convert as convert_model
     from ktqueue.loading.model_path import on_this_machine
+    from ktqueue.loading.synthetic import checkpoint as synthetic
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")

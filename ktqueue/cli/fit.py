@@ -75,7 +75,7 @@ def _too_large(model: str, machine: "Machine") -> str:
     """Why a model of the hub cannot run whatever is in it, before it is downloaded; empty: perhaps it can."""
     if not model.startswith(PREFIX):
         return ""
-    from ktqueue.loading import hub
+    from ktqueue.loading.huggingface import hub
 
     try:
         size = hub.size(parse(model))

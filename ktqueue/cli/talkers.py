@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ktqueue.client import SyncClient
     from ktqueue.core.config import EngineConfig
     from ktqueue.engine.engine import Engine
-    from ktqueue.loading.tokenizer import Tokenizer
+    from ktqueue.loading.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktqueue.loading.tokenizer_models import Model as Tokenizer
-from ktqueue.loading.tokenizer_models import train_byte_level
+from ktqueue.loading.tokenizer.library import Model as Tokenizer
+from ktqueue.loading.tokenizer.library import train_byte_level
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (

@@ -4,10 +4,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ktqueue.loading.gguf_checkpoint import open_gguf
+from ktqueue.loading.gguf.checkpoint import open_gguf
+from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.model_path import resolve_model
-from ktqueue.loading.safetensors_file import open_folder
-from ktqueue.loading.synthetic import PREFIX, open_synthetic
+from ktqueue.loading.synthetic.checkpoint import PREFIX, open_synthetic
 from ktqueue.operators.packed import ExpertWeights, PackedMatrix
 
 

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading import rope_factors
-from ktqueue.loading.families import Family, family_of_model_type, metadata_from_config
-from ktqueue.loading.gguf_file import WRITABLE, NameMap, Writer, quantize
+from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, decode, permute
+from ktqueue.loading.gguf import rope_factors
+from ktqueue.loading.gguf.families import Family, family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf.rope_metadata import rope_of_config
+from ktqueue.loading.gguf.vocabulary import to_metadata
+from ktqueue.loading.gguf.writer import WRITABLE, NameMap, Writer, quantize
+from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.load import checked_skeleton
-from ktqueue.loading.quants import BLOCKS, Bytes, Floats
-from ktqueue.loading.rope_metadata import rope_of_config
-from ktqueue.loading.safetensors_file import open_folder
-from ktqueue.loading.stored import StoredCheckpoint, decode, permute
-from ktqueue.loading.tokenizer import load_tokenizer
-from ktqueue.loading.tokenizer_files import vocabulary_of_folder
-from ktqueue.loading.vocabulary_data import to_metadata
+from ktqueue.loading.tokenizer.files import vocabulary_of_folder
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats
 from ktqueue.operators.packed import PackedExperts
 
 Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name of the next one

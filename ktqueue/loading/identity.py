@@ -15,12 +15,12 @@ from typing import Any, Self
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import CheckpointError, Unavailable
-from ktqueue.loading.gguf_checkpoint import part_paths
+from ktqueue.loading.gguf.checkpoint import part_paths
+from ktqueue.loading.huggingface.checkpoint import weight_files
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.plan import Plan
-from ktqueue.loading.safetensors_file import weight_files
-from ktqueue.loading.synthetic import PREFIX
-from ktqueue.loading.tokenizer_files import TOKENIZER_FILES
+from ktqueue.loading.synthetic.checkpoint import PREFIX
+from ktqueue.loading.tokenizer.files import TOKENIZER_FILES
 
 COMPUTATION = 1  # to be raised by a release that computes other tokens from the same weights and settings
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits

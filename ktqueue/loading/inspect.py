@@ -11,11 +11,11 @@ from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.plan import replaced_at
-from ktqueue.loading.quants import tensor_bytes
+from ktqueue.loading.requantised import kept_as
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
-from ktqueue.loading.tokenizer import load_tokenizer
-from ktqueue.loading.widened import kept_as
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.loading.weight_formats import tensor_bytes
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT
 from ktqueue.operators.gpu.quantised_linear import stays_quantised
 from ktqueue.operators.native import packed_bytes

@@ -11,15 +11,15 @@ from torch import nn
 
 from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
 from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
-from ktqueue.loading.config_check import longest_context
-from ktqueue.loading.hollow import rehearse_hollow
+from ktqueue.loading.checkpoint_tensors import DOWN, GATE_UP
+from ktqueue.loading.dummy_weights import rehearse_hollow
+from ktqueue.loading.huggingface.config_check import longest_context
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import Progress, check, materialize
 from ktqueue.loading.plan import Plan, make_plan, replaced_at
 from ktqueue.loading.rehearsal import rehearse
 from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, passed_over, tied_names
-from ktqueue.loading.stored import DOWN, GATE_UP
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
 from ktqueue.operators import experts as _experts  # noqa: F401
 from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401

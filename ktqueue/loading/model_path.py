@@ -61,7 +61,7 @@ def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineC
     a path without a model; all that `hub.download` raises.
     """
     if config.model.startswith(PREFIX):
-        from ktqueue.loading import hub  # here, since it takes a while to import
+        from ktqueue.loading.huggingface import hub  # here, since it takes a while to import
 
         model = parse(config.model)
         path = hub.download(model, say)

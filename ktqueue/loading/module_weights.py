@@ -6,7 +6,7 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.stored import DOWN, GATE_UP
+from ktqueue.loading.checkpoint_tensors import DOWN, GATE_UP
 from ktqueue.operators.native import as_array
 from ktqueue.operators.packed import ExpertWeights, Floats, PackedMatrix
 

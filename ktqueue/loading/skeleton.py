@@ -11,8 +11,8 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.config_check import LATENT, MADE, check_config, check_values, ignored_keys
-from ktqueue.loading.quantization_config import check_quantization
+from ktqueue.loading.huggingface.config_check import LATENT, MADE, check_config, check_values, ignored_keys
+from ktqueue.loading.huggingface.quantization_config import check_quantization
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES
 

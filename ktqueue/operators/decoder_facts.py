@@ -118,8 +118,8 @@ def facts_of(
 def _depends_on_length(rotary: Any) -> bool:
     """Whether its angles change with the longest sequence of a batch.
 
-    Longrope has divisors for short sequences and for long ones; of a GGUF file (loading/rope_factors.py) both are the
-    same.
+    Longrope has divisors for short sequences and for long ones; of a GGUF file (loading/gguf/rope.py) both are
+    the same.
     """
     if rotary.rope_type != "longrope":
         return bool(rotary.rope_type == "dynamic")

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from ktqueue.cli.main import run
-from ktqueue.loading.tokenizer_models import train_byte_level
+from ktqueue.loading.tokenizer.library import train_byte_level
 from ktqueue.operators import native
 
 

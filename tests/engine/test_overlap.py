@@ -13,7 +13,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.engine.graphs import GraphRunner, steps_to_capture
 from ktqueue.engine.overlap import crossing, keys_to_overlap, trial_batch
 from ktqueue.loading.load import load_model
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from ktqueue.loading.convert import convert
 from ktqueue.loading.load import LoadedModel
-from ktqueue.loading.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 

@@ -15,7 +15,7 @@ import transformers
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import open_checkpoint
-from ktqueue.loading.gguf_header import read_header
+from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.load import load_model
 
 EXPERTS = "model.layers.1.mlp.experts"

@@ -12,9 +12,9 @@ from rope_parameters import LLAMA3_ROPE
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
-from ktqueue.loading.gguf_header import read_header
+from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.load import load_model
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 
 def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_path: Path) -> None:

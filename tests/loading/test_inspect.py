@@ -12,11 +12,11 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, KtqueueError
-from ktqueue.loading.gguf_checkpoint import read_parts
-from ktqueue.loading.gguf_file import Writer, type_name
+from ktqueue.loading.gguf.checkpoint import read_parts
+from ktqueue.loading.gguf.writer import Writer, type_name
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
-from ktqueue.loading.quants import tensor_bytes
+from ktqueue.loading.weight_formats import tensor_bytes
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.workers.startup import build

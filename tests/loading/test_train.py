@@ -9,7 +9,7 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.demo import corpus, train
 from ktqueue.loading.convert import convert
 from ktqueue.loading.load import load_model
-from ktqueue.loading.tokenizer import load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 TEXT = "\n\n".join(
     f"Once upon a time the {one} met a {two} by the old well. The {one} was hungry, and the {two} had bread. "

@@ -4,7 +4,7 @@ from mutation import Mutation
 
 FIELDS, LARGE = "tests/gateway/test_foreign_fields.py", "tests/gateway/test_large_bodies.py"
 HTTP, ERRORS, JOBS = "tests/gateway/test_http.py", "tests/gateway/test_errors.py", "tests/gateway/test_jobs.py"
-TEMPLATES, ADMISSION = "tests/loading/test_template_process.py", "tests/workers/test_admission.py"
+TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "tests/workers/test_admission.py"
 
 HTTP_REQUESTS: dict[str, Mutation] = {
     "tools are dropped": Mutation(
@@ -16,7 +16,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     ),
     "a template drops tools": Mutation(
         "tools and their calls reach the prompt or are refused",
-        "ktqueue/loading/chat_template.py",
+        "ktqueue/loading/tokenizer/chat_template.py",
         "            return self._render(messages, tools, names) == text\n",
         "            return False\n",
         (f"{TEMPLATES}::test_tools_that_the_template_leaves_out_are_refused",),
@@ -65,17 +65,17 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     ),
     "all is tokenised": Mutation(
         "a prompt that cannot fit is not tokenised",
-        "ktqueue/loading/tokenizer.py",
+        "ktqueue/loading/tokenizer/tokenizer.py",
         "        if max_model_len is not None:\n",
         "        if False:\n",
         (f"{ADMISSION}::test_a_text_that_cannot_fit_is_not_tokenised",),
     ),
     "a long prompt is tokenised to its end": Mutation(
         "a prompt that cannot fit costs little",
-        "ktqueue/loading/tokenizer.py",
+        "ktqueue/loading/tokenizer/tokenizer.py",
         "            self._check_beginning(text, max_model_len, field)\n",
         "",
-        ("tests/loading/test_tokenizer.py::test_a_long_text_is_refused_by_its_beginning",),
+        ("tests/loading/tokenizer/test_tokenizer.py::test_a_long_text_is_refused_by_its_beginning",),
     ),
     "large prompts take all threads": Mutation(
         "a large prompt keeps no other one waiting",
@@ -93,21 +93,21 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     ),
     "templates have for ever": Mutation(
         "a chat template costs its own request and no other",
-        "ktqueue/loading/template_process.py",
+        "ktqueue/loading/tokenizer/template_process.py",
         "signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS)",
         "pass",
         (f"{TEMPLATES}::test_a_template_s_time_is_its_own",),
     ),
     "templates have all memory": Mutation(
         "a chat template costs its own request and no other",
-        "ktqueue/loading/template_process.py",
+        "ktqueue/loading/tokenizer/template_process.py",
         "    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))\n",
         "",
         (f"{TEMPLATES}::test_the_memory_of_a_template_is_limited",),
     ),
     "constants are computed at load": Mutation(
         "loading a model runs nothing of its chat template",
-        "ktqueue/loading/chat_template.py",
+        "ktqueue/loading/tokenizer/chat_template.py",
         "        if not isinstance(node, nodes.TemplateData):\n",
         "        if False:\n",
         (f"{TEMPLATES}::test_constants_are_not_computed_when_the_template_is_loaded",),

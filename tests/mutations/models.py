@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-HUB, HUB_FILES = "tests/loading/test_hub.py", "tests/loading/test_hub_files.py"
+HUB, HUB_FILES = "tests/loading/huggingface/test_hub.py", "tests/loading/huggingface/test_hub_files.py"
 INSPECT, FIT, STARTUP = "tests/loading/test_inspect.py", "tests/workers/test_fit.py", "tests/workers/test_startup.py"
 PULL = "tests/cli/test_pull.py"
 
@@ -16,35 +16,35 @@ MODELS: dict[str, Mutation] = {
     ),
     "a download begins anew": Mutation(
         "a download that was cut short goes on where it stopped",
-        "ktqueue/loading/hub.py",
+        "ktqueue/loading/huggingface/hub.py",
         'part.open("ab" if begun <= file.size else "wb")',
         'part.open("wb")',
         (f"{PULL}::test_a_killed_download_goes_on_and_the_model_is_served",),
     ),
     "a damaged beginning is kept": Mutation(
         "what goes on where it stopped is what the hub has, byte for byte",
-        "ktqueue/loading/hub.py",
+        "ktqueue/loading/huggingface/hub.py",
         "            if found != etag:\n",
         "            if not found:\n",
         (f"{HUB}::test_a_damaged_beginning_is_found_after_the_end",),
     ),
     "a full disk is found at the end": Mutation(
         "the disk has room for a model before its download starts",
-        "ktqueue/loading/hub.py",
+        "ktqueue/loading/huggingface/hub.py",
         "    if need > free:\n",
         "    if free == 0:\n",
         (f"{HUB}::test_the_disk_must_have_room",),
     ),
     "weights come before the refusal": Mutation(
         "a checkpoint that is quantised in an unknown way is refused before its weights are downloaded",
-        "ktqueue/loading/hub.py",
+        "ktqueue/loading/huggingface/hub.py",
         '        if file.path.endswith(".safetensors"):  # the small files are there\n',
         "        if False:\n",
         (f"{HUB}::test_a_quantised_folder_is_refused_before_its_weights",),
     ),
     "pickles are downloaded": Mutation(
         "of a folder only the files that are read are downloaded: no pickles, no code",
-        "ktqueue/loading/hub_files.py",
+        "ktqueue/loading/huggingface/hub_files.py",
         '    ("config.json", ',
         '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
         (

@@ -356,10 +356,10 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a lease lost over a long prompt": Mutation(
         "one request's fate never touches another's",
-        "ktqueue/loading/tokenizer_models.py",
+        "ktqueue/loading/tokenizer/library.py",
         "model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids",
         "model.encode(text, add_special_tokens=add_special_tokens).ids",
-        ("tests/loading/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
+        ("tests/loading/tokenizer/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
     ),
     "a page that does not run": Mutation(
         "every code block of README and docs runs as printed",

@@ -20,7 +20,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
-from ktqueue.loading.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators.gpu.attention import AttentionPlanner
 from ktqueue.workers.generation import GenerationWorker
 

@@ -11,7 +11,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, SamplingParams
-from ktqueue.loading.chat_template import ChatTemplate
+from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 from ktqueue.workers.admission import LARGE, THREADS, Refused, Tokeniser
 
 

@@ -1,0 +1,1 @@
+"""GGUF files: reading, writing, and what their metadata and tensor names mean."""

@@ -1,0 +1,178 @@
+"""Checkpoint of one GGUF file, or of all parts of a split one: config from metadata, tensors by transformers name."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, StoredTensor
+from ktqueue.loading.gguf import rope_factors
+from ktqueue.loading.gguf.families import Family, config_from_metadata, family_of_metadata
+from ktqueue.loading.gguf.header import GgufHeader, read_header
+from ktqueue.loading.gguf.latent_tensors import join_latent_tensors
+from ktqueue.loading.gguf.tensor_names import gguf_names, split_expert_name
+from ktqueue.loading.gguf.writer import type_name
+from ktqueue.loading.weight_formats import Bytes
+from ktqueue.operators.packed import ExpertWeights
+
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+MAX_LAYERS = 4096
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a GGUF model, in order, by the name of any of them."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match["stem"], int(match["count"])
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
+def read_parts(path: Path) -> list[GgufHeader]:
+    """The headers of all parts of a GGUF model, in order; metadata is in the first. Raises CheckpointError."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        header = read_header(path)
+        count = header.metadata.get("split.count", 0)
+        if isinstance(count, int) and count > 1:
+            raise CheckpointError(
+                f"{path}: one of {count} parts, but its name does not end in -00001-of-{count:05d}.gguf"
+            )
+        return [header]
+    count = int(match["count"])
+    parts = []
+    for number, part in enumerate(part_paths(path), 1):
+        if not part.exists():
+            raise CheckpointError(f"{part}: part {number} of {count} is missing")
+        header = read_header(part)
+        if header.metadata.get("split.no", number - 1) != number - 1:
+            raise CheckpointError(f"{part}: says that it is part {header.metadata['split.no']!r}, counted from 0")
+        parts.append(header)
+    if not parts:
+        raise CheckpointError(f"{path}: the name says that there are no parts")
+    stated = parts[0].metadata.get("split.tensors.count")
+    found = sum(len(part.tensors) for part in parts)
+    if stated is not None and stated != found:
+        raise CheckpointError(f"{path}: the parts hold {found} tensors, {stated!r} are said to be there")
+    return parts
+
+
+def open_gguf(path: Path) -> StoredCheckpoint:
+    """Open a GGUF model. Raises CheckpointError naming the file, key or tensor at fault."""
+    parts = read_parts(path)
+    return assemble(str(path), parts[0].metadata, _stored(path, parts), [part.data for part in parts])
+
+
+def assemble(
+    path: str, metadata: dict[str, Any], stored: dict[str, StoredTensor], files: Iterable[Bytes] = ()
+) -> StoredCheckpoint:
+    """The checkpoint of GGUF metadata and tensors by GGUF name; `stored` is changed, `files` are the maps that its
+    tensors view. Raises CheckpointError, whose messages begin with `path`."""
+    family = family_of_metadata(metadata, path)
+    config = config_from_metadata(family, metadata, path)
+    if family.rope_factors and (factors := stored.pop(rope_factors.TENSOR, None)):
+        config["rope_parameters"] = _divided(path, config, factors)
+    if family.latent:
+        join_latent_tensors(path, stored)
+    layers = _check_layers(path, config["num_hidden_layers"], stored)
+    dense, stacks = _named(path, family, config, stored, layers)
+    _finish_config(path, config, metadata, dense)
+    experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
+    return StoredCheckpoint(path, config, dense, experts, files)
+
+
+def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for part in parts:
+        for info in part.tensors:
+            if info.name in stored:
+                raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
+            stored[info.name] = StoredTensor.of_file(
+                part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
+            )
+    return stored
+
+
+def _divided(path: str, config: dict[str, Any], stored: StoredTensor) -> dict[str, Any]:
+    rope, head_dim = config["rope_parameters"], config.get("head_dim")
+    head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    factors = stored.tensor(torch.float32).numpy()
+    if rope["rope_type"] != "default":
+        raise CheckpointError(
+            f"{path}: tensor {stored.name!r} and rope.scaling.type {rope['rope_type']!r} exclude each other"
+        )
+    if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{path}: tensor {stored.name!r} must hold {head_dim // 2} positive numbers")
+    return rope_factors.with_factors(rope, factors, config["max_position_embeddings"])
+
+
+def _check_layers(path: str, layers: int, stored: dict[str, StoredTensor]) -> int:
+    """A wrong layer count would build a skeleton of any size, so it must agree with the tensors."""
+    found = {int(match[1]) for name in stored if (match := _BLOCK.match(name)) and len(match[1]) < 8}
+    if layers > MAX_LAYERS or found != set(range(layers)):
+        raise CheckpointError(f"{path}: block_count is {layers}, but there are tensors of {len(found)} layers")
+    return layers
+
+
+def _named(
+    path: str, family: Family, config: dict[str, Any], stored: dict[str, StoredTensor], layers: int
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+    names = gguf_names(family, layers)
+    dense: dict[str, StoredTensor] = {}
+    stacks: dict[str, dict[str, StoredTensor]] = {}
+    for stored_name, tensor in stored.items():
+        name = names.get(stored_name)
+        if name is None:
+            raise CheckpointError(
+                f"{path}: tensor {stored_name!r} is unknown in the architecture {family.architecture}"
+            )
+        if split := split_expert_name(name):
+            module, part = split
+            stacks.setdefault(module, {})[part] = tensor
+        else:
+            dense[name] = _fitted(path, tensor, name, family, config)
+    return dense, stacks
+
+
+def _fitted(path: str, tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
+    """What GGUF stores otherwise than transformers: rotary order, and the shared expert's gate as a vector."""
+    shape, heads = tensor.shape, 0
+    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+        shape = (1, *shape)
+    if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
+        if shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} has {shape[0]} rows, which {heads} heads of even size do not divide"
+            )
+    return replace(tensor, shape=shape, heads=heads)
+
+
+def _experts(path: str, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
+    if missing := {"gate", "up", "down"} - set(parts):
+        raise CheckpointError(f"{path}: {module} has no {' and no '.join(sorted(missing))} weights")
+    for tensor in parts.values():
+        if len(tensor.shape) != 3:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, 3 dimensions expected"
+            )
+    return ExpertWeights(**{part: t.stack() for part, t in parts.items()})
+
+
+def _finish_config(path: str, config: dict[str, Any], metadata: dict[str, Any], dense: dict[str, StoredTensor]) -> None:
+    embedding = dense.get("model.embed_tokens.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in dense
+    for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        config[f"{kind}_token_id"] = (
+            token_id if isinstance(token_id, int) and 0 <= token_id < embedding.shape[0] else None
+        )

@@ -1,0 +1,276 @@
+"""Model families that GGUF can carry: their config as GGUF metadata, both ways, and their modules.
+
+A family is one table entry. Knows nothing of tensors' contents and nothing of tokenizers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.latent_keys import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.gguf.metadata_numbers import count, number
+from ktqueue.loading.gguf.rope_metadata import rope_from_metadata, rope_to_metadata
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_EXPERTS = ("mlp.gate", "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+_SHARED = tuple(f"mlp.shared_expert{part}" for part in (".gate_proj", ".up_proj", ".down_proj", "_gate"))
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A config key and the GGUF key, after `{architecture}.`, that carries it. `aliases`: other spellings in
+    config files. A field that is not `required` is left to transformers' default where the file lacks it."""
+
+    config: str
+    key: str
+    kind: type = int
+    aliases: tuple[str, ...] = ()
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
+    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order.
+    `rope_factors`: files may hold divisors of the rotary frequencies. `latent`: its attention is multi-head latent
+    attention. Families may share an architecture: one with experts, one without; or with softmax for the scores of
+    experts and with a sigmoid. `layer_tensors`: of a layer, those whose names end neither in weight nor in bias."""
+
+    architecture: str
+    model_type: str
+    class_name: str
+    fields: tuple[Field, ...]
+    layer_modules: tuple[str, ...]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    permuted: bool = False
+    rope_factors: bool = False
+    latent: bool = False
+    sigmoid: bool = False
+    layer_tensors: tuple[str, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers route tokens to experts."""
+        return any(one.key == _EXPERT_KEY for one in self.fields)
+
+
+_EXPERT_KEY = "expert_count"
+_DENSE = (
+    Field("max_position_embeddings", "context_length"),
+    Field("hidden_size", "embedding_length"),
+    Field("num_hidden_layers", "block_count"),
+    Field("num_attention_heads", "attention.head_count"),
+    Field("num_key_value_heads", "attention.head_count_kv"),
+    Field("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+)
+_COMMON = (*_DENSE, Field("num_experts_per_tok", "expert_used_count"))
+_EXPERT_COUNT = Field("num_experts", _EXPERT_KEY, aliases=("num_local_experts",))
+_EXPERT_WIDTH = Field("moe_intermediate_size", "expert_feed_forward_length")
+_WIDTH = Field("intermediate_size", "feed_forward_length")
+_HEAD_DIM = Field("head_dim", "attention.key_length", required=False)
+_LATENT = (
+    *(one for one in _COMMON if one.config != "num_key_value_heads"),
+    Field("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    _EXPERT_WIDTH,
+    _WIDTH,
+    Field("n_shared_experts", "expert_shared_count"),
+    Field("routed_scaling_factor", "expert_weights_scale", float, required=False),
+    Field("kv_lora_rank", "attention.kv_lora_rank"),
+)
+_LATENT_MODULES = (
+    *_NORMS,
+    *(f"self_attn.{part}" for part in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "o_proj")),
+    *(f"self_attn.{part}" for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")),
+    *_EXPERTS,
+    *(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    *_MLP,
+)
+
+FAMILIES = (
+    Family(
+        architecture="qwen3moe",
+        model_type="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        fields=(
+            *_COMMON,
+            _EXPERT_COUNT,
+            _EXPERT_WIDTH,
+            _HEAD_DIM,
+            Field("intermediate_size", "feed_forward_length", required=False),
+        ),
+        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS, *_MLP),
+        implied={"norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False},
+    ),
+    Family(
+        architecture="qwen2moe",
+        model_type="qwen2_moe",
+        class_name="Qwen2MoeForCausalLM",
+        fields=(
+            *_COMMON,
+            _EXPERT_COUNT,
+            _EXPERT_WIDTH,
+            Field("intermediate_size", "feed_forward_length", required=False),
+            Field("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+        ),
+        layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED, *_MLP),
+        implied={"norm_topk_prob": False, "hidden_act": "silu", "qkv_bias": True},
+    ),
+    Family(
+        architecture="llama",
+        model_type="mixtral",
+        class_name="MixtralForCausalLM",
+        fields=(
+            *_COMMON,
+            Field("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            _WIDTH,
+            _HEAD_DIM,
+        ),
+        layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS),
+        implied={"hidden_act": "silu", "sliding_window": None},
+        permuted=True,
+    ),
+    Family(
+        architecture="olmoe",
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        fields=(*_COMMON, _EXPERT_COUNT, _WIDTH),
+        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS),
+        implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    ),
+    Family(
+        architecture="deepseek2",
+        model_type="deepseek_v2",
+        class_name="DeepseekV2ForCausalLM",
+        fields=_LATENT,
+        layer_modules=_LATENT_MODULES,
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+        latent=True,
+    ),
+    Family(
+        architecture="deepseek2",
+        model_type="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        fields=_LATENT,
+        layer_modules=_LATENT_MODULES,
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+        latent=True,
+        sigmoid=True,
+    ),
+    Family(
+        architecture="qwen3",
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False},
+    ),
+    Family(
+        architecture="qwen2",
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        fields=(*_DENSE, _WIDTH),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu"},
+    ),
+    Family(
+        architecture="llama",
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        permuted=True,
+        rope_factors=True,
+    ),
+)
+MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
+
+
+def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
+    """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known, or
+    experts are scored in a way that is not."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{source}: metadata key general.architecture is missing")
+    found = [family for family in FAMILIES if family.architecture == architecture]
+    if not found:
+        known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+        raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
+    routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
+    gating = count(metadata, key := f"{architecture}.expert_gating_func", source)
+    sigmoid = gating == SIGMOID
+    if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in found)):
+        raise CheckpointError(f"{source}: {key} {gating} is not supported")
+    fitting = (family for family in found if (family.has_experts, family.sigmoid) == (routed, sigmoid))
+    return next(fitting, found[0])
+
+
+def family_of_model_type(model_type: str, source: str) -> Family:
+    """The family of a transformers `model_type`. Raises CheckpointError listing the known ones."""
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise CheckpointError(f"{source}: no GGUF architecture is known for model_type {model_type!r}; known: {known}")
+
+
+def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
+
+    Raises CheckpointError naming the key that is missing or wrong.
+    """
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.implied}
+    for one in family.fields:
+        key = f"{family.architecture}.{one.key}"
+        if key not in metadata:
+            if one.required:
+                raise CheckpointError(f"{source}: metadata key {key} is missing")
+            continue
+        config[one.config] = number(metadata[key], one.kind, key, source)
+    if family.latent:
+        config |= latent_config(family.architecture, metadata, config, source)
+    else:
+        _check_rotary(family.architecture, metadata, config, source)
+    config["rope_parameters"] = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
+    return config
+
+
+def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
+    """Whole heads are turned by their position, whatever else a file may say."""
+    key = f"{architecture}.rope.dimension_count"
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if (stated := count(metadata, key, source)) and stated != width:
+        raise CheckpointError(
+            f"{source}: metadata key {key} must be the width of a head, {width}, got {stated}",
+            param=key,
+            limit=width,
+            value=stated,
+        )
+
+
+def metadata_from_config(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot say."""
+    for key, value in family.implied.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
+    if config.get("use_sliding_window"):
+        raise CheckpointError(f"{source}: use_sliding_window is true; GGUF's {family.architecture} cannot say so")
+    metadata: dict[str, Any] = {}
+    for one in family.fields:
+        value = next((config[name] for name in (one.config, *one.aliases) if config.get(name) is not None), None)
+        if value is None and one.required:
+            raise CheckpointError(f"{source}: config key {one.config} is missing")
+        if value is not None:
+            metadata[f"{family.architecture}.{one.key}"] = one.kind(value)
+    rope = rope_to_metadata(family.architecture, config, source, latent=family.latent, factors=family.rope_factors)
+    if family.latent:
+        return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
+    if (head_dim := config.get("head_dim")) is not None:
+        metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
+    dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    metadata[f"{family.architecture}.rope.dimension_count"] = int(dimensions)
+    return {**metadata, **rope}

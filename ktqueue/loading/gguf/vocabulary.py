@@ -1,0 +1,107 @@
+"""What a tokenizer is made of, as plain data: tokens, kinds, merges or scores, and how text is split.
+
+Read from GGUF metadata and written to it. Knows no tokenizer library; building one is tokenizer/library.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.writer import TOKEN_NORMAL
+
+_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyData:
+    """`model`: `gpt2` (byte-level BPE: merges) or `llama` (SentencePiece BPE: scores). `pre`: a name of
+    pre_tokenizers.PRE_TOKENIZERS. `kinds`: gguf token types, one a token. `ids`: special token ids by role."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: list[int]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool = True
+    chat_template: str | None = None
+
+
+def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
+    """The vocabulary of a GGUF file. Raises CheckpointError naming the key that is missing or wrong."""
+
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = metadata.get(f"tokenizer.ggml.{key}", default)
+        if not isinstance(value, kind):
+            raise CheckpointError(f"{source}: metadata key tokenizer.ggml.{key} is missing or no {kind.__name__}")
+        return value
+
+    def strings(key: str, default: Any = None) -> list[str]:
+        values: list[str] = get(key, list, default)
+        if not all(isinstance(value, str) for value in values):
+            raise CheckpointError(f"{source}: metadata key tokenizer.ggml.{key} must be a list of strings")
+        return values
+
+    model = get("model", str)
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+    tokens = strings("tokens")
+    kinds = get("token_type", list, [TOKEN_NORMAL] * len(tokens))
+    scores = get("scores", list, [])
+    if len(kinds) != len(tokens) or not all(isinstance(kind, int) for kind in kinds):
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.token_type must hold a number for each of {len(tokens)} tokens"
+        )
+    if model == "llama" and (len(scores) != len(tokens) or not all(isinstance(s, float) for s in scores)):
+        raise CheckpointError(f"{source}: tokenizer.ggml.scores must hold a number for each of {len(tokens)} tokens")
+    if not tokens:
+        raise CheckpointError(f"{source}: tokenizer.ggml.tokens is empty")
+    ids = {}
+    for key, role in _IDS.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+            ids[role] = token_id
+    template = metadata.get("tokenizer.chat_template")
+    return VocabularyData(
+        model=model,
+        pre=get("pre", str, "default"),
+        tokens=tokens,
+        kinds=kinds,
+        merges=strings("merges", [] if model == "llama" else None),
+        scores=scores,
+        ids=ids,
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama")),
+        add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def to_metadata(data: VocabularyData) -> dict[str, Any]:
+    """The vocabulary as GGUF metadata, such that `from_metadata` gives it back."""
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": data.model,
+        "tokenizer.ggml.pre": data.pre,
+        "tokenizer.ggml.tokens": data.tokens,
+        "tokenizer.ggml.token_type": data.kinds,
+        "tokenizer.ggml.merges": data.merges,
+        "tokenizer.ggml.add_bos_token": data.add_bos,
+        "tokenizer.ggml.add_eos_token": data.add_eos,
+    }
+    for key, role in _IDS.items():
+        if role in data.ids:
+            metadata[f"tokenizer.ggml.{key}_token_id"] = data.ids[role]
+    if data.chat_template:
+        metadata["tokenizer.chat_template"] = data.chat_template
+    return metadata
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

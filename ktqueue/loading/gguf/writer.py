@@ -1,0 +1,127 @@
+"""The door to the gguf library: tensor types, quantisers, tensor names, the writer.
+
+Reading is ours (header.py), because a served file may be damaged.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import gguf
+import numpy as np
+
+from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes, Floats
+
+WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # what the library can quantise among our types
+TOKEN_NORMAL = int(gguf.TokenType.NORMAL)
+TOKEN_UNKNOWN = int(gguf.TokenType.UNKNOWN)
+TOKEN_CONTROL = int(gguf.TokenType.CONTROL)
+TOKEN_USER_DEFINED = int(gguf.TokenType.USER_DEFINED)
+TOKEN_UNUSED = int(gguf.TokenType.UNUSED)
+TOKEN_BYTE = int(gguf.TokenType.BYTE)
+
+_FILE_TYPES = {
+    "F32": gguf.LlamaFileType.ALL_F32,
+    "F16": gguf.LlamaFileType.MOSTLY_F16,
+    "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q2_K": gguf.LlamaFileType.MOSTLY_Q2_K,
+    "Q3_K": gguf.LlamaFileType.MOSTLY_Q3_K_M,
+    "Q4_K": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "Q5_K": gguf.LlamaFileType.MOSTLY_Q5_K_M,
+    "Q6_K": gguf.LlamaFileType.MOSTLY_Q6_K,
+    "IQ4_NL": gguf.LlamaFileType.MOSTLY_IQ4_NL,
+    "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
+    "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
+}
+_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def type_name(type_id: int) -> str:
+    """ggml's number of a tensor type to its name, such as `Q4_K`; an unknown number to `type 99`."""
+    try:
+        return str(gguf.GGMLQuantizationType(type_id).name)
+    except ValueError:
+        return f"type {type_id}"
+
+
+def quantize(values: Floats, quant: str) -> Bytes:
+    """[rows, columns] float32 to [rows, row bytes]. `quant` is one of WRITABLE."""
+    packed = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[quant])
+    result: Bytes = np.ascontiguousarray(packed).view(np.uint8).reshape(values.shape[0], -1)
+    return result
+
+
+class NameMap:
+    """HF module names to GGUF tensor names for one architecture, through the library's own tables."""
+
+    def __init__(self, architecture: str, layers: int) -> None:
+        self._map = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
+
+    def find(self, name: str) -> str | None:
+        """`model.norm.weight` to `output_norm.weight`; None where the architecture has no such tensor."""
+        spelt = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as its tables have it
+        found: str | None = self._map.get_name(spelt, try_suffixes=(".weight", ".bias"))
+        return found
+
+
+class Writer:
+    """Writes one GGUF file: metadata and all tensor infos first, then the data tensor by tensor.
+
+    Use as a context manager; the file appears under its name only when all went well.
+    """
+
+    def __init__(self, path: Path, architecture: str, file_type: str) -> None:
+        self._path = path
+        self._part = path.with_name(path.name + ".part")
+        self._writer = gguf.GGUFWriter(self._part, architecture)
+        self._writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        self._writer.add_file_type(int(_FILE_TYPES[file_type]))
+
+    def add_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Strings, bools, lists, and numbers (int as u32, float as f32)."""
+        for key, value in metadata.items():
+            match value:
+                case bool():
+                    self._writer.add_bool(key, value)
+                case int():
+                    self._writer.add_uint32(key, value)
+                case float():
+                    self._writer.add_float32(key, value)
+                case str():
+                    self._writer.add_string(key, value)
+                case _:
+                    self._writer.add_array(key, value)
+
+    def add_tensor(self, name: str, quant: str, shape: tuple[int, ...]) -> None:
+        """State a tensor; its data must come in the same order."""
+        elements, size = FILE_BLOCKS[quant]
+        packed = (*shape[:-1], shape[-1] // elements * size)
+        self._writer.add_tensor_info(
+            name, packed, np.dtype(np.uint8), int(np.prod(packed)), raw_dtype=gguf.GGMLQuantizationType[quant]
+        )
+
+    def start(self) -> None:
+        """Write the header; data follows."""
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_ti_data_to_file()
+
+    def write(self, packed: Bytes) -> None:
+        """The next tensor's bytes."""
+        self._writer.write_tensor_data(packed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        if kind is None:
+            self._part.replace(self._path)
+        else:
+            self._part.unlink(missing_ok=True)

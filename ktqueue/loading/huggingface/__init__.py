@@ -1,0 +1,1 @@
+"""Hugging Face folders and the hub: configs, safetensors, downloads."""

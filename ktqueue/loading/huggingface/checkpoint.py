@@ -1,0 +1,164 @@
+"""Checkpoint of a Hugging Face folder: config.json and safetensors, single or sharded.
+
+The format is a length, a JSON header and raw little-endian data; it is read here without trust, and
+tensors are views into the file's map. Experts may lie one by one (`experts.3.up_proj.weight`, Mixtral's
+`w1 w3 w2`) or fused (`experts.gate_up_proj`); either way nothing is copied. Knows no GGUF.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.codec import CodecError, loads
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint_tensors import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
+from ktqueue.loading.gguf.header import map_file
+from ktqueue.loading.huggingface.quantization_config import check_quantization
+from ktqueue.loading.huggingface.tensor_names import to_modules
+from ktqueue.loading.json_file import read_json
+from ktqueue.loading.weight_formats import Bytes
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+MAX_HEADER = 100 << 20  # bytes; the format's own limit
+_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
+_LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
+
+
+def open_folder(folder: Path) -> StoredCheckpoint:
+    """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
+    config = read_json(folder / "config.json")
+    check_quantization(config, str(folder))
+    tensors: dict[str, StoredTensor] = {}
+    maps: list[Bytes] = []
+    extra = _layers_that_predict_more(config)
+    renamed = to_modules(config)
+    for file in weight_files(folder):
+        maps.append(map_file(file))
+        for tensor in _read(file, maps[-1]):
+            name = renamed(tensor.name)
+            if name in tensors:
+                raise CheckpointError(f"{file}: tensor {tensor.name!r} is given twice")
+            layer = _LAYER.match(name)
+            if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
+                tensors[name] = tensor
+    dense, experts = _group(folder, tensors)
+    return StoredCheckpoint(str(folder), config, dense, experts, maps)
+
+
+def _layers_that_predict_more(config: dict[str, Any]) -> range:
+    """Behind the model's own come those that guess a token more at a time (DeepSeek-V3); transformers has no modules
+    for them."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the
+    index names. Raises CheckpointError."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists() or not index.exists():
+        return [single]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to files")
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index}: weight_map must name files of this folder, got {names}")
+    return [folder / name for name in names]
+
+
+def _read(path: Path, file: Bytes) -> list[StoredTensor]:
+    size = int.from_bytes(bytes(file[:8]), "little")
+    if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
+        raise CheckpointError(f"{path}: truncated or corrupt: the header is said to be {size} bytes")
+    try:
+        header = loads(bytes(file[8 : 8 + size]))
+    except CodecError as error:
+        raise CheckpointError(f"{path}: corrupt header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: corrupt header: a JSON object is expected")
+    header.pop("__metadata__", None)
+    return [_tensor(path, name, entry, 8 + size, file) for name, entry in header.items()]
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredTensor:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
+        good = whole and min(shape, default=1) >= 0 and isinstance(kind, str)
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
+    if min(shape, default=1) == 0:
+        raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
+    tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
+    if tensor.data.size != end - begin:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: {end - begin} bytes stored, its shape needs {tensor.data.size}"
+        )
+    return tensor
+
+
+def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, ExpertWeights]]:
+    """Dense tensors, and the experts of each module in expert order."""
+    dense: dict[str, StoredTensor] = {}
+    single: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    fused: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if match := _EXPERT.fullmatch(name):
+            parts = single.setdefault(match["module"], {"gate": {}, "up": {}, "down": {}})
+            if (twin := parts[_PARTS[match["part"]]].setdefault(int(match["index"]), tensor)) is not tensor:
+                raise CheckpointError(f"{folder}: tensors {twin.name!r} and {name!r} are the same of one expert")
+        elif module.endswith(".experts") and part in (GATE_UP, DOWN):
+            fused.setdefault(module, {})[part] = tensor
+        else:
+            dense[name] = tensor
+    if both := sorted(single.keys() & fused.keys()):
+        raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and all in one")
+    experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
+    experts.update({module: _from_fused(folder, module, parts) for module, parts in fused.items()})
+    return dense, experts
+
+
+def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTensor]]) -> ExpertWeights:
+    count = max(len(found) for found in parts.values())
+    stacks = {}
+    for part, found in parts.items():
+        if sorted(found) != list(range(count)):
+            missing = sorted(set(range(count)) - set(found))
+            raise CheckpointError(f"{folder}: {module}: no {part} weights for experts {missing[:8]}")
+        first = found[0]
+        if odd := [t.name for t in found.values() if (t.quant, t.shape) != (first.quant, first.shape)]:
+            raise CheckpointError(f"{folder}: tensor {odd[0]!r} differs in type or shape from {first.name!r}")
+        if len(first.shape) != 2:
+            raise CheckpointError(
+                f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, a matrix is expected"
+            )
+        rows, columns = first.shape
+        stacks[part] = PackedExperts(first.quant, rows, columns, [found[i].data for i in range(count)])
+    return ExpertWeights(**stacks)
+
+
+def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
+    if missing := {GATE_UP, DOWN} - set(parts):
+        raise CheckpointError(f"{folder}: {module} has no {' and no '.join(sorted(missing))}")
+    gate_up, down = parts[GATE_UP], parts[DOWN]
+    if len(gate_up.shape) != 3 or len(down.shape) != 3 or gate_up.shape[1] % 2:
+        raise CheckpointError(f"{folder}: {module}: fused experts must be [experts, rows, columns]")
+    return split_fused(gate_up, down)
+
+
+def split_fused(gate_up: StoredTensor, down: StoredTensor) -> ExpertWeights:
+    """Fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] to three stacks of views."""
+    _, rows, columns = gate_up.shape
+    halves = [matrix.reshape(2, -1) for matrix in gate_up.matrices()]
+    return ExpertWeights(
+        gate=PackedExperts(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
+        up=PackedExperts(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
+        down=down.stack(),
+    )

@@ -1,0 +1,178 @@
+"""Models of random weights in a real model's shape, for measuring: `synthetic:SHAPE:QUANT[:LAYERS]`, as a checkpoint
+in memory or as one GGUF file.
+
+Speed does not depend on what weights say, so none need be had from anywhere. Standard deviations are such that
+activations keep their size through all layers, router and logits are neither flat nor certain.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, StoredTensor
+from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, assemble
+from ktqueue.loading.gguf.families import family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf.vocabulary import VocabularyData, byte_alphabet, to_metadata
+from ktqueue.loading.gguf.writer import TOKEN_CONTROL, TOKEN_NORMAL, Writer, quantize
+from ktqueue.loading.model_path import SYNTHETIC
+from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
+from ktqueue.loading.synthetic.shapes import MIX, SHAPES, Tensor, tensors_of
+from ktqueue.loading.weight_formats import BLOCKS, Bytes
+
+PREFIX = SYNTHETIC
+Progress = Callable[[int, int, str], None]  # as convert's
+
+# Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as
+# there are blocks begin at different ones.
+_POOLS = (8191, 262_139)
+_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MERGES = ("t h", "th e", "i n", "a n", "an d", "e r", "r e", "o n", "Ġ the", "Ġ and", "Ġ a", "o u", "in g", "h e")
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Views(StoredTensor):
+    """Experts that are views into one pool: `data` is that of the first."""
+
+    views: tuple[Bytes, ...] = ()
+
+    def matrices(self) -> list[Bytes]:
+        return list(self.views)
+
+
+def open_synthetic(name: str) -> StoredCheckpoint:
+    """The model that `name` stands for, in memory. Its experts share a pool of weights, so that it takes little memory
+    and time however large it is; whoever packs them takes what a file of that size would. Raises CheckpointError."""
+    config, quant, metadata = _model(name)
+    draw = _Draw()
+    return assemble(name, metadata, {tensor.name: draw.stored(tensor) for tensor in tensors_of(config, quant)})
+
+
+def synthetic_vocabulary(name: str) -> VocabularyData:
+    """The vocabulary of the model that `name` stands for. Raises CheckpointError."""
+    return vocabulary(_model(name)[0]["vocab_size"])
+
+
+def write(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
+    """Write the model that `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) stands for as `target`.
+
+    QUANT is q4_k_m (llama.cpp's mix) or a storage format, such as q8_0, for all matrices; norms and routers are f32.
+    `layers` overrides the name's. The same call writes the same bytes. Raises CheckpointError.
+    """
+    config, quant, metadata = _model(name, layers)
+    tensors = list(tensors_of(config, quant))
+    draw = _Draw()
+    with Writer(target, metadata["general.architecture"], quant) as writer:
+        writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.quant, tensor.shape)
+        writer.start()
+        for done, tensor in enumerate(tensors):
+            if progress:
+                progress(done, len(tensors), tensor.name)
+            writer.write(draw(tensor))
+    if progress:
+        progress(len(tensors), len(tensors), "")
+
+
+def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Config, quantisation and GGUF metadata of the model that `name` stands for."""
+    shape, _, rest = name.removeprefix(PREFIX).partition(":")
+    quant, _, count = rest.partition(":")
+    if shape not in SHAPES:
+        raise CheckpointError(f"{name}: there is no shape {shape!r}; known: {', '.join(SHAPES)}")
+    if quant.upper() not in (MIX, *BLOCKS):
+        known = ", ".join((MIX, *BLOCKS)).lower()
+        raise CheckpointError(f"{name}: there is no quantisation {quant!r}; known: {known}")
+    config = dict(SHAPES[shape])
+    stated = str(layers) if layers is not None else count or str(config["num_hidden_layers"])
+    if not (stated.isdecimal() and 1 <= int(stated) <= MAX_LAYERS):
+        raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {stated!r}")
+    config["num_hidden_layers"] = int(stated)
+    family = family_of_model_type(config["model_type"], name)
+    metadata = {
+        "general.architecture": family.architecture,
+        "general.name": name,
+        **metadata_from_config(family, config, name),
+        f"{family.architecture}.vocab_size": config["vocab_size"],
+        **to_metadata(vocabulary(config["vocab_size"])),
+    }
+    return config, quant.upper(), metadata
+
+
+def vocabulary(size: int) -> VocabularyData:
+    """Bytes, a few merges, three control tokens, then words ` w0`, ` w1` and so on that no text is split into."""
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES), *_CONTROL]
+    ids = {token: len(tokens) - len(_CONTROL) + i for i, token in enumerate(_CONTROL)}
+    kinds = [TOKEN_CONTROL if token in ids else TOKEN_NORMAL for token in tokens]
+    words = size - len(tokens)
+    return VocabularyData(
+        model="gpt2",
+        pre="qwen2",
+        tokens=[*tokens, *(f"Ġw{i}" for i in range(words))],
+        kinds=kinds + [TOKEN_NORMAL] * words,
+        merges=list(_MERGES),
+        ids={"eos": ids["<|endoftext|>"], "pad": ids["<|endoftext|>"], "eot": ids["<|im_end|>"]},
+        chat_template=_TEMPLATE,
+    )
+
+
+class _Draw:
+    """Fills tensors, each from where the one before left the pool of its kind."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, float, int], Bytes] = {}  # [blocks, bytes of a block]
+        self._next: dict[tuple[str, float, int], int] = {}
+        self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools that go on from their start by one expert's blocks
+
+    def __call__(self, tensor: Tensor) -> Bytes:
+        random = np.random.default_rng(list(tensor.name.encode()))
+        if len(tensor.shape) == 1:
+            values = 1 + tensor.deviation * random.standard_normal((1, *tensor.shape))
+            return quantize(values.astype(np.float32), "F32").reshape(-1)
+        pool, start, count = self._take(tensor, random)
+        return _cut(pool, start, count)
+
+    def stored(self, tensor: Tensor) -> StoredTensor:
+        """The same weights as of a call; of experts views, which share their memory."""
+        if len(tensor.shape) < 3:
+            return StoredTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
+        pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
+        experts = tensor.shape[0]
+        each = count // experts
+        key = (id(pool), each)
+        if key not in self._wrapped:
+            self._wrapped[key] = _cut(pool, 0, len(pool) + each).reshape(-1, pool.shape[1])
+        whole = self._wrapped[key]
+        starts = ((start + expert * each) % len(pool) for expert in range(experts))
+        views = tuple(whole[at : at + each].reshape(-1) for at in starts)
+        return _Views(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
+
+    def _take(self, tensor: Tensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
+        """The pool of a matrix, its first block and the number of its blocks."""
+        count = int(np.prod(tensor.shape)) // max(BLOCKS[tensor.quant][0], GROUP)
+        size = next((size for size in _POOLS if count <= 8 * size), _POOLS[-1])
+        key = (tensor.quant, tensor.deviation, size)
+        if key not in self._pools:
+            self._pools[key] = random_blocks(tensor.quant, size, tensor.deviation, random)
+        start = self._next.get(key, 0)
+        self._next[key] = (start + count) % size
+        return self._pools[key], start, count
+
+
+def _cut(pool: Bytes, start: int, count: int) -> Bytes:
+    """`count` blocks of the pool from `start` on, over and over."""
+    out = np.empty((count, pool.shape[1]), np.uint8)
+    done = 0
+    while done < count:
+        step = min(count - done, len(pool) - start)
+        out[done : done + step] = pool[start : start + step]
+        done, start = done + step, 0
+    return out.reshape(-1)

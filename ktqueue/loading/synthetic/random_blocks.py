@@ -1,0 +1,137 @@
+"""Random weights written straight in a storage format: valid blocks with the standard deviation asked for.
+
+No quantiser runs: payload bits are uniform, scales are chosen so that the decoded weights are centred on zero. The
+layouts are ggml's (ggml-common.h).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ktqueue.loading.gguf.writer import quantize
+from ktqueue.loading.weight_formats import Bytes
+
+GROUP = 32  # elements that count as one block of a format without blocks
+_JITTER = 0.25  # block scales vary by this share either way
+_SCALES = range(16, 32)  # of 64: large enough to differ, small enough for a normal half as the block's scale
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+_LAYOUTS = {
+    "Q4_0": [("d", "<f2"), ("q", "u1", 16)],
+    "Q8_0": [("d", "<f2"), ("q", "i1", 32)],
+    "Q2_K": [("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
+    "Q3_K": [("high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 12), ("d", "<f2")],
+    "Q4_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", 128)],
+    "Q5_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("q", "u1", 128)],
+    "Q6_K": [("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")],
+    "IQ4_NL": [("d", "<f2"), ("q", "u1", 16)],
+    "IQ4_XS": [("d", "<f2"), ("high", "<u2"), ("scales", "u1", 4), ("q", "u1", 128)],
+    "MXFP4": [("e", "u1"), ("q", "u1", 16)],
+}
+Blocks = np.ndarray[Any, np.dtype[np.void]]
+Random = np.random.Generator
+
+
+def random_blocks(quant: str, count: int, deviation: float, random: Random) -> Bytes:
+    """[count, bytes of a block]: weights around 0 with that standard deviation. F32, F16 and BF16 are normal."""
+    if quant not in _LAYOUTS:
+        values = random.standard_normal((count, GROUP), np.float32)
+        return quantize(values * np.float32(deviation), quant)
+    layout = np.dtype(_LAYOUTS[quant])
+    blocks = np.frombuffer(bytearray(random.bytes(count * layout.itemsize)), layout)
+    _SET[quant](blocks, deviation, random)
+    return blocks.view(np.uint8).reshape(count, layout.itemsize)
+
+
+def _rms(values: Iterable[float]) -> float:
+    return float(np.sqrt(np.mean(np.square(list(values), dtype=np.float64))))
+
+
+def _scale(blocks: Blocks, unit: float, deviation: float, random: Random) -> None:
+    """Set `d`. `unit`: standard deviation of the weights where d is 1."""
+    jitter = random.uniform(1 - _JITTER, 1 + _JITTER, len(blocks))
+    blocks["d"] = deviation / unit / np.sqrt(1 + _JITTER**2 / 3) * jitter
+
+
+def _flip(blocks: Blocks, random: Random) -> None:
+    """Give `d` a random sign, which centres a table of values that is not symmetric."""
+    blocks["d"] *= random.choice(np.array([-1, 1], np.float16), len(blocks))
+
+
+def _q4_0(blocks: Blocks, deviation: float, random: Random) -> None:
+    _scale(blocks, _rms(range(-8, 8)), deviation, random)
+    _flip(blocks, random)
+
+
+def _q8_0(blocks: Blocks, deviation: float, random: Random) -> None:
+    np.maximum(blocks["q"], -127, out=blocks["q"])  # as quantisers do
+    _scale(blocks, _rms([*range(-127, 128), -127]), deviation, random)
+
+
+def _q2_k(blocks: Blocks, deviation: float, random: Random) -> None:
+    """Weight d * scale * q - dmin * min with min = scale and dmin = 1.5 d: centred."""
+    scales = random.integers(4, 16, blocks["scales"].shape, np.uint8)
+    blocks["scales"] = scales | scales << 4
+    _scale(blocks, _rms(range(4, 16)) * _rms((-1.5, -0.5, 0.5, 1.5)), deviation, random)
+    blocks["dmin"] = 1.5 * blocks["d"]
+
+
+def _q3_k(blocks: Blocks, deviation: float, random: Random) -> None:
+    """Scales are 6 bits less 32, so that random bytes have both signs."""
+    _scale(blocks, _rms(range(-32, 32)) * _rms(range(-4, 4)), deviation, random)
+
+
+def _min_and_scale(levels: int) -> Callable[[Blocks, float, Random], None]:
+    """Q4_K (16 levels) and Q5_K (32): min = scale and dmin = middle level * d, which centres the weights."""
+    middle = (levels - 1) / 2
+
+    def fill(blocks: Blocks, deviation: float, random: Random) -> None:
+        scales = random.integers(_SCALES.start, _SCALES.stop, (len(blocks), 8), np.uint8)
+        low, high = scales[:, :4], scales[:, 4:]
+        packed = blocks["scales"]  # groups 0-3: scales, mins; groups 4-7: low nibbles, their high bits above the others
+        packed[:, 0:4] = packed[:, 4:8] = low | high >> 4 << 6
+        packed[:, 8:12] = high & 15 | high << 4
+        _scale(blocks, _rms(_SCALES) * _rms(level - middle for level in range(levels)), deviation, random)
+        blocks["dmin"] = middle * blocks["d"]
+
+    return fill
+
+
+def _q6_k(blocks: Blocks, deviation: float, random: Random) -> None:
+    sign = random.choice(np.array([-1, 1], np.int8), blocks["scales"].shape)
+    blocks["scales"] = sign * random.integers(_SCALES.start, _SCALES.stop, sign.shape, np.int8)
+    _scale(blocks, _rms(_SCALES) * _rms(range(-32, 32)), deviation, random)
+
+
+def _iq4_nl(blocks: Blocks, deviation: float, random: Random) -> None:
+    _scale(blocks, _rms(_IQ4), deviation, random)
+    _flip(blocks, random)
+
+
+def _iq4_xs(blocks: Blocks, deviation: float, random: Random) -> None:
+    """Scales as Q3_K's."""
+    _scale(blocks, _rms(range(-32, 32)) * _rms(_IQ4), deviation, random)
+
+
+def _mxfp4(blocks: Blocks, deviation: float, random: Random) -> None:
+    """The scale is a power of two: of the two around the one wanted, each as often as gives the right mean square."""
+    wanted = deviation / _rms(_MXFP4)
+    exponent = np.floor(np.log2(wanted))
+    larger = ((wanted / 2**exponent) ** 2 - 1) / 3
+    blocks["e"] = 127 + exponent + (random.random(len(blocks)) < larger)
+
+
+_SET: dict[str, Callable[[Blocks, float, Random], None]] = {
+    "Q4_0": _q4_0,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _min_and_scale(16),
+    "Q5_K": _min_and_scale(32),
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

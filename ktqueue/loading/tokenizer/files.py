@@ -1,0 +1,180 @@
+"""The tokenizer files of a Hugging Face folder as plain data: tokenizer.json, its settings, the chat template.
+
+Knows no tokenizer library.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.vocabulary import VocabularyData
+from ktqueue.loading.gguf.writer import (
+    TOKEN_BYTE,
+    TOKEN_CONTROL,
+    TOKEN_NORMAL,
+    TOKEN_UNKNOWN,
+    TOKEN_UNUSED,
+    TOKEN_USER_DEFINED,
+)
+from ktqueue.loading.json_file import read_json
+from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer.json. `tokens` and `kinds` are indexed by id; ids without a token are unused and empty."""
+
+    path: Path
+    document: Mapping[str, Any]
+    tokens: list[str]
+    kinds: list[int]
+    byte_level: bool
+
+
+def read_tokenizer(folder: Path) -> TokenizerFile:
+    """Read `folder`/tokenizer.json. Raises CheckpointError."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: No such file; a model in safetensors needs one, which --tokenizer can take from another folder"
+        )
+    document = read_json(path)
+    try:
+        model, added = document["model"], document.get("added_tokens") or []
+        entries = model["vocab"]
+        listed = entries.items() if isinstance(entries, dict) else ((entry[0], i) for i, entry in enumerate(entries))
+        by_id: dict[int, str] = {token_id: token for token, token_id in listed}
+        fallback = bool(model.get("byte_fallback"))
+        kinds = {i: TOKEN_BYTE for i, token in by_id.items() if fallback and token in _BYTE_TOKENS}
+        if model.get("unk_token") is not None:
+            kinds.update({i: TOKEN_UNKNOWN for i, token in by_id.items() if token == model["unk_token"]})
+        for entry in added:
+            by_id[entry["id"]] = entry["content"]
+            kinds[entry["id"]] = TOKEN_CONTROL if entry["special"] else TOKEN_USER_DEFINED
+        size = max(by_id, default=-1) + 1
+        if not 0 < size < 1 << 24 or min(by_id) < 0:
+            raise CheckpointError(f"{path}: token ids must run from 0, got {size} at most")
+        tokens = [by_id.get(i, "") for i in range(size)]
+        plain = [TOKEN_NORMAL if i in by_id else TOKEN_UNUSED for i in range(size)]
+        byte_level = _has_byte_level(document.get("decoder")) or _has_byte_level(document.get("pre_tokenizer"))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path}: not a tokenizer file: {error!r}") from error
+    return TokenizerFile(path, document, tokens, [kinds.get(i, kind) for i, kind in enumerate(plain)], byte_level)
+
+
+def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The folder's default chat template: its own file, or part of tokenizer_config.json. Raises CheckpointError."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like to their text, from tokenizer_config.json."""
+    found = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], size: int) -> list[int]:
+    """Ids below `size` that end a choice, the model's own first: those of generation_config.json, else of config.json,
+    else the tokenizer's. Raises CheckpointError."""
+    for name in ("generation_config.json", "config.json"):
+        stated = optional_json(folder / name).get("eos_token_id")
+        ids = stated if isinstance(stated, list) else [stated]
+        if found := [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < size]:
+            return found
+    token = special_tokens(settings).get("eos_token")
+    return [tokens.index(token)] if token in tokens[:size] else []
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file. Raises CheckpointError where it is damaged."""
+    return read_json(path) if path.exists() else {}
+
+
+def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
+    """The byte-level BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
+
+    Raises CheckpointError for other tokenizers and for an unknown pre-tokenizer.
+    """
+    file = read_tokenizer(folder)
+    settings = optional_json(folder / "tokenizer_config.json")
+    model = file.document["model"]
+    if model.get("type") != "BPE" or not file.byte_level:
+        raise CheckpointError(
+            f"{file.path}: only byte-level BPE tokenizers can be converted, not {model.get('type')!r}"
+        )
+    if len(file.tokens) > vocab_size:
+        raise CheckpointError(
+            f"{file.path}: token id {len(file.tokens) - 1} is outside the model's vocabulary of {vocab_size}"
+        )
+    spare = vocab_size - len(file.tokens)
+    kinds = [*file.kinds, *([TOKEN_UNUSED] * spare)]
+    tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * spare)])]
+    special = special_tokens(settings)
+    ids = {
+        role: file.tokens.index(t) for role in ("bos", "unk", "pad") if (t := special.get(f"{role}_token")) in tokens
+    }
+    ends = end_tokens(folder, settings, file.tokens, vocab_size)
+    ids.update(zip(("eos", "eot", "eom"), ends, strict=False))
+    return VocabularyData(
+        model="gpt2",
+        pre=_recognise(file),
+        tokens=tokens,
+        kinds=kinds,
+        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+        ids=ids,
+        add_bos=_begins_with(file, special.get("bos_token")),
+        chat_template=chat_template(folder, settings),
+    )
+
+
+def _steps(part: Any) -> list[Mapping[str, Any]]:
+    """A pre-tokenizer, normaliser or decoder as a flat list of steps."""
+    if not isinstance(part, dict):
+        return []
+    inner = part.get("pretokenizers") or part.get("normalizers") or part.get("decoders") or part.get("processors")
+    return [step for one in inner for step in _steps(one)] if inner else [part]
+
+
+def _has_byte_level(part: Any) -> bool:
+    return any(step.get("type") == "ByteLevel" for step in _steps(part))
+
+
+def _recognise(file: TokenizerFile) -> str:
+    """The name of the pre-tokenizer whose patterns the file spells out."""
+    steps = _steps(file.document.get("pre_tokenizer"))
+    patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
+    normalizers = [step["type"] for step in _steps(file.document.get("normalizer"))]
+    if not patterns and not normalizers and any(step.get("use_regex") for step in steps):
+        return "gpt-2"
+    for name, pre in PRE_TOKENIZERS.items():
+        if pre.patterns == patterns and normalizers == (["NFC"] if pre.nfc else []):
+            return name
+    raise CheckpointError(f"{file.path}: unknown pre-tokenizer {patterns}; known: {', '.join(PRE_TOKENIZERS)}")
+
+
+def _begins_with(file: TokenizerFile, token: str | None) -> bool:
+    """Whether encoding puts the token first."""
+    for step in _steps(file.document.get("post_processor")):
+        first = (step.get("single") or [{}])[0]
+        if step.get("type") == "TemplateProcessing" and token and first.get("SpecialToken", {}).get("id") == token:
+            return True
+    return False

@@ -1,0 +1,225 @@
+"""Text and messages to token ids, and token ids to bytes, for a Hugging Face folder or a GGUF file alone."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from ktqueue.core.errors import CheckpointError, InvalidRequest
+from ktqueue.core.prompt_size import check_text, check_tokens
+from ktqueue.core.request import GenerationRequest
+from ktqueue.loading.gguf.checkpoint import read_parts
+from ktqueue.loading.gguf.vocabulary import VocabularyData, byte_alphabet, from_metadata
+from ktqueue.loading.gguf.writer import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFINED
+from ktqueue.loading.model_path import resolve
+from ktqueue.loading.synthetic.checkpoint import PREFIX, synthetic_vocabulary
+from ktqueue.loading.tokenizer import files, library
+from ktqueue.loading.tokenizer.chat_template import ChatTemplate
+
+BEGINNING = 6  # characters for each token of the context; plain text has three to five
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A model's tokenizer. Implements core.vocabulary.Vocabulary; safe to call from several threads.
+
+    `tokens`: text of each id. `kinds`: gguf token type of each id. `byte_level`: tokens are spelled in GPT-2's byte
+    alphabet, otherwise SentencePiece's.
+    """
+
+    def __init__(
+        self,
+        model: library.Model,
+        *,
+        size: int,
+        tokens: Sequence[str],
+        kinds: Sequence[int],
+        byte_level: bool,
+        eos_token_ids: frozenset[int],
+        template: ChatTemplate | None,
+    ) -> None:
+        self._model = model
+        self._size = size
+        self._tokens = tokens
+        self._kinds = kinds
+        self._alphabet = byte_alphabet() if byte_level else None
+        self._eos_token_ids = eos_token_ids
+        self._template = template
+
+    @property
+    def size(self) -> int:
+        """Ids run from 0 to `size` - 1."""
+        return self._size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a choice."""
+        return self._eos_token_ids
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self._template
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, if the model has one."""
+        return self._template.source if self._template else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens spelled out in it count as such.
+
+        Raises InvalidRequest for text that cannot be UTF-8.
+        """
+        _check_characters(text)
+        return library.encode(self._model, text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Bytes of text that one token may stand for; None where the tokenizer may drop text or run it together."""
+        shrinkage = library.shrinkage(self._model)
+        if shrinkage is None:
+            return None
+        # A token's spelling has at least as many bytes as the text that it stands for, so few must be looked at.
+        spelled = sorted(((len(token.encode()), one) for one, token in enumerate(self._tokens)), reverse=True)
+        longest = 1
+        for size, one in spelled:
+            if size <= longest:
+                break
+            longest = max(longest, len(self.token_bytes(one)) or size)
+        return shrinkage * longest
+
+    def encode_request(
+        self,
+        request: GenerationRequest,
+        *,
+        max_model_len: int | None = None,
+        render: Callable[[GenerationRequest], str] | None = None,
+    ) -> list[int]:
+        """The prompt's token ids: messages through the chat template, text, or the ids given.
+
+        `max_model_len` in tokens: a text that cannot fit by its bytes is not tokenised, and of a long one the beginning
+        alone where that has too many tokens already. `render` stands in for `render`
+        of this tokenizer.
+
+        Raises InvalidRequest naming the field at fault, ContextLengthExceeded.
+        """
+        if request.prompt_token_ids is not None:
+            return self._checked_ids(request.prompt_token_ids)
+        field = "messages" if request.prompt is None else "prompt"
+        text = request.prompt if request.prompt is not None else (render or self.render)(request)
+        if max_model_len is not None:
+            check_text(text, max_model_len, self.longest_token, field)
+            self._check_beginning(text, max_model_len, field)
+        return self._within(self.encode(text, add_special_tokens=request.prompt is not None), field)
+
+    def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
+        beginning = text[: BEGINNING * max_model_len]
+        if self.longest_token is not None and len(text) > 2 * len(beginning):
+            _check_characters(text)
+            check_tokens(library.least_tokens(self._model, beginning), max_model_len, field, at_least=True)
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        if ids and max(ids) >= self._size:
+            position = next(place for place, one in enumerate(ids) if one >= self._size)
+            raise InvalidRequest(
+                f"prompt_token_ids[{position}] must be below {self._size}, got {ids[position]}",
+                param=f"prompt_token_ids[{position}]",
+                limit=self._size - 1,
+                value=ids[position],
+            )
+        return list(ids)
+
+    def render(self, request: GenerationRequest) -> str:
+        """The prompt text of a request with messages. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
+        return self._template.render(request.messages or (), request.tools, request.chat_template_kwargs)
+
+    def _within(self, ids: list[int], param: str) -> list[int]:
+        """Some tokenizers know more tokens than their model."""
+        if ids and max(ids) >= self._size:
+            token = self._tokens[max(ids)]
+            raise InvalidRequest(
+                f"{param} holds {token!r}, a token that the model does not have", param=param, value=token
+            )
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; empty for special tokens and for ids without a token."""
+        if not 0 <= token_id < len(self._tokens):
+            return b""
+        token, kind = self._tokens[token_id], self._kinds[token_id]
+        if kind == TOKEN_USER_DEFINED:
+            return token.encode()
+        if kind == TOKEN_BYTE:
+            match = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(match[1], 16)]) if match else b""
+        if kind != TOKEN_NORMAL:
+            return b""
+        if self._alphabet is None:
+            return token.replace(library.SPACE, " ").encode()
+        try:
+            return bytes([self._alphabet[character] for character in token])
+        except KeyError:  # a plain token of a byte-level vocabulary that is spelled as it is
+            return token.encode()
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, `demo` or a synthetic model.
+
+    Raises CheckpointError.
+    """
+    if path.startswith(PREFIX):
+        return _from_data(synthetic_vocabulary(path), path)
+    found = resolve(path)
+    return _from_folder(found) if found.is_dir() else _from_gguf(found)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    parts = read_parts(path)
+    data = from_metadata(parts[0].metadata, str(path))
+    for rows in (info.shape[0] for part in parts for info in part.tensors if info.name == "token_embd.weight"):
+        if rows < len(data.tokens):
+            raise CheckpointError(f"{path}: {len(data.tokens)} tokens, but 'token_embd.weight' has {rows} rows")
+    return _from_data(data, str(path))
+
+
+def _from_data(data: VocabularyData, path: str) -> Tokenizer:
+    special = {f"{role}_token": data.tokens[token_id] for role, token_id in data.ids.items()}
+    return Tokenizer(
+        library.build(data, path),
+        size=len(data.tokens),
+        tokens=data.tokens,
+        kinds=data.kinds,
+        byte_level=data.model == "gpt2",
+        eos_token_ids=frozenset(data.ids[role] for role in ("eos", "eot", "eom") if role in data.ids),
+        template=ChatTemplate(data.chat_template, special, path) if data.chat_template else None,
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = files.read_tokenizer(folder)
+    settings = files.optional_json(folder / "tokenizer_config.json")
+    size = files.optional_json(folder / "config.json").get("vocab_size", len(file.tokens))
+    if type(size) is not int or size < 1:
+        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
+    ends = files.end_tokens(folder, settings, file.tokens, size)
+    template = files.chat_template(folder, settings)
+    return Tokenizer(
+        library.from_json(file.path),
+        size=size,
+        tokens=file.tokens,
+        kinds=file.kinds,
+        byte_level=file.byte_level,
+        eos_token_ids=frozenset(ends),
+        template=ChatTemplate(template, files.special_tokens(settings), str(folder)) if template else None,
+    )

@@ -1,0 +1,41 @@
+"""Storage types of weights: names, block sizes, bytes of a row. Knows no file format."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+# Elements and bytes of one block, as ggml defines them (ggml-common.h).
+BLOCKS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
+}
+FILE_BLOCKS = {**BLOCKS, "Q5_0": (32, 22)}
+"""The same of all types that may be in a file: see requantised.py for those that kernels do not read."""
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def row_bytes(quant: str, columns: int) -> int:
+    """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
+    elements, size = FILE_BLOCKS[quant]
+    if columns % elements:
+        raise ValueError(f"a row of {columns} is no multiple of the {quant} block of {elements}")
+    return columns // elements * size
+
+
+def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of `shape`, rows last. Raises ValueError as `row_bytes`."""
+    return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])

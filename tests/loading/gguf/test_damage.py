@@ -1,0 +1,122 @@
+"""A damaged model file gives a CheckpointError that names the file, or a model that loads; never anything else."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.load import load_model
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+
+
+def _try(path: Path) -> bool:
+    """Whether it loads; any exception but a CheckpointError naming the file fails the test."""
+    try:
+        load_model(str(path))
+        load_tokenizer(str(path))
+    except CheckpointError as error:
+        assert path.stem in str(error) or path.parent.name in str(error)
+        return False
+    return True
+
+
+def test_truncated_gguf(tiny_gguf: Path, tmp_path: Path) -> None:
+    raw = tiny_gguf.read_bytes()
+    header = min(tensor.offset for tensor in read_header(tiny_gguf).tensors)
+    path = tmp_path / "cut.gguf"
+    rng = random.Random(5)
+    cuts = [0, 1, 3, 4, 8, 24, header - 1, header, len(raw) - 1]
+    cuts += [rng.randrange(header) for _ in range(25)] + [rng.randrange(len(raw)) for _ in range(25)]
+    for cut in cuts:
+        path.write_bytes(raw[:cut])
+        with pytest.raises(CheckpointError, match=r"cut.gguf: .*(truncated|empty)"):
+            load_model(str(path))
+        if cut < header // 2:
+            with pytest.raises(CheckpointError, match=r"cut.gguf: .*(truncated|empty)"):
+                load_tokenizer(str(path))
+
+
+def test_flipped_header_bytes(tiny_gguf: Path, tmp_path: Path) -> None:
+    raw = tiny_gguf.read_bytes()
+    header = min(tensor.offset for tensor in read_header(tiny_gguf).tensors)
+    path = tmp_path / "flipped.gguf"
+    rng = random.Random(6)
+    loaded = 0
+    for _ in range(200):
+        damaged = bytearray(raw)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            damaged[rng.randrange(header)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        loaded += _try(path)
+    assert 0 < loaded < 200
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, b"GGML", "not a GGUF file"),
+        (4, (1).to_bytes(4, "little"), "version 1 is not supported"),
+        (4, (3).to_bytes(4, "big"), "big-endian"),
+        (8, (1 << 62).to_bytes(8, "little"), "the tensor count is"),
+        (16, (1 << 62).to_bytes(8, "little"), "the metadata count is"),
+        (24, (1 << 40).to_bytes(8, "little"), "the length of a metadata key is"),
+    ],
+)
+def test_absurd_numbers(at: int, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
+    raw = bytearray(tiny_gguf.read_bytes())
+    raw[at : at + len(value)] = value
+    path = tmp_path / "absurd.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_million_layers_are_refused_before_a_skeleton_is_built(tiny_gguf: Path, tmp_path: Path) -> None:
+    raw = tiny_gguf.read_bytes()
+    at = raw.index(b"qwen3moe.block_count") + len(b"qwen3moe.block_count") + 4
+    path = tmp_path / "deep.gguf"
+    path.write_bytes(raw[:at] + (1_000_000).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(CheckpointError, match="block_count is 1000000, but there are tensors of 2 layers"):
+        load_model(str(path))
+
+
+def test_truncated_safetensors(tiny: Path, tmp_path: Path) -> None:
+    raw = (tiny / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    rng = random.Random(7)
+    for cut in [0, 1, 7, 8, 9, len(raw) - 1] + [rng.randrange(len(raw)) for _ in range(20)]:
+        (tmp_path / "model.safetensors").write_bytes(raw[:cut])
+        with pytest.raises(CheckpointError, match=r"model.safetensors"):
+            load_model(str(tmp_path))
+
+
+def test_flipped_safetensors_header(tiny: Path, tmp_path: Path) -> None:
+    raw = (tiny / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    rng = random.Random(8)
+    for _ in range(100):
+        damaged = bytearray(raw)
+        damaged[rng.randrange(header)] ^= 1 << rng.randrange(8)
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        _try(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_damaged_json_files(name: str, tiny: Path, tmp_path: Path) -> None:
+    for one in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / one).write_bytes((tiny / one).read_bytes())
+    raw = (tiny / name).read_bytes()
+    rng = random.Random(9)
+    for _ in range(60):
+        damaged = bytearray(raw)
+        if rng.random() < 0.3:
+            del damaged[rng.randrange(len(raw)) :]
+        else:
+            damaged[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        (tmp_path / name).write_bytes(damaged)
+        _try(tmp_path)

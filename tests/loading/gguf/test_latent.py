@@ -1,0 +1,288 @@
+"""Models with multi-head latent attention: DeepSeek-V2 and V3, from a folder and from GGUF, against transformers."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.checkpoint_tensors import StoredTensor
+from ktqueue.loading.gguf.checkpoint import read_parts
+from ktqueue.loading.gguf.families import (
+    config_from_metadata,
+    family_of_metadata,
+    family_of_model_type,
+    metadata_from_config,
+)
+from ktqueue.loading.gguf.latent_tensors import join_latent_tensors
+from ktqueue.loading.gguf.writer import Writer
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.loading.skeleton import build_config
+from ktqueue.operators.kv_cache import KVLayout
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 24,
+    "beta_slow": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "V2-Lite": ("deepseek_v2", {"rope_parameters": YARN}),
+    "V2": ("deepseek_v2", {**GROUPS, "q_lora_rank": 48, "routed_scaling_factor": 16.0, "first_k_dense_replace": 0}),
+    "V3": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "Moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+@pytest.mark.parametrize("rules", ["default", "modules"])
+def test_logits_equal_transformers(
+    case: str,
+    source: str,
+    rules: str,
+    make_model: Callable[..., Path],
+    make_source: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    model_type, changes = CASES[case]
+    model = load_model(
+        str(make_source(source, model_type, **changes)), rules=str(DEFAULT_RULES.with_name(f"{rules}.yaml"))
+    )
+    layout = KVLayout(layers=2, kv_heads=1, head_dim=40, page_size=16, dtype=torch.float32, latent=32)
+    assert model.kv_layout(16) == layout
+    assert_equals_transformers(model, make_model(model_type, **changes))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_layers_that_predict_more_are_left_out(
+    told: bool, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """DeepSeek-V3 and R1 come with one behind their own, of which only the config says that it is another matter."""
+    folder = make_model("deepseek_v3")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+    weights |= {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in own.items()}
+    weights |= {"model.layers.2.enorm.weight": torch.ones(64), "model.layers.2.eh_proj.weight": torch.ones(64, 128)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": int(told)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if told:
+        assert_equals_transformers(load_model(str(tmp_path)), folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"surplus: model\.layers\.2\."):
+            load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["V2-Lite", "V3"])
+def test_files_with_keys_and_values_in_two_tensors(
+    case: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """As llama.cpp has written them since April 2025: widths of a head under keys of their own."""
+    model_type, changes = CASES[case]
+    (header,) = read_parts(make_gguf(model_type=model_type, **changes))
+    metadata = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
+    for key in ("deepseek2.attention.key_length", "deepseek2.attention.value_length"):
+        metadata[f"{key}_mla"] = metadata[key]
+    metadata |= {"deepseek2.attention.key_length": 40, "deepseek2.attention.value_length": 32}
+    metadata["deepseek2.attention.head_count_kv"] = 1
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for info in header.tensors:
+        data = header.data[info.offset : info.offset + 4 * math.prod(info.shape)].view("<f4").reshape(info.shape)
+        if info.name.endswith("attn_kv_b.weight"):
+            heads = data.reshape(4, 16 + 24, 32)
+            tensors[info.name.replace("kv_b", "k_b")] = heads[:, :16].transpose(0, 2, 1)
+            tensors[info.name.replace("kv_b", "v_b")] = heads[:, 16:]
+        else:
+            tensors[info.name] = data
+    path = tmp_path / "split.gguf"
+    with Writer(path, "deepseek2", "F32") as writer:
+        writer.add_metadata(metadata)
+        for name, data in tensors.items():
+            writer.add_tensor(name, "F32", data.shape)
+        writer.start()
+        for data in tensors.values():
+            writer.write(np.ascontiguousarray(data).reshape(-1).view("u1"))
+    model = load_model(str(path))
+    assert_equals_transformers(model, make_model(model_type, **changes))
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.nbytes("model.layers.0.self_attn.kv_b_proj.weight") == 4 * 4 * 40 * 32
+
+
+def test_a_half_of_the_two_tensors_is_refused(make_gguf: Callable[..., Path]) -> None:
+    (header,) = read_parts(make_gguf(model_type="deepseek_v2"))
+    stored = {"blk.0.attn_k_b.weight": StoredTensor("k", "F32", (4, 32, 16), header.data[: 4 * 4 * 32 * 16])}
+    with pytest.raises(CheckpointError, match="attn_v_b beside it must have three dimensions"):
+        join_latent_tensors("file", stored)
+
+
+def metadata_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    config = {
+        "max_position_embeddings": 4096, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "rms_norm_eps": 1e-6, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 24, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, **changes,
+    }  # fmt: skip
+    family = family_of_model_type(model_type, "folder")
+    return {"general.architecture": "deepseek2", **metadata_from_config(family, config, "folder")}
+
+
+def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
+    return config_from_metadata(family_of_metadata(metadata, "file"), metadata, "file")
+
+
+def test_scores_decide_the_family() -> None:
+    v2, v3 = metadata_of("deepseek_v2"), metadata_of("deepseek_v3", n_group=1, topk_group=1)
+    assert config_of(v2)["model_type"] == "deepseek_v2"
+    assert config_of(v3)["model_type"] == "deepseek_v3"
+    del v2["deepseek2.expert_gating_func"]  # as files of DeepSeek-V2 from 2024
+    assert config_of(v2)["model_type"] == "deepseek_v2"
+
+
+def test_numbers_come_back() -> None:
+    yarn = {**YARN, "factor": 40.0, "original_max_position_embeddings": 4096}
+    found = config_of(metadata_of("deepseek_v2", **GROUPS, q_lora_rank=48, rope_scaling=yarn, first_k_dense_replace=0))
+    assert found["rope_parameters"] == yarn
+    assert {key: found[key] for key in GROUPS} == GROUPS
+    assert (found["q_lora_rank"], found["first_k_dense_replace"], found["num_key_value_heads"]) == (48, 0, 4)
+    plain = config_of(metadata_of("deepseek_v2", n_group=4, topk_group=2, topk_method="greedy"))
+    assert (plain["q_lora_rank"], plain["topk_method"], plain["n_group"]) == (None, "greedy", 1)
+
+
+def test_a_log_multiplier_of_0_is_none() -> None:
+    yarn = {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}
+    metadata = metadata_of("deepseek_v2", rope_scaling=yarn)
+    rope = config_of({**metadata, "deepseek2.rope.scaling.yarn_log_multiplier": 0.0})["rope_parameters"]
+    assert rope == config_of(metadata)["rope_parameters"]
+    assert "mscale" not in rope
+
+
+def test_groups_without_how_many_are_used() -> None:
+    metadata = metadata_of("deepseek_v2", **GROUPS)
+    del metadata["deepseek2.expert_group_used_count"]
+    with pytest.raises(CheckpointError, match=r"metadata key deepseek2\.expert_group_used_count is missing"):
+        config_of(metadata)
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
+def test_what_a_config_must_state_where_scores_are_sigmoids(key: str) -> None:
+    """Left out, transformers would take DeepSeek-V3's, and the file would say none."""
+    with pytest.raises(CheckpointError, match=f"folder: config key {key} is missing"):
+        metadata_of("deepseek_v3", **{key: None})
+
+
+def test_sigmoids_in_a_family_of_softmax_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_gating_func 2 is not supported"):
+        family_of_metadata({"general.architecture": "qwen3moe", "qwen3moe.expert_gating_func": 2}, "file")
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
+def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int]) -> None:
+    metadata = metadata_of("deepseek_v3", n_routed_experts=experts)
+    del metadata["deepseek2.expert_group_count"], metadata["deepseek2.expert_group_used_count"]
+    found = config_of(metadata)
+    assert (found["n_group"], found["topk_group"]) == groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deepseek2.rope.dimension_count": 24}, "must be even and less than a key's length, 24"),
+        ({"deepseek2.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
+        ({"deepseek2.rope.dimension_count": 7}, "must be even"),
+        ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
+        ({"deepseek2.rope.scaling.attn_factor": 0.5}, "deepseek2.rope.scaling.attn_factor 0.5 is not supported"),
+        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm with softmax scores is not supported"),
+        ({"deepseek2.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
+        ({"deepseek2.attention.kv_lora_rank": 0}, "kv_lora_rank must be a positive number"),
+    ],
+)
+def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of({**metadata_of("deepseek_v2"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("deepseek_v2", {**GROUPS, "n_group": 3}, "n_group must be a divisor of n_routed_experts, 8, got 3"),
+        ("deepseek_v2", {**GROUPS, "n_group": 8, "topk_group": 1}, "num_experts_per_tok must be at most 1, .* got 2"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "topk_group must be from 1 to n_group, 4, got 5"),
+        ("deepseek_v3", {"n_group": 0}, "n_group must be a divisor of n_routed_experts, 8, got 0"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "n_group must be below 8, .* got 8"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method must be greedy or group.* 'noaux_tc'",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_chosen_from(
+    model_type: str, changes: dict[str, Any], message: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Found before weights are read, not by a step."""
+    folder = make_model(model_type)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_groups_of_a_file_that_cannot_be_chosen_from() -> None:
+    config = config_of({**metadata_of("deepseek_v2", **GROUPS), "deepseek2.expert_group_count": 3})
+    with pytest.raises(CheckpointError, match="file: n_group must be a divisor of n_routed_experts, 8, got 3"):
+        build_config(config, "file")
+
+
+def test_what_gguf_cannot_say_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="norm_topk_prob is True"):
+        metadata_of("deepseek_v2", norm_topk_prob=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("{name: '^model$'}\n  replace: {op: default}", r"\(DeepseekV2Attention\) must be .* no rule does so"),
+        ("{class: '^Linear$'}\n  replace: {op: CpuLinear}", r"layers\.0\.self_attn .* no rule does so"),
+        ("{class: 'Attention$'}\n  replace: {op: CpuLinear}", "LatentAttention or GpuDecoder, which CpuLinear is not"),
+    ],
+)
+def test_a_rule_must_name_the_attention(
+    rule: str, message: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Before anything is loaded: at the first step it would look like a fault of the device."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"- match: {rule}\n")
+    for look in (inspect, load_model):
+        with pytest.raises(RuleError, match=message):
+            look(str(make_model("deepseek_v2")), rules=str(rules))
+
+
+def test_a_gpu_decoder_attends_latents(make_model: Callable[..., Path]) -> None:
+    assert {row.operator for row in inspect(str(make_model("deepseek_v2")), device="cuda").rows} == {"GpuDecoder"}
+
+
+def test_the_operator_refuses_other_attention(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'Attention$'}\n  replace: {op: LatentAttention}\n")
+    with pytest.raises(RuleError, match="Qwen3MoeAttention cannot be replaced by LatentAttention: it makes no latents"):
+        load_model(str(make_model()), rules=str(rules))

@@ -1,0 +1,102 @@
+"""Llama 3.1's rotary frequencies: from parameters to a tensor of divisors in GGUF, and to the same logits again."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rope_parameters import LLAMA3_ROPE
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.rope_factors import TENSOR, factors_of
+from ktqueue.loading.gguf.writer import Writer
+from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
+
+IDS = list(range(3, 103))
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> str:
+    """Rules that leave a model as it is."""
+    path = tmp_path / "none.yaml"
+    path.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
+    return str(path)
+
+
+@pytest.fixture
+def model_file(make_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A small Llama of that kind as float32 GGUF."""
+    path = tmp_path / "model.gguf"
+    convert(make_model("llama", rope_parameters=LLAMA3_ROPE), path, experts="f32", dense="f32")
+    return path
+
+
+def _overwrite(path: Path, factors: list[float]) -> None:
+    """Put other divisors into the file's tensor."""
+    (info,) = [one for one in read_header(path).tensors if one.name == TENSOR]
+    data = np.array(factors, "<f4").tobytes()
+    raw = path.read_bytes()
+    path.write_bytes(raw[: info.offset] + data + raw[info.offset + len(data) :])
+
+
+@pytest.mark.parametrize("operator", ["none", "CpuDecoder"])
+def test_logits_equal_transformers(
+    operator: str,
+    model_file: Path,
+    rules: str,
+    make_model: Callable[..., Path],
+    reference_logits: Callable[..., torch.Tensor],
+    run_logits: Callable[..., torch.Tensor],
+) -> None:
+    expected = reference_logits(make_model("llama", rope_parameters=LLAMA3_ROPE), IDS)
+    if operator == "CpuDecoder":
+        rules = str(DEFAULT_RULES.with_name("exact.yaml"))
+    model = load_model(str(model_file), rules=rules)
+    assert (type(model.module).__name__ == "CpuDecoder") == (operator == "CpuDecoder")
+    close = {"atol": 2e-4, "rtol": 2e-4}
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, **close)
+    _overwrite(model_file, [1.0] * 8)
+    plain = load_model(str(model_file), rules=rules)
+    assert (run_logits(plain.module, plain.kv_layout(16), IDS) - expected).abs().max() > 0.1
+
+
+def test_divisors_go_from_one_to_the_factor() -> None:
+    """head_dim 16, theta 10,000: 10.2, 3.2, 1.02 and fewer periods in 64 positions; 4 or more stay, 1 or fewer go."""
+    got = factors_of(LLAMA3_ROPE, 16, "here")
+    periods = 64 / (2 * np.pi) * 10.0 ** (-np.arange(8) / 2)
+    kept = (periods[1:3] - 1) / 3
+    np.testing.assert_allclose(got[1:3], 1 / ((1 - kept) / 8 + kept), rtol=1e-6)
+    assert got[0] == 1 and (got[3:] == 8).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_damaged_divisors(value: float, model_file: Path, rules: str) -> None:
+    _overwrite(model_file, [1.0] * 7 + [value])
+    with pytest.raises(CheckpointError, match=r"model.gguf: tensor 'rope_freqs.weight' must hold 8 positive numbers"):
+        load_model(str(model_file), rules=rules)
+
+
+def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path: Path) -> None:
+    header, target = read_header(model_file), tmp_path / "both.gguf"
+    kept = {key: value for key, value in header.metadata.items() if not key.startswith("general.")}
+    with Writer(target, "llama", "F32") as writer:
+        writer.add_metadata({**kept, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0})
+        for info in header.tensors:
+            writer.add_tensor(info.name, "F32", info.shape)
+        writer.start()
+        for info in header.tensors:
+            writer.write(header.data[info.offset : info.offset + 4 * int(np.prod(info.shape))])
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' and rope.scaling.type 'linear' exclude each other"):
+        load_model(str(target), rules=rules)
+
+
+@pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.0}])
+def test_parameters_that_say_nothing(change: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="here: rope_type llama3"):
+        factors_of({**LLAMA3_ROPE, **change}, 16, "here")
+    with pytest.raises(CheckpointError, match="low_freq_factor"):
+        factors_of({key: value for key, value in LLAMA3_ROPE.items() if key != "low_freq_factor"}, 16, "here")

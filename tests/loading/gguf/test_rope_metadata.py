@@ -1,0 +1,82 @@
+"""Parameters of yarn: to GGUF and back; what one of the two cannot say is refused by name, in every family."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.rope_metadata import rope_from_metadata, rope_to_metadata
+from ktqueue.loading.load import load_model
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+
+
+def written(rope: dict[str, Any], *, latent: bool) -> dict[str, Any]:
+    config = {"max_position_embeddings": 256, "rope_parameters": rope}
+    return rope_to_metadata("x", config, "folder", latent=latent, factors=False)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_betas_survive(
+    model_type: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    """Of as many periods as these, frequencies are stretched otherwise than by default."""
+    rope = {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.0, "mscale_all_dim": 0.0}
+    path = make_gguf(model_type=model_type, rope_parameters=rope)
+    assert_equals_transformers(load_model(str(path)), make_model(model_type, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_betas_that_a_file_does_not_state_are_transformers_own(latent: bool) -> None:
+    metadata = written(YARN, latent=latent)
+    for stated in (metadata, {key: value for key, value in metadata.items() if "beta" not in key}):
+        found = rope_from_metadata("x", stated, "file", latent=latent)
+        assert found == {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "latent", "message"),
+    [
+        ({"attention_factor": 1.7}, False, "folder: rope attention_factor cannot be written"),
+        ({"attention_factor": 1.7}, True, "folder: rope attention_factor cannot be written"),
+        ({"truncate": False}, False, "folder: rope truncate False cannot be written"),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, False, "mscale 1.0, mscale_all_dim 1.0 cannot be written"),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, True, "mscale 1.0 and mscale_all_dim 0.5 differ"),
+    ],
+)
+def test_what_gguf_cannot_say(changes: dict[str, Any], latent: bool, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        written({**YARN, **changes}, latent=latent)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "refused"),
+    [
+        ("yarn", "attn_factor", 0.5, True),
+        ("none", "attn_factor", 0.5, True),
+        ("yarn", "yarn_attn_factor", 2.0, True),
+        ("yarn", "yarn_attn_factor", 1.0, False),
+        ("yarn", "yarn_ext_factor", 0.0, True),
+        ("yarn", "yarn_ext_factor", -1.0, False),
+        ("linear", "yarn_ext_factor", 1.0, True),
+        ("linear", "yarn_ext_factor", 0.0, False),
+        ("none", "yarn_ext_factor", 0.0, False),
+        ("none", "yarn_ext_factor", 1.0, False),
+    ],
+)
+def test_factors_of_a_file(kind: str, key: str, value: float, refused: bool, latent: bool) -> None:
+    """They multiply scores or mix frequencies, which nothing here computes."""
+    plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
+    given = {**plain, f"x.rope.scaling.{key}": value}
+    if refused:
+        with pytest.raises(CheckpointError, match=f"file: x.rope.scaling.{key} {value} is not supported"):
+            rope_from_metadata("x", given, "file", latent=latent)
+    else:
+        found = rope_from_metadata("x", given, "file", latent=latent)
+        assert found == rope_from_metadata("x", plain, "file", latent=latent)

@@ -1,0 +1,276 @@
+"""What a config says is checked at load: numbers that no model can have are refused by name, limit and value."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.families import config_from_metadata, family_of_metadata, metadata_from_config
+from ktqueue.loading.load import load_model
+from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.loading.skeleton import build_config
+
+MODULES = str(DEFAULT_RULES.with_name("modules.yaml"))
+MOST = (1 << 31) - 1
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.fixture
+def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """changed(model_type, **config) -> a folder with the weights of make_model and another config."""
+
+    def change(model_type: str, **changes: Any) -> Path:
+        folder = make_model(model_type)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        return tmp_path
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value", "limit"),
+    [
+        *(
+            ("mixtral", name, value, f"a whole number from 1 to {MOST}")
+            for name, value in (
+                ("max_position_embeddings", 0),
+                ("max_position_embeddings", -1),
+                ("max_position_embeddings", 1 << 31),
+                ("hidden_size", -64),
+                ("vocab_size", 0),
+                ("num_hidden_layers", 0),
+                ("num_attention_heads", 0),
+                ("num_key_value_heads", -2),
+                ("head_dim", 1.5),
+                ("hidden_size", "big"),
+            )
+        ),
+        ("qwen2_moe", "decoder_sparse_step", 0, f"a whole number from 1 to {MOST}"),
+        ("deepseek_v3", "q_lora_rank", -1, f"a whole number from 1 to {MOST}"),
+        ("deepseek_v3", "num_key_value_heads", -1, f"a whole number from 1 to {MOST}"),
+        ("deepseek_v2", "v_head_dim", True, f"a whole number from 1 to {MOST}"),
+        ("deepseek_v2", "n_shared_experts", -1, f"a whole number from 0 to {MOST}"),
+        ("qwen3_moe", "num_local_experts", -1, f"a whole number from 0 to {MOST}"),
+        ("qwen3_moe", "moe_intermediate_size", -1, f"a whole number from 0 to {MOST}"),
+        ("mixtral", "intermediate_size", -1, f"a whole number from 0 to {MOST}"),
+        ("mixtral", "rms_norm_eps", 0.0, "a number above 0"),
+        ("mixtral", "rms_norm_eps", -100.0, "a number above 0"),
+        ("olmoe", "clip_qkv", 0.0, "a number above 0"),
+        ("mixtral", "num_key_value_heads", 3, None),
+        ("qwen3_moe", "num_experts_per_tok", 9, "from 1 to 8, the number of experts"),
+        ("qwen3_moe", "num_experts_per_tok", 0, "from 1 to 8, the number of experts"),
+        ("mixtral", "num_experts_per_tok", -1, "from 1 to 4, the number of experts"),
+        ("deepseek_v3", "num_experts_per_tok", None, "from 1 to 8, the number of experts"),
+        ("mixtral", "sliding_window", -1, "at least 1"),
+        ("mixtral", "sliding_window", 0, "at least 1"),
+    ],
+)
+def test_numbers_that_no_model_has(
+    model_type: str, name: str, value: Any, limit: str | None, changed: Callable[..., Path]
+) -> None:
+    folder = changed(model_type, **{name: value})
+    if limit is None:  # told of the other side
+        name, value, limit = "num_attention_heads", 4, f"a multiple of {name}, {value}"
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    assert str(caught.value) == f"{folder}: {name} must be {limit}, got {value!r}"
+    assert (caught.value.param, caught.value.limit) == (name, limit)
+    assert caught.value.value == ("None" if value is None else value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"rope_theta": 0}, "rope_theta", 0),
+        ({"rope_theta": "much"}, "rope_theta", "much"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor", -2.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta", -1.0),
+        ({"rope_parameters": {**YARN, "factor": 0}}, "factor", 0),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 0}}, "original_max_position_embeddings", 0),
+        ({"rope_parameters": {**YARN, "beta_slow": 0}}, "beta_slow", 0),
+        ({"rope_parameters": {**YARN, "beta_fast": -1}}, "beta_fast", -1),
+        ({"rope_parameters": {"full_attention": {**YARN, "factor": -1}}}, "factor", -1),
+    ],
+)
+def test_rotary_parameters_that_no_model_has(
+    given: dict[str, Any], name: str, value: Any, changed: Callable[..., Path]
+) -> None:
+    folder = changed("mixtral", **{"rope_parameters": None, **given})
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    assert str(caught.value) == f"{folder}: {name} must be a number above 0, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("hidden_act", "odd", {"hidden_act": "odd"}),
+        ("rope_type", "odd", {"rope_parameters": {**YARN, "rope_type": "odd"}}),
+        ("type", "odd", {"rope_parameters": None, "rope_scaling": {"type": "odd", "factor": 2.0}}),
+        ("rope_type", 2, {"rope_parameters": {**YARN, "rope_type": 2}}),
+    ],
+)
+def test_names_that_transformers_does_not_know(
+    name: str, value: Any, given: dict[str, Any], changed: Callable[..., Path]
+) -> None:
+    folder = changed("mixtral", **given)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    limit = f"one that transformers {transformers.__version__} knows"
+    assert str(caught.value) == f"{folder}: {name} must be {limit}, got {value!r}"
+    assert (caught.value.param, caught.value.limit, caught.value.value) == (name, limit, str(value))
+
+
+def test_every_number_of_a_list_is_looked_at() -> None:
+    """Some families have a width for each layer."""
+    with pytest.raises(CheckpointError, match=r"intermediate_size must be a whole number from 0 to .*, got -1"):
+        build_config({"model_type": "gemma3n", "intermediate_size": [16, -1]}, "folder")
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_windows_of_layers_that_slide(window: int, make_model: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=f"sliding_window must be at least 1, got {window}"):
+        load_model(str(make_model("qwen2_moe", use_sliding_window=True, sliding_window=window)))
+
+
+def test_a_window_that_no_layer_uses_may_be_anything(changed: Callable[..., Path]) -> None:
+    """Qwen2-MoE's config has 0 where there is none."""
+    model = load_model(str(changed("qwen2_moe", sliding_window=-1)))
+    assert model.config.sliding_window == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "surplus"),
+    [
+        ("llama", {"sliding_window": 3}),
+        ("llama", {"sliding_window": -3}),
+        ("olmoe", {"sliding_window": "x"}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2}),
+        ("deepseek_v2", {"sliding_window": 3}),
+        ("deepseek_v2", {"rope_interleave": False}),
+        ("deepseek_v2", {"head_dim": 64}),
+        pytest.param(
+            *("gpt_bigcode", {"num_key_value_heads": 2}),
+            marks=pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # transformers' own
+        ),
+        ("gpt2", {"num_key_value_heads": 2}),
+    ],
+)
+def test_what_the_model_does_not_use_changes_nothing(
+    model_type: str,
+    surplus: dict[str, Any],
+    make_model: Callable[..., Path],
+    changed: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    """A config keeps whatever its file says; transformers' models heed what their config classes have."""
+    plain = {name: surplus[name] for name in surplus if name in ("use_sliding_window",)}
+    expected = make_model(model_type, **plain, **({"sliding_window": 3} if plain else {}))
+    model = load_model(str(changed(model_type, **surplus)))
+    assert model.attention.windows == ({3} if plain else {0})
+    assert_equals_transformers(model, expected)
+
+
+def test_what_a_config_makes_of_other_keys_gives_way_to_the_file() -> None:
+    """ModernBERT's decoder has no such field either, and makes the window of another number."""
+    given = {"model_type": "modernbert-decoder", "local_attention": 12}
+    assert build_config(given, "folder").sliding_window == 6
+    own = transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict({**given, "sliding_window": 3})
+    assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own.sliding_window == 3
+
+
+def test_rotary_pairs_that_lie_apart(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """DeepSeek-V3's config can say so."""
+    folder = make_model("deepseek_v3", rope_interleave=False)
+    assert_equals_transformers(load_model(str(folder)), folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "words"),
+    [
+        ("llama", {"head_dim": 7}, "head_dim must be the width of rotary embeddings, which is 8 .*, got 7"),
+        ("mixtral", {"hidden_size": 60}, "head_dim must be the width of rotary .* 16 where head_dim is None, got 15"),
+        ("deepseek_v2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be the width of rotary .* is 8 .*, got 7"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be the width of rotary .* is 8 .*, got 7"),
+        (
+            "qwen3",
+            {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+            "head_dim must be the width of rotary .*, which is 16 where head_dim is 32, got 32",
+        ),
+        ("olmoe", {"head_dim": 8}, "head_dim must be the width of norms, which is 16 where head_dim is 8, got 8"),
+    ],
+)
+def test_heads_that_transformers_cannot_compute(
+    model_type: str, sizes: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    """Their tensors fit one another: only a step would tell."""
+    with pytest.raises(CheckpointError, match=words):
+        load_model(str(make_model(model_type, **sizes)), rules=MODULES)
+
+
+@pytest.mark.parametrize("width", [None, 4, 16, 192])
+def test_deepseek_v3_turns_what_head_dim_says(width: int | None, changed: Callable[..., Path]) -> None:
+    """transformers' rotary embeddings are as wide as that, its heads as qk_rope_head_dim has it."""
+    made = width or 16
+    with pytest.raises(CheckpointError, match=rf"qk_rope_head_dim .* is {made} where head_dim is {width}, got 8"):
+        load_model(str(changed("deepseek_v3", head_dim=width)))
+
+
+def test_a_file_that_turns_part_of_a_head_is_refused(tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    family = family_of_metadata({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 8}, "file")
+    metadata = metadata_from_config(family, config, "file")
+    key = "qwen3moe.rope.dimension_count"
+    assert config_from_metadata(family, metadata, "file")["head_dim"] == metadata[key] == 32
+    with pytest.raises(CheckpointError, match=f"{key} must be the width of a head, 32, got 16"):
+        config_from_metadata(family, {**metadata, key: 16}, "file")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value", "limit"),
+    [
+        ("llama", "is_causal", False, "True"),
+        ("qwen3_moe", "is_causal", None, "True"),
+        ("gemma", "use_bidirectional_attention", True, "False"),
+    ],
+)
+def test_models_that_look_ahead_are_refused(
+    model_type: str, name: str, value: object, limit: str, changed: Callable[..., Path]
+) -> None:
+    """Such as make embeddings of texts. transformers heeds the first of any model."""
+    with pytest.raises(CheckpointError, match=f"{name} must be {limit}, for attention to be causal, got {value}"):
+        load_model(str(changed(model_type, **{name: value})))
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "context"),
+    [
+        ("phi3", {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 16),
+        ("phi3", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}, 256),
+        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}, 16),
+        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.3, "long_mscale": 1.3}, 256),
+    ],
+)
+def test_sequences_that_would_change_what_others_are(
+    model_type: str,
+    rope: dict[str, Any],
+    context: int,
+    make_model: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    """Rotary embeddings of transformers' are those of the longest sequence of a step: a longer one is not served."""
+    folder = make_model(model_type, rope_parameters={**LONG, **rope})
+    model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
+    assert model.card_facts.max_position_embeddings == context
+    assert_equals_transformers(model, folder, range(3, 3 + min(context, 40)))

@@ -1,0 +1,165 @@
+"""Downloads from a server that speaks the hub's protocol: into the cache, once, with errors that say what to do."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from local_hub import TOKEN, LocalHub, local_hub
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, Unavailable
+from ktqueue.core.hub_model import parse
+from ktqueue.loading.huggingface import hub as hub_module
+from ktqueue.loading.huggingface.hub import download
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.model_path import on_this_machine, resolve
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A hub of its own, and an empty cache."""
+    with local_hub() as server:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield server
+
+
+def pull(name: str) -> Path:
+    return download(parse(name), lambda _: None)
+
+
+def fetched(hub: LocalHub) -> list[str]:
+    """The files whose contents were asked for."""
+    return [path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
+
+
+def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("A/Tale", {"Tale-Q4_0.gguf": resolve("demo"), "Tale-Q8_0.gguf": b"GGUF", "README.md": b"tale"})
+    path = pull("hf:A/Tale:q4_0")
+    assert path.read_bytes() == resolve("demo").read_bytes()
+    assert fetched(hub) == ["Tale-Q4_0.gguf"]
+    assert pull("hf:A/Tale:Q4_0") == path and fetched(hub) == ["Tale-Q4_0.gguf"]
+    config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print)
+    assert (config.model, config.served_model_name) == (str(path), "Tale:q4_0")
+    hub.broken = True  # then the cache will do
+    said: list[str] = []
+    assert download(parse("hf:A/Tale:q4_0"), said.append) == path
+    assert "503" in said[0] and "cached" in said[0]
+    with pytest.raises(Unavailable, match=r"503.*there: hf:A/Tale has no model 'Q8_0'"):
+        pull("hf:A/Tale:Q8_0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert pull("hf:A/Tale") == path
+    with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
+        pull("hf:A/Other")
+    assert hub.requests == []
+
+
+def test_a_folder_has_what_it_needs_and_no_more(hub: LocalHub, tiny: Path) -> None:
+    files = {path.name: path for path in tiny.iterdir()}
+    hub.add("A/Tiny", {**files, "pytorch_model.bin": b"pickle", "modeling_tiny.py": b"code"})
+    folder = pull("hf:A/Tiny")
+    assert set(fetched(hub)) == {path.name for path in folder.iterdir()} <= files.keys()
+    assert inspect(str(folder)).refusal is None
+
+
+def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, tiny: Path) -> None:
+    config = {**json.loads((tiny / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
+    files = {path.name: path for path in tiny.iterdir()}
+    hub.add("A/Tiny-AWQ", {**files, "config.json": json.dumps(config).encode()})
+    with pytest.raises(CheckpointError, match=r"hf:A/Tiny-AWQ: quantization_config says .* AWQ"):
+        pull("hf:A/Tiny-AWQ")
+    assert "model.safetensors" not in fetched(hub)
+
+
+def test_what_the_hub_refuses_is_said_with_what_to_do(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a-Q4_0.gguf": b"GGUF"}
+    for name in ("A/Private", "A/Gated", "A/Open"):
+        hub.add(name, dict(files))
+    hub.private.add("A/Private")
+    hub.gated.add("A/Gated")
+
+    def refusal(name: str) -> KtqueueError:
+        with pytest.raises(KtqueueError) as caught:
+            pull(name)
+        return caught.value
+
+    for name, kind, words in (
+        ("hf:A/Nowhere", ConfigError, "has no repository A/Nowhere"),
+        ("hf:A/Private", ConfigError, "set HF_TOKEN"),
+        ("hf:A/Gated", ConfigError, f"accept its terms at {hub.url}/A/Gated"),
+    ):
+        assert type(refusal(name)) is kind and words in str(refusal(name))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert pull("hf:A/Private").read_bytes() == b"GGUF"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert isinstance(refusal("hf:A/Open"), Unavailable) and "cannot be reached" in str(refusal("hf:A/Open"))
+
+
+def test_the_disk_must_have_room(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("A/Tale", {"Tale-Q4_0.gguf": resolve("demo")})
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    with pytest.raises(ConfigError, match=r"needs 18\.\d MiB in .*, which has 1\.0 MiB free") as caught:
+        pull("hf:A/Tale")
+    assert (caught.value.param, caught.value.limit) == ("engine.model", 1 << 20)
+    assert fetched(hub) == []
+
+
+def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "SMALL_FILE", 1 << 20)
+    content = bytes(range(256)) * 8192
+    hub.add("A/Tale", {"Tale-Q4_0.gguf": content})
+    blobs = hub_module._folder(parse("hf:A/Tale")) / "blobs"
+    blobs.mkdir(parents=True)
+    etag = hub_module._list(parse("hf:A/Tale"))[2]["Tale-Q4_0.gguf"]
+    part = blobs / f"{etag}.incomplete"
+    part.write_bytes(b"no" * 1000)
+    with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
+        pull("hf:A/Tale")
+    assert not part.exists()
+    assert pull("hf:A/Tale").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("Qwen/Qwen3-GGUF:Q4_K_M", "give --model hf:Qwen/Qwen3-GGUF:Q4_K_M"),
+        ("https://huggingface.co/Qwen/Qwen3/tree/main", "give --model hf:Qwen/Qwen3"),
+        ("dem0", "did you mean demo?"),
+        ("models/fox-q4.gguf", "near it: models/fox-q4_0.gguf, models/crow"),
+        ("models", "give one of them: models/fox-q4_0.gguf"),
+        ("empty", "no config.json"),
+        ("nowhere.gguf", "hf:OWNER/NAME[:QUANT]"),
+    ],
+)
+def test_a_path_without_a_model_says_what_to_type(
+    path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, touch: Callable[[str], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/fox-q4_0.gguf", "models/crow/config.json", "empty/notes.txt"):
+        touch(name)
+    with pytest.raises(CheckpointError) as caught:
+        on_this_machine(EngineConfig(model=path), print)
+    assert words in str(caught.value)
+    assert caught.value.param == "engine.model"
+
+
+@pytest.fixture
+def touch(tmp_path: Path) -> Callable[[str], None]:
+    """Make an empty file, with its folder."""
+
+    def make(name: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    return make

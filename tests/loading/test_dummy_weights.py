@@ -1,0 +1,102 @@
+"""What is learnt of a model before its weights are read: what its code needs of the modules that operators replace, and
+that it cannot be run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.loading.dummy_weights import made_up, rehearse_hollow
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import kv_layout, load_model
+from ktqueue.loading.plan import make_plan
+from ktqueue.loading.rules import DEFAULT_RULES, load_rules
+from ktqueue.loading.skeleton import build_config, build_skeleton
+from ktqueue.operators.base import registry
+
+KEEP = "- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n"
+
+
+def test_a_module_whose_weights_are_read_is_left_as_it_is(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """HunYuan's router asks for the type of its matrix."""
+    folder = make_model("hunyuan_v1_moe")
+    rows = {row.name: row.operator for row in inspect(str(folder)).rows}
+    assert rows["model.layers.*.mlp.gate.wg"] == "default"
+    assert rows["lm_head"] == rows["model.layers.*.mlp.shared_mlp.up_proj"] == "CpuLinear"
+    model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("exact.yaml")))
+    kinds = {name: type(module).__name__ for name, module in model.module.named_modules()}
+    assert kinds["model.layers.1.mlp.gate.wg"] == "Linear"
+    assert kinds["model.layers.1.mlp.experts"] == "CpuExperts"
+    assert_equals_transformers(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("gemma2", "Gemma2ForCausalLM cannot be run: ValueError: paged attention does not compute softcap"),
+        ("diffllama", "layer 0 attends 2 times in a step"),
+        ("bart", "depend on where it stands in a step"),
+        ("mbart", "depend on where it stands in a step"),
+        ("whisper", "ValueError: 2 rows of logits are asked for, it gives 3"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_cannot_be_run_is_known_before_a_weight_is_read(
+    model_type: str, words: str, device: str, make_model: Callable[..., Path]
+) -> None:
+    folder = str(make_model(model_type))
+    report = inspect(folder, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    assert report.rows and report.refusal is not None and words in report.refusal
+    read: list[int] = []
+    with pytest.raises(CheckpointError, match=words):
+        load_model(folder, progress=lambda done, *_: read.append(done))
+    assert not read
+
+
+def test_an_operator_that_cannot_stand_in_is_told_with_the_plan(tiny: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'RMSNorm$'}\n  replace: {op: CpuLinear}\n")
+    report = inspect(str(tiny), rules=str(rules))
+    assert {row.operator for row in report.rows if "norm" in row.name} == {"CpuLinear"}
+    with pytest.raises(RuleError) as caught:
+        load_model(str(tiny), rules=str(rules))
+    assert report.refusal == caught.value.message
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gemma3n_text", "gpt2", "exaone4"])
+def test_what_can_be_run_is_not_refused(model_type: str, make_model: Callable[..., Path]) -> None:
+    folder = str(make_model(model_type))
+    for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float16)):
+        assert inspect(folder, device=device, dtype=dtype).refusal is None
+    assert inspect(folder, rules=str(DEFAULT_RULES.with_name("modules.yaml"))).refusal is None
+
+
+def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
+    """Its experts, which stay transformers' own, would take 20 GB."""
+    values: dict[str, Any] = {"vocab_size": 150_000, "hidden_size": 5120, "intermediate_size": 12_288}
+    values |= {"num_hidden_layers": 2, "num_attention_heads": 96, "num_key_value_heads": 8, "n_routed_experts": 160}
+    config = build_config({"model_type": "glm4_moe", "first_k_dense_replace": 1, **values}, "folder")
+    skeleton = build_skeleton(config, torch.bfloat16, "folder")
+    (rules := tmp_path / "rules.yaml").write_text(KEEP)
+    modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
+    plan = make_plan(modules, load_rules(rules, registry), "cpu")
+    assert rehearse_hollow(skeleton, plan, kv_layout(config, 1, torch.bfloat16), "folder") == plan
+    assert made_up(150_000, 5120).untyped_storage().nbytes() < 1 << 20
+    assert made_up(160, 5120, 3072)[::16, ::64, ::64].unique().numel() > 400
+
+
+def test_several_models_in_one_are_refused() -> None:
+    words = "a gemma3 is made of several models, which is not supported; its gemma3_text alone may be"
+    with pytest.raises(CheckpointError, match=words):
+        build_config({"model_type": "gemma3"}, "folder")
+
+
+def test_layers_that_differ_are_refused() -> None:
+    """Gemma 4's full layers have wider heads; a cache has one width."""
+    with pytest.raises(CheckpointError, match="a gemma4_text whose layers differ in head_dim is not supported"):
+        build_config({"model_type": "gemma4_text"}, "folder")
