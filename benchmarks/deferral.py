@@ -18,9 +18,9 @@ from benchmarks.results import RESULTS, write
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import native
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from ktqueue.operators.gpu import panels
-from ktqueue.operators.gpu.int8_rows import Int8Rows
-from ktqueue.operators.gpu.panels import ExpertRecord
+from ktqueue.operators.gpu.kernels import expert_products as products
+from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 2048, 768, 128, 8
 FORMATS = (("Q4_K", "Q6_K"), ("Q4_K", "Q4_K"), ("Q8_0", "Q8_0"))
@@ -49,7 +49,7 @@ def seconds(layers: list[Callable[[], object]], repeats: int) -> float:
 
 def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dtype, variant: str) -> str:
     """One line: both functions at so many tokens with uniform routing."""
-    from ktqueue.operators.gpu import triton_few
+    from ktqueue.operators.gpu.kernels import few_rows as triton_few
 
     record = ExpertRecord(formats[0], formats[0], formats[1], HIDDEN, INTERMEDIATE)
     pools = [
@@ -68,10 +68,10 @@ def measure(formats: tuple[str, str], tokens: int, layers: int, dtype: torch.dty
     if tiles is None:
 
         def one_gate_up(i: int) -> Callable[[], object]:
-            return lambda: panels.gate_up(pools[i], offsets, ids[i], x, record, "silu")
+            return lambda: products.gate_up(pools[i], offsets, ids[i], x, record, "silu")
 
         def one_down(i: int) -> Callable[[], object]:
-            return lambda: panels.down(pools[i], offsets, ids[i], mid, weights, record)
+            return lambda: products.down(pools[i], offsets, ids[i], mid, weights, record)
 
     else:
         gate_up_tile, down_tile = (triton_few.Tile(*tile) for tile in tiles)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ktqueue.operators.gpu.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.kernels.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
 
 CALLS = 48  # layers
 ROWS = (1, 4, 16, 64)

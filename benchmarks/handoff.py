@@ -19,8 +19,8 @@ import torch
 from ktqueue.bench.random_layers import random_layer
 from ktqueue.bench.roofline import LayerShape
 from ktqueue.operators import native
-from ktqueue.operators.gpu.fused import add_rms_norm, route
-from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.kernels.fused import add_rms_norm, route
 from ktqueue.operators.gpu.settings import HandoffMethod
 
 SHAPE = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)

@@ -28,10 +28,10 @@ from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.inspect import Report
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
-from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
-from ktqueue.operators.gpu.handoff_memory import pinned_bytes
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.experts.streamer import AREAS
+from ktqueue.operators.gpu.handoff.memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
-from ktqueue.operators.gpu.streamer import AREAS
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.largest_step import largest_batch
 

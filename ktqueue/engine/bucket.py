@@ -14,7 +14,7 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.capture import Capturer, Function
 from ktqueue.engine.staging import FixedStaging
-from ktqueue.operators.gpu.attention import AttentionPlanner, DecodePlan
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 

@@ -31,7 +31,7 @@ from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import Plan, Scheduler
 from ktqueue.engine.selector import Selection
 from ktqueue.engine.sequence import Request, Sequence, Status
-from ktqueue.operators.gpu.attention import AttentionPlanner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ktqueue.engine.capture import Capturer
 from ktqueue.engine.overlap import Overlap, keys_to_overlap
 from ktqueue.engine.runner import Model
 from ktqueue.engine.staging import Staging
-from ktqueue.operators.gpu.attention import AttentionPlanner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 

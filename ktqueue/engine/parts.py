@@ -14,7 +14,7 @@ from ktqueue.engine.graphs import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.selector import HostSelector, Selector
-from ktqueue.operators.gpu.attention import AttentionPlanner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 

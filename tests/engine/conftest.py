@@ -15,7 +15,7 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.operators import native
-from ktqueue.operators.gpu.torch_attention import TorchPlanner
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.step import StepContext
 

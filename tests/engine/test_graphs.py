@@ -14,8 +14,8 @@ from ktqueue.engine.graphs import GraphRunner, buckets_up_to
 from ktqueue.engine.staging import Fetcher, FixedStaging, Staging
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.gpu.torch_attention import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.attention import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, StepContext
 

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.fused import FEW_ROWS, add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.kernels.fused import (
+    FEW_ROWS,
+    add_rms_norm,
+    few_rows_linear,
+    gated,
+    qk_norm_rope_append,
+    route,
+)
 from ktqueue.workers.gpu import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.driver import Driver
-from ktqueue.operators.gpu.fused import add_rms_norm, route
-from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.handoff.driver import Driver
+from ktqueue.operators.gpu.handoff.handoff import Handoff
+from ktqueue.operators.gpu.kernels.fused import add_rms_norm, route
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -244,7 +244,7 @@ STUCK = """
 import sys
 import torch
 from ktqueue.operators import native
-from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 import numpy as np
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu import quantised_linear
-from ktqueue.operators.gpu.panel_matrix import multiply_few
+from ktqueue.operators.gpu.kernels.panel_matrix import multiply_few
 from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear
 
-from ..operators.gpu.matrices import BLOCKS, activations, columns_of, make_panels
+from ..operators.gpu.kernels.matrices import BLOCKS, activations, columns_of, make_panels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

@@ -15,7 +15,7 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.operators.gpu.torch_attention import TorchPlanner
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.workers.heartbeat import EngineStalled
 
 STORY = "Once upon a time there was a king who"

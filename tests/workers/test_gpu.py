@@ -14,7 +14,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.handoff_memory import pinned_bytes
+from ktqueue.operators.gpu.handoff.memory import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, Streaming
 from ktqueue.workers.gpu import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 

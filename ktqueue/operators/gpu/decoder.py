@@ -15,13 +15,13 @@ from ktqueue.operators import native
 from ktqueue.operators.base import Operator, register
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
-from ktqueue.operators.gpu.decoder_layer import DecoderLayer
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
-from ktqueue.operators.gpu.expert_memory import ExpertMemory, ExpertStatistics
-from ktqueue.operators.gpu.hybrid_experts import Deferred, RoutedLayer, StepExperts
-from ktqueue.operators.gpu.panels import ExpertRecord
+from ktqueue.operators.gpu.experts.memory import ExpertMemory, ExpertStatistics
+from ktqueue.operators.gpu.experts.scoring import Scoring
+from ktqueue.operators.gpu.experts.step import Deferred, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.rotary import Rotary
-from ktqueue.operators.gpu.scoring import Scoring
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.gpu.turns import Turns, take_turns
 from ktqueue.operators.kv_cache import KVCache

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.fused import few_rows_linear
-from ktqueue.operators.gpu.panel_matrix import Panels
+from ktqueue.operators.gpu.kernels.fused import few_rows_linear
+from ktqueue.operators.gpu.kernels.panel_matrix import Panels
 from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear, stays_quantised
 from ktqueue.operators.packed import ModuleWeights, PackedMatrix
 

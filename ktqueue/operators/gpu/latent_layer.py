@@ -1,10 +1,10 @@
-"""Latent attention of one layer of the GPU's decoder: see latent_attention.py, decoder_layer.py. Knows no file."""
+"""Latent attention of one layer of the GPU's decoder: see latent_attention.py, layer.py. Knows no file."""
 
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights
-from ktqueue.operators.gpu.hybrid_experts import Deferred
+from ktqueue.operators.gpu.experts.step import Deferred
 from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.latent_shape import LatentShape, absorb, absorbed, make_key, rms_norm, values_of
 from ktqueue.operators.step import StepContext

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ktqueue.operators.gpu import panel_layout
-from ktqueue.operators.gpu.fused import few_rows_linear
-from ktqueue.operators.gpu.panel_matrix import Panels, multiply_few
+from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels.fused import few_rows_linear
+from ktqueue.operators.gpu.kernels.panel_matrix import Panels, multiply_few
 
 FEW_ROWS = 4
 """Up to here weights are multiplied as they come from memory, if rows are of 16 bits; beyond they are decoded first."""

@@ -18,14 +18,15 @@ from decoder_families import (
 
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
-from ktqueue.operators.gpu import expert_memory, hybrid_experts
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.fetching import FetchedShares
-from ktqueue.operators.gpu.handoff import Handoff, HandoffBuffers
-from ktqueue.operators.gpu.panels import experts
-from ktqueue.operators.gpu.placement import READ_EVERY
+from ktqueue.operators.gpu.experts import memory as expert_memory
+from ktqueue.operators.gpu.experts import step as hybrid_experts
+from ktqueue.operators.gpu.experts.fetching import FetchedShares
+from ktqueue.operators.gpu.experts.placement import READ_EVERY
+from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
+from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.gpu.streaming_choice import StreamingChoice
 
 ALL = 1 << 40  # bytes
 ALONE = [{name: (0, len(ids))} for name, ids in SEQUENCES.items()]

@@ -8,7 +8,7 @@ from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.placement import READ_EVERY
+from ktqueue.operators.gpu.experts.placement import READ_EVERY
 from ktqueue.operators.step import StepContext
 
 pytestmark = pytest.mark.gpu

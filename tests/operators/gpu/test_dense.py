@@ -16,7 +16,7 @@ from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLine
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.packed import PackedMatrix
 
-from .matrices import activations, make_panels
+from .kernels.matrices import activations, make_panels
 from .test_demo import greedy
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
-from ktqueue.operators.gpu.handoff import Handoff
+from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.turns import Turns, take_turns
 from ktqueue.operators.step import StepContext
 

@@ -1,0 +1,242 @@
+"""FlashInfer's paged attention behind our planners (door: flashinfer), compiled for the device when first used.
+
+Eager steps go to its prefill kernels, whatever they mix; captured decode steps to the same kernels in their CUDA graph
+form, one wrapper a row bucket and window. Its plans are made from host arrays: lengths are never read back from the
+device, and all copies are asynchronous out of pinned memory.
+"""
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ktqueue.operators.gpu.attention.base import AttentionShape
+from ktqueue.operators.gpu.attention.page_lists import PageLists, check_decode_step, page_lists, staged
+from ktqueue.operators.gpu.attention.workspace import SharedWorkspace
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import StepContext
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of queries; the cache may also be float8_e4m3fn."""
+
+
+class Wrapper:
+    """One of FlashInfer's wrappers, and the moment when its last plan has left pinned memory.
+
+    A plan is written to pinned memory of the wrapper and copied from there without waiting, so the next one may be
+    written only after that copy. A step later it long is; plans made faster than steps wait here.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def plan(self, *arrays: torch.Tensor, **options: Any) -> None:
+        """The wrapper's own `plan`."""
+        self._copied.synchronize()
+        self._wrapper.plan(*arrays, **options)
+        self._copied.record()
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """query [tokens, heads, head_dim] -> the same shape."""
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        self._wrapper.run(query, (keys, values), out=out)
+        return out
+
+
+class FlashInferPlan:
+    """Attends by wrappers that are planned: one for each sliding window (0: none) of the model."""
+
+    def __init__(self, wrappers: dict[int, Wrapper], scaling: float) -> None:
+        self._wrappers = wrappers
+        self._scaling = scaling
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+    ) -> torch.Tensor:
+        """See AttentionPlan. Raises ValueError for a window or a scaling that the planner was not made for."""
+        wrapper = self._wrappers.get(sliding_window)
+        if wrapper is None or scaling != self._scaling:
+            raise ValueError(
+                f"attention was planned for windows {sorted(self._wrappers)} and scaling {self._scaling}, "
+                f"not for {sliding_window} and {scaling}"
+            )
+        return wrapper.run(query, kv.keys[layer], kv.values[layer])
+
+
+class FlashInferDecodePlan(FlashInferPlan):
+    """The plan of a row bucket. `pages`: device buffer for the page lists of all its rows, shared by the windows, but
+    with no other plan: a step whose parts take turns has two."""
+
+    def __init__(
+        self,
+        wrappers: dict[int, Wrapper],
+        scaling: float,
+        pages: torch.Tensor,
+        limits: tuple[int, int, int],
+        options: dict[int, dict[str, Any]],
+    ) -> None:
+        super().__init__(wrappers, scaling)
+        self._pages = pages
+        self._limits = limits
+        self._options = options
+        one = np.ones(limits[0], dtype=np.int32)
+        self._plan(PageLists(np.arange(limits[0] + 1, dtype=np.int32), one * 0, one, one))
+
+    def update(self, host: StepContext) -> None:
+        """See DecodePlan."""
+        check_decode_step(host, *self._limits)
+        self._plan(page_lists(host, self._limits[2]))
+
+    def _plan(self, lists: PageLists) -> None:
+        host, (starts, last, contexts, pages) = staged(
+            [lists.starts, lists.last, lists.contexts, lists.pages], self._pages.device
+        )
+        rows, listed = len(lists.last), len(lists.pages)
+        # The list of pages is the only long one. The wrapper would wait for its copy from the host, but takes what lies
+        # in its own buffer already as it is.
+        on_device = self._pages[:listed]
+        on_device.copy_(host[pages : pages + listed], non_blocking=True)
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                host[starts : starts + rows + 1],
+                on_device,
+                host[last : last + rows],
+                seq_lens=host[contexts : contexts + rows],
+                **self._options[window],
+            )
+
+
+class FlashInferPlanner:
+    """An AttentionPlanner over FlashInfer. Its first plan compiles kernels: half a minute, kept on disk.
+
+    Raises RuntimeError where they cannot be compiled, ImportError where FlashInfer is not installed.
+    """
+
+    backend = "flashinfer"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        layout = self._layout = shape.layout
+        self._heads = shape.heads
+        self._scaling = shape.scaling
+        self._device = torch.device(shape.device)
+        prepare_compiler(self._device)
+        import flashinfer
+
+        self._library = flashinfer
+        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._partial_results = SharedWorkspace(self._device, torch.uint8)
+        self._plan_bytes = 0
+        common = {
+            "num_qo_heads": shape.heads,
+            "num_kv_heads": layout.kv_heads,
+            "page_size": layout.page_size,
+            "sm_scale": shape.scaling,
+            "q_data_type": shape.dtype,
+            "kv_data_type": layout.dtype,
+            "o_data_type": shape.dtype,
+            "non_blocking": True,
+        }
+        # A token sees window_left keys before itself.
+        self._options = {window: {**common, "window_left": window - 1 if window else -1} for window in shape.windows}
+        tile = 128 if layout.head_dim < 256 else 64
+        with torch.inference_mode(False):
+            partial = self._partial_results.take(self._partial_bytes(self._most_parts(), tile))
+            self._prefill = {window: Wrapper(self._prefill_wrapper(partial)) for window in shape.windows}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See AttentionPlanner."""
+        return self._partial_results.bytes + self._plan_bytes
+
+    def plan(self, host: StepContext) -> FlashInferPlan:
+        """See AttentionPlanner."""
+        lists = page_lists(host, self._layout.page_size)
+        starts = host.query_starts.numpy()
+        arrays = [starts, lists.starts, lists.pages, lists.last, lists.contexts]
+        pinned, offsets = staged(arrays, self._device)
+        queries, firsts, pages, last, contexts = (
+            pinned[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=True)
+        )
+        for window, wrapper in self._prefill.items():
+            wrapper.plan(
+                queries,
+                firsts,
+                pages,
+                last,
+                head_dim_qk=self._layout.head_dim,
+                causal=True,
+                seq_lens=contexts,
+                max_token_per_sequence=int(np.diff(starts).max()),
+                **self._options[window],
+            )
+        return FlashInferPlan(self._prefill, self._scaling)
+
+    def decode_plan(self, rows: int, max_pages: int) -> FlashInferDecodePlan:
+        """See AttentionPlanner."""
+        group = self._heads // self._layout.kv_heads
+        tile = 16 if group <= 16 else 64 if group <= 64 else 128
+        parts = max(self._most_parts(), -(-rows * group // tile) + rows - 1)
+        with torch.inference_mode(False):
+            partial = self._partial_results.take(self._partial_bytes(parts, tile))
+            pages = torch.zeros(rows * max_pages, dtype=torch.int32, device=self._device)
+            firsts = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
+            last = torch.ones(rows, dtype=torch.int32, device=self._device)
+            wrappers = {}
+            for window in self._options:
+                wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+                    partial,
+                    kv_layout="NHD",
+                    use_cuda_graph=True,
+                    use_tensor_cores=True,
+                    paged_kv_indptr_buffer=firsts,
+                    paged_kv_indices_buffer=pages,
+                    paged_kv_last_page_len_buffer=last,
+                    backend="fa2",
+                )
+                # Three indices and a flag a part, two offsets a row. Its own default is 8 MiB a wrapper.
+                plan = torch.empty(16 * (parts + rows) + 4096, dtype=torch.uint8, device=self._device)
+                wrapper.reset_workspace_buffer(partial, plan)
+                self._plan_bytes += plan.nbytes
+                wrappers[window] = Wrapper(wrapper)
+            self._plan_bytes += firsts.nbytes + last.nbytes + pages.nbytes
+            limits = rows, max_pages, self._layout.page_size
+            options = {window: {**one, "head_dim": self._layout.head_dim} for window, one in self._options.items()}
+            return FlashInferDecodePlan(wrappers, self._scaling, pages, limits, options)
+
+    def _prefill_wrapper(self, partial: torch.Tensor) -> Any:
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend="fa2")
+        self._plan_bytes += 8 << 20  # what it allocates itself
+        return wrapper
+
+    def _most_parts(self) -> int:
+        """Parts that FlashInfer cuts a step into at most when it splits keys: two for each processor."""
+        return 2 * self._processors // self._layout.kv_heads
+
+    def _partial_bytes(self, parts: int, tile: int) -> int:
+        """Float32 results of `parts` tiles of `tile` query rows and the log of their sums, for all heads."""
+        return self._heads * parts * tile * (self._layout.head_dim + 1) * 4 + 4096
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Make FlashInfer compile for `device` alone. Raises RuntimeError where it could not compile."""
+    major, minor = torch.cuda.get_device_capability(device)
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}")  # it adds the suffix that nvcc wants
+    if find_spec("flashinfer_jit_cache"):
+        return  # compiled already
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (beside / "ninja").is_file():
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    nvcc = shutil.which("nvcc") or any((Path(home) / "bin/nvcc").is_file() for home in [*homes, "/usr/local/cuda"])
+    if not nvcc:
+        raise RuntimeError("nvcc is neither on PATH nor in CUDA_HOME: FlashInfer compiles its kernels when first used")
+    if shutil.which("ninja") is None:
+        raise RuntimeError("ninja is not on PATH: FlashInfer compiles its kernels with it")

@@ -1,0 +1,69 @@
+"""The torch twin of the attention planners: reference.paged_attention over the host's arrays. Any device, no graphs."""
+
+import torch
+
+from ktqueue.operators import reference
+from ktqueue.operators.gpu.attention.page_lists import check_decode_step
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import StepContext
+
+
+class TorchPlan:
+    """Attends by the arrays of the step that it was made or updated for; None: not updated yet."""
+
+    def __init__(self, host: StepContext | None) -> None:
+        self._host = host
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+    ) -> torch.Tensor:
+        """See AttentionPlan. query [tokens, heads, head_dim]. Raises ValueError before the first update."""
+        if self._host is None:
+            raise ValueError("a decode plan attends after its first update")
+        return reference.paged_attention(
+            query.transpose(0, 1),
+            kv.keys[layer],
+            kv.values[layer],
+            self._host.query_starts,
+            self._host.context_lengths,
+            self._host.page_table,
+            scaling=scaling,
+            sliding_window=sliding_window or None,
+        )
+
+
+class TorchDecodePlan(TorchPlan):
+    """A decode plan of `rows` rows with at most `max_pages` pages each."""
+
+    def __init__(self, rows: int, max_pages: int, page_size: int) -> None:
+        super().__init__(None)
+        self._limits = rows, max_pages, page_size
+
+    def update(self, host: StepContext) -> None:
+        """See DecodePlan."""
+        check_decode_step(host, *self._limits)
+        self._host = StepContext(  # the arrays may be written again
+            query_starts=host.query_starts.clone(),
+            context_lengths=host.context_lengths.clone(),
+            page_table=host.page_table.clone(),
+            slot_mapping=host.slot_mapping,
+            kv=host.kv,
+        )
+
+
+class TorchPlanner:
+    """An AttentionPlanner without buffers."""
+
+    backend = "torch"
+    workspace_bytes = 0
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+
+    def plan(self, host: StepContext) -> TorchPlan:
+        """See AttentionPlanner."""
+        return TorchPlan(host)
+
+    def decode_plan(self, rows: int, max_pages: int) -> TorchDecodePlan:
+        """See AttentionPlanner."""
+        return TorchDecodePlan(rows, max_pages, self._page_size)

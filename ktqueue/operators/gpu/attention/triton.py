@@ -1,0 +1,168 @@
+"""Plans for the Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ktqueue.operators.gpu.attention.base import AttentionShape
+from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, check_decode_step, page_lists, staged
+from ktqueue.operators.gpu.attention.workspace import SharedWorkspace
+from ktqueue.operators.gpu.kernels import attention_decode as triton_decode
+from ktqueue.operators.gpu.kernels import attention_prefill as triton_prefill
+from ktqueue.operators.gpu.kernels.attention_blocks import Tables
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one token: how many, which (None: all), the splits of each, and where partial results go."""
+
+    items: int
+    rows: torch.Tensor | None
+    splits: int
+    workspace: torch.Tensor
+
+
+class TritonPlan:
+    """Attends for one step by index arrays on the device."""
+
+    def __init__(self, tables: Tables, decode: DecodeRows | None, tiles: torch.Tensor | None) -> None:
+        self._tables = tables
+        self._decode = decode
+        self._tiles = tiles
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+    ) -> torch.Tensor:
+        """See AttentionPlan. query [tokens, heads, head_dim]."""
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        keys, values = kv.keys[layer], kv.values[layer]
+        if self._decode is not None:
+            triton_decode.decode(
+                query,
+                keys,
+                values,
+                self._tables,
+                out,
+                self._decode.workspace,
+                items=self._decode.items,
+                rows=self._decode.rows,
+                splits=self._decode.splits,
+                scaling=scaling,
+                window=sliding_window,
+            )
+        if self._tiles is not None:
+            triton_prefill.prefill(
+                query, keys, values, self._tables, out, tiles=self._tiles, scaling=scaling, window=sliding_window
+            )
+        return out
+
+
+class TritonDecodePlan(TritonPlan):
+    """The plan of a row bucket: its buffers stay, their contents change."""
+
+    def __init__(self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows) -> None:
+        self._limits = rows, max_pages, page_size
+        one_page = np.ones(rows, dtype=np.int32)
+        lists = PageLists(np.arange(rows + 1, dtype=np.int32), one_page * 0, one_page, one_page)
+        host, (starts, contexts, pages) = staged(self._arrays(lists), device)
+        with torch.inference_mode(False):  # so that it can be written in any mode
+            self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
+        self._write(host)
+        tables = Tables(
+            page_starts=self._buffer[starts : starts + rows + 1],
+            contexts=self._buffer[contexts : contexts + rows],
+            pages=self._buffer[pages:],
+        )
+        super().__init__(tables, decode, None)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the index arrays."""
+        return self._buffer.nbytes
+
+    def update(self, host: StepContext) -> None:
+        """See DecodePlan. One copy."""
+        rows, max_pages, page_size = self._limits
+        check_decode_step(host, rows, max_pages, page_size)
+        self._write(staged(self._arrays(page_lists(host, page_size)), self._buffer.device)[0])
+
+    def _write(self, arrays: torch.Tensor) -> None:
+        length = min(len(arrays), len(self._buffer))  # the list of pages may be followed by padding
+        self._buffer[:length].copy_(arrays[:length], non_blocking=True)
+
+    @staticmethod
+    def _arrays(lists: PageLists) -> list[Indices]:
+        """The arrays in the order of the buffer: only the last is of different lengths."""
+        return [lists.starts, lists.contexts, lists.pages]
+
+
+class TritonPlanner:
+    """An AttentionPlanner whose plans launch our own kernels."""
+
+    backend = "triton"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._layout = shape.layout
+        self._device = torch.device(shape.device)
+        self._workspace = SharedWorkspace(self._device, torch.uint8)
+        self._index_bytes = 0
+        on_gpu = self._device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 4
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See AttentionPlanner."""
+        return self._workspace.bytes + self._index_bytes
+
+    def plan(self, host: StepContext) -> TritonPlan:
+        """See AttentionPlanner."""
+        lists = page_lists(host, self._layout.page_size)
+        starts: Indices = host.query_starts.numpy()
+        chunks = np.diff(starts)
+        single = np.flatnonzero(chunks == 1).astype(np.int32)
+        tiles = self._tiles(chunks, lists.contexts)
+        on_host, offsets = staged([starts, lists.starts, lists.contexts, lists.pages, single, tiles], self._device)
+        arrays = on_host.to(self._device, non_blocking=True)
+        tables = Tables(
+            query_starts=arrays[offsets[0] : offsets[1]],
+            page_starts=arrays[offsets[1] : offsets[2]],
+            contexts=arrays[offsets[2] : offsets[3]],
+            pages=arrays[offsets[3] : offsets[4]],
+        )
+        decode = None
+        if len(single):
+            rows = arrays[offsets[4] : offsets[4] + len(single)]
+            decode = self._decode_rows(len(single), rows, int(lists.contexts[single].max()))
+        on_device = arrays[offsets[5] : offsets[5] + tiles.size].view(-1, 2) if len(tiles) else None
+        return TritonPlan(tables, decode, on_device)
+
+    def decode_plan(self, rows: int, max_pages: int) -> TritonDecodePlan:
+        """See AttentionPlanner."""
+        page_size = self._layout.page_size
+        decode = self._decode_rows(rows, None, max_pages * page_size)
+        plan = TritonDecodePlan(rows, max_pages, page_size, self._device, decode)
+        self._index_bytes += plan.bytes
+        return plan
+
+    def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
+        splits = triton_decode.split_count(items, self._layout.kv_heads, max_keys, self._processors)
+        size = triton_decode.workspace_bytes(items, self._shape.heads, self._layout.head_dim, splits)
+        return DecodeRows(items, rows, splits, self._workspace.take(size))
+
+    def _tiles(self, chunks: Indices, contexts: Indices) -> Indices:
+        """[tiles, 2]: row and first token of each tile of rows with more than one token, most keys first."""
+        group = self._shape.heads // self._layout.kv_heads
+        size = triton_prefill.tile_tokens(group, self._layout.head_dim, self._shape.dtype)
+        longer = np.flatnonzero(chunks > 1)
+        if not len(longer):
+            return np.zeros((0, 2), dtype=np.int32)
+        firsts = [np.arange(0, chunks[row], size, dtype=np.int32) for row in longer]
+        rows = np.repeat(longer, [len(one) for one in firsts]).astype(np.int32)
+        tiles = np.stack([rows, np.concatenate(firsts)], axis=1)
+        keys = contexts[rows] - chunks[rows] + tiles[:, 1]
+        return np.ascontiguousarray(tiles[np.argsort(-keys, kind="stable")])

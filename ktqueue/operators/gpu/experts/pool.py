@@ -1,0 +1,78 @@
+"""ExpertPool: GPU memory that holds records of experts, and the tables that say where each expert is.
+
+Slots belong to a layer: an expert takes the place of another one of the same layer. Knows not which experts are worth
+a place.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, host_bytes
+from ktqueue.operators.gpu.experts.step import Places, RoutedLayer
+
+ABSENT = -1
+
+
+def slots_that_fit(layers: Sequence[RoutedLayer], budget: int) -> list[int]:
+    """How many experts of each layer fit into `budget` bytes when the layers take one in turn."""
+    slots, left = [0] * len(layers), budget
+    growing = list(enumerate(layers))
+    while growing:
+        growing = [(i, layer) for i, layer in growing if slots[i] < layer.experts and layer.record.bytes <= left]
+        for i, layer in growing:
+            if layer.record.bytes <= left:
+                slots[i] += 1
+                left -= layer.record.bytes
+    return slots
+
+
+class ExpertPool:
+    """memory: uint8 on the device: the slots of all layers, and then `staging` bytes for the streamer.
+
+    offsets: [layers, experts] int64 on the device, where the steps find each expert's record, ABSENT: not there. `host`
+    is its mirror, ahead of it until `publish`. A layer with fewer experts than another has ABSENT for the rest.
+    """
+
+    def __init__(self, layers: Sequence[RoutedLayer], slots: Sequence[int], staging: int, copies: CopyStream) -> None:
+        self._layers = layers
+        self._copies = copies
+        self.slots = slots
+        sizes = [count * layer.record.bytes for count, layer in zip(slots, layers, strict=True)]
+        starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self.staging_start = int(starts[-1])
+        self.version = 0  # of `host`
+        self.memory = torch.empty(self.staging_start + staging, dtype=torch.uint8, device=copies.device)
+        experts = max((layer.experts for layer in layers), default=0)
+        self.host: npt.NDArray[np.int64] = np.full((len(layers), experts), ABSENT, np.int64)
+        for index, count in enumerate(slots):
+            self.host[index, :count] = starts[index] + np.arange(count) * layers[index].record.bytes
+            for expert in range(count):
+                self.upload(index, expert, int(self.host[index, expert]))
+        copies.finish()
+        self.offsets = torch.from_numpy(self.host).to(copies.device, copy=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory."""
+        return self.memory.nbytes + self.offsets.nbytes
+
+    def places(self, layer: int, *, on_gpu: bool, on_cpu: bool) -> Places:
+        """Where the steps find the layer's experts; `on_gpu`, `on_cpu` as in Places."""
+        row = self.offsets[layer, : self._layers[layer].experts]
+        return Places(row, row, on_gpu, on_cpu)
+
+    def upload(self, layer: int, expert: int, offset: int) -> None:
+        """Copy an expert's record to `offset` in `memory`, on the copy stream."""
+        copies: list[Copy] = []
+        for address, size in self._layers[layer].packed.ranges(expert):
+            copies.append((host_bytes(address, size), self.memory[offset : offset + size]))
+            offset += size
+        self._copies.copy(copies)
+
+    def publish(self) -> None:
+        """Let the steps that are launched from now on find the experts where `host` says."""
+        self.offsets.copy_(self._copies.staged(torch.from_numpy(self.host)), non_blocking=True)
+        self.version += 1

@@ -1,0 +1,1 @@
+"""Triton kernels, their plain torch twins, and the layout of packed weights."""

@@ -1,0 +1,204 @@
+"""Integer dot products of packed weights with int8 activations, for Triton kernels: four weights an instruction.
+
+A tile is [S, N]: S slabs of 32 columns by N rows. Of a slab the packed planes hold, for each row, the words of eight
+lines: line l has the codes of columns 4l .. 4l + 3, a byte each once unpacked (csrc/panel_layout.h), which is one
+operand of dp4a; the other are the codes of the same columns of x. A thread has whole slabs of its rows, so scales are
+decoded once for 32 weights. Codes are unsigned, or signed where they come from a table; what an offset or a minimum
+adds comes from the sum of x's codes (int8_rows.py).
+"""
+
+import triton
+import triton.language as tl
+
+from ktqueue.operators.gpu.kernels import formats
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.constexpr_function
+def halves(quant):
+    """Whether a slab has a scale for each half."""
+    return quant in ("Q6_K", "Q3_K", "Q2_K")
+
+
+@triton.constexpr_function
+def minimums(quant):
+    """Whether something is subtracted from scale times code."""
+    return quant in ("Q4_K", "Q5_K", "Q2_K")
+
+
+@triton.constexpr_function
+def signed(quant):
+    """Whether `lines` gives signed bytes, from a table."""
+    return quant in ("IQ4_NL", "IQ4_XS", "MXFP4")
+
+
+@triton.constexpr_function
+def offset(quant):
+    """What is to be subtracted from an unsigned code."""
+    return {"Q8_0": 128, "Q4_0": 8, "Q6_K": 32, "Q3_K": 4}.get(quant, 0)
+
+
+@triton.jit
+def _dot(codes, x, total, SIGNED: tl.constexpr):
+    """total + the four bytes of `codes` times the four signed bytes of `x`, int32."""
+    if INTERPRETED:
+        for i in tl.static_range(4):
+            code = (codes << (24 - 8 * i)) >> 24
+            if not SIGNED:
+                code = code & 255
+            total += code * ((x << (24 - 8 * i)) >> 24)
+        return total
+    if SIGNED:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, total], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def permute(low, high, selector):
+    """Byte i of the result: byte number (nibble i of `selector`, 0 .. 7) of the eight bytes of `low` and `high`."""
+    if INTERPRETED:
+        result = selector & 0
+        for i in tl.static_range(4):
+            index = (selector >> (4 * i)) & 7
+            word = tl.where(index < 4, low, high)
+            result |= ((word >> (8 * (index & 3))) & 255) << (8 * i)
+        return result
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _look_up(word, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
+    """Eight nibbles of `word` -> the bytes of a table of 16 for its low and for its high nibbles."""
+    index = word & 0x77777777
+    upper = 0x32103210 | ((word >> 1) & 0x44444444)
+    zero = word & 0
+    first = permute(permute(zero + T0, zero + T1, index), permute(zero + T2, zero + T3, index), upper)
+    index = index >> 16
+    second = permute(permute(zero + T0, zero + T1, index), permute(zero + T2, zero + T3, index), upper >> 16)
+    return permute(first, second, zero + 0x6420), permute(first, second, zero + 0x7531)
+
+
+@triton.jit
+def _word(base, at):
+    return tl.load(base.to(tl.pointer_type(tl.int32)) + at)
+
+
+@triton.jit
+def _bits(base, at, row):
+    """One line of a plane of bits: in the lowest bit of each byte."""
+    return formats.spread(tl.load(base + at + row // 2).to(tl.int32) >> (row % 2 * 4))
+
+
+@triton.jit
+def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each.
+
+    base: scalar uint8 pointer; panel: byte offset of the slab's superblock [S, N]; slab: in the superblock [S, 1]; row:
+    [1, N] 0..15; slabs: how many the superblock has.
+    """
+    if FORMAT == "Q8_0":
+        at = panel // 4 + slab * 128 + J * 32 + row
+        return _word(base, at), _word(base, at + 16)
+    if (FORMAT == "Q2_K") or (FORMAT == "Q3_K"):
+        pairs = _word(base, panel // 4 + slab * 32 + J // 2 * 16 + row) >> (J % 2 * 4)
+        even, odd = pairs & 0x03030303, (pairs >> 2) & 0x03030303
+        if FORMAT == "Q3_K":
+            at = panel + 128 * slabs + slab * 64 + J * 16
+            even, odd = even | (_bits(base, at, row) << 2), odd | (_bits(base, at + 8, row) << 2)
+        return even, odd
+    word = _word(base, panel // 4 + slab * 64 + J * 16 + row)
+    if (FORMAT == "IQ4_NL") or (FORMAT == "IQ4_XS"):
+        return _look_up(word, -0x4052677F, -0x09152231, 0x26190D01, 0x71594535)
+    if FORMAT == "MXFP4":
+        return _look_up(word, 0x03020100, 0x0C080604, -0x02010100, -0x0B070504)
+    even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+    if FORMAT == "Q5_K":
+        at = panel + 256 * slabs + slab * 64 + J * 16
+        even, odd = even | (_bits(base, at, row) << 4), odd | (_bits(base, at + 8, row) << 4)
+    elif FORMAT == "Q6_K":
+        pairs = _word(base, (panel + 256 * slabs) // 4 + slab * 32 + J // 2 * 16 + row)
+        if J % 2 == 0:
+            even, odd = even | ((pairs << 4) & 0x30303030), odd | ((pairs << 2) & 0x30303030)
+        else:
+            even, odd = even | (pairs & 0x30303030), odd | ((pairs >> 2) & 0x30303030)
+    return even, odd
+
+
+@triton.jit
+def add_products(
+    sums,  # a tuple of M tensors [S, N] float32
+    x_rows,  # a tuple of M scalars: rows of x
+    codes,  # pointer of x's codes
+    scales,
+    code_sums,
+    base,
+    panels,  # [1, N] byte offsets
+    slab,  # [S, 1] of the whole row, below SLAB_COUNT
+    inside,  # [S, 1] whether it is one; others are multiplied with zero
+    row,  # [1, N] 0..15
+    M: tl.constexpr,
+    SLAB_COUNT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SUPERBLOCK_BYTES: tl.constexpr,
+):
+    """`sums` plus the products of the tile with M rows of x; each sum in an order of its own row alone."""
+    HALVES: tl.constexpr = halves(FORMAT)
+    MINIMUMS: tl.constexpr = minimums(FORMAT)
+    SIGNED: tl.constexpr = signed(FORMAT)
+    OFFSET: tl.constexpr = offset(FORMAT)
+
+    block = slab // 8
+    within = slab % 8
+    panel = panels + block * SUPERBLOCK_BYTES
+    if SLAB_COUNT % 8 == 0:
+        slabs: tl.constexpr = 8
+    else:
+        slabs = tl.minimum(SLAB_COUNT - block * 8, 8)
+    line0, line1 = lines(base, panel, within, row, slabs, 0, FORMAT)
+    line2, line3 = lines(base, panel, within, row, slabs, 1, FORMAT)
+    line4, line5 = lines(base, panel, within, row, slabs, 2, FORMAT)
+    line6, line7 = lines(base, panel, within, row, slabs, 3, FORMAT)
+    scale, minimum = formats.scales(base, panel, within, 0, row, slabs, FORMAT)
+    if HALVES:
+        second_scale, second_minimum = formats.scales(base, panel, within, 2, row, slabs, FORMAT)
+    zero = line0 & 0
+    result = ()
+    for m in tl.static_range(M):
+        at = x_rows[m] * SLAB_COUNT + slab
+        words = codes.to(tl.pointer_type(tl.int64)) + at * 4
+        x01, x23, x45, x67 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+        x_scale = tl.load(scales + at, mask=inside, other=0.0)
+        both = tl.load(code_sums + at)
+        first_sum = (both << 16) >> 16
+        second_sum = (both - first_sum) >> 16
+        if HALVES:
+            total, second = zero - OFFSET * first_sum, zero - OFFSET * second_sum
+        else:
+            total = zero - OFFSET * (first_sum + second_sum)
+        total = _dot(line0, x01.to(tl.int32), total, SIGNED)
+        total = _dot(line1, (x01 >> 32).to(tl.int32), total, SIGNED)
+        total = _dot(line2, x23.to(tl.int32), total, SIGNED)
+        total = _dot(line3, (x23 >> 32).to(tl.int32), total, SIGNED)
+        if not HALVES:
+            second = total
+        second = _dot(line4, x45.to(tl.int32), second, SIGNED)
+        second = _dot(line5, (x45 >> 32).to(tl.int32), second, SIGNED)
+        second = _dot(line6, x67.to(tl.int32), second, SIGNED)
+        second = _dot(line7, (x67 >> 32).to(tl.int32), second, SIGNED)
+        if HALVES:
+            value = scale * total.to(tl.float32) + second_scale * second.to(tl.float32)
+            if MINIMUMS:
+                value -= minimum * first_sum.to(tl.float32) + second_minimum * second_sum.to(tl.float32)
+        else:
+            value = scale * second.to(tl.float32)
+            if MINIMUMS:
+                value -= minimum * (first_sum + second_sum).to(tl.float32)
+        result = result + (sums[m] + value * x_scale,)
+    return result

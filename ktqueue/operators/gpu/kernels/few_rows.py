@@ -1,0 +1,309 @@
+"""Experts with few tokens on a GPU, by the integer dot product: the kernels, and how they are launched.
+
+Three launches. `prepare` quantises x (int8_rows.py) and sorts the pairs by expert; gate_up makes the quantised rows
+that down takes. A program multiplies some rows of one expert's weights, up to M pairs at once, by all pairs of that
+expert: weights come from memory once, and from the cache for further pairs. What a pair gets depends on no other pair
+but by the tile that is chosen for so many.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ktqueue.operators.gpu.kernels import dots
+from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB, panel_bytes, superblock_bytes
+from ktqueue.operators.gpu.kernels.panels import activate
+
+OWN_PAIRS = 32
+"""Up to so many pairs each has programs of its own: a weight that two of them read comes from the cache."""
+
+
+class Pairs(NamedTuple):
+    """Pairs by expert: see pairs.sort_pairs. None of them: each pair on its own."""
+
+    sorted: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+
+class Tile(NamedTuple):
+    """What a program holds at once: `slabs` by `rows` of a matrix, 8 by 16 a warp."""
+
+    slabs: int
+    rows: int
+    stages: int = 0
+    """Of copies to shared memory ahead of their use; 0: weights are loaded when they are used."""
+    registers: int = 128
+    """Of a thread, at most."""
+
+    @property
+    def warps(self) -> int:
+        """Of a program: a thread has the slab's words of four rows."""
+        return self.slabs * self.rows // 128
+
+
+class Tiles(NamedTuple):
+    """Of the two launches."""
+
+    gate_up: Tile
+    down: Tile
+
+
+TILES = Tiles(Tile(slabs=32, rows=32), Tile(slabs=8, rows=64))
+TILES_OF_MANY = Tiles(Tile(slabs=8, rows=32, stages=3), Tile(slabs=8, rows=32))
+MANY_PAIRS = 2
+"""Pairs of an expert, on average, beyond which TILES_OF_MANY are faster. They add in another order."""
+
+
+@triton.jit
+def _quantise(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS], each row a slab -> codes int32, scale [ROWS], packed sums [ROWS]: see Int8Rows."""
+    largest = tl.max(tl.abs(x), 1)
+    broken = tl.sum(x * 0.0, 1)  # NaN or 0
+    scale = tl.div_rn(largest, 127.0) + broken
+    inverse = tl.where(largest > 0, tl.div_rn(127.0, largest), 0.0)
+    rounded = x * inverse[:, None] + 12582912.0  # 1.5 * 2^23: the sum's lowest bits are the nearest integer
+    codes = tl.where(broken[:, None] == 0.0, rounded.to(tl.int32, bitcast=True) - 0x4B400000, 0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    sums = tl.sum(tl.where(column < 16, codes, codes << 16), 1)
+    return codes, scale, sums
+
+
+@triton.jit(do_not_specialize=["pairs", "experts"])
+def _prepare_kernel(
+    x, ids, offsets, codes, scales, sums, sorted_pairs, starts, counts,
+    pairs, experts, x_stride,
+    SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 .. experts - 1 list the pairs of an expert (CHUNK 0: there are none of them), others take a row."""
+    program = tl.program_id(0)
+    if CHUNK > 0:
+        if program < experts:
+            pair = tl.arange(0, CHUNK)
+            chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
+            match = (chosen == program).to(tl.int32)
+            start = tl.sum(((chosen >= 0) & (chosen < program)).to(tl.int32), 0)
+            found = tl.sum(match, 0)
+            tl.store(sorted_pairs + start + tl.cumsum(match, 0) - 1, pair, mask=match > 0)
+            tl.store(starts + program, start)
+            tl.store(counts + program, tl.where(tl.load(offsets + program) >= 0, found, 0))
+    line = program - experts if CHUNK > 0 else program
+    if line >= 0:
+        for begin in tl.static_range(0, SLAB_COUNT, SLABS):
+            slab = begin + tl.arange(0, SLABS)
+            inside = slab < SLAB_COUNT
+            column = slab[:, None] * 32 + tl.arange(0, 32)[None, :]
+            values = tl.load(x + line.to(tl.int64) * x_stride + column, mask=inside[:, None], other=0.0)
+            code, scale, total = _quantise(values.to(tl.float32), SLABS, 32)
+            tl.store(codes + line * SLAB_COUNT * 32 + column, code.to(tl.int8), mask=inside[:, None])
+            tl.store(scales + line * SLAB_COUNT + slab, scale, mask=inside)
+            tl.store(sums + line * SLAB_COUNT + slab, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["slots", "pairs", "zero_pairs"])
+def _experts_kernel(
+    pool,
+    offsets,  # [experts] int64
+    ids,  # [pairs] int64
+    codes,  # of x, and its scales and sums
+    scales,
+    sums,
+    pair_weights,  # [pairs] float32
+    out,  # [pairs, ROWS] float32 without activation, else int8
+    out_scales,
+    out_sums,
+    sorted_pairs,
+    starts,
+    counts,
+    pairs,
+    slots,  # pairs that share a row of x
+    start,  # byte where the matrix begins in a record
+    zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
+    ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
+    SLAB_COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SUPERBLOCK_BYTES: tl.constexpr,
+    PANEL_BYTES: tl.constexpr,
+    UP_FORMAT: tl.constexpr,
+    UP_SUPERBLOCK_BYTES: tl.constexpr,
+    UP_PANEL_BYTES: tl.constexpr,
+    OWN: tl.constexpr,  # a program for each pair, else for each expert
+    M: tl.constexpr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    program = tl.program_id(1)
+    if OWN:
+        expert = tl.load(ids + program)
+        offset = tl.load(offsets + tl.maximum(expert, 0))
+        count = ((expert >= 0) & (offset >= 0)).to(tl.int32)
+        first = program
+    else:
+        offset = tl.load(offsets + program)
+        count = tl.load(counts + program)
+        first = tl.load(starts + program)
+    if ACTIVATION == "":  # rows of the pairs that nobody computes
+        turn = program * 0
+        while turn < zero_pairs:
+            pair = tl.minimum(program * zero_pairs + turn, pairs - 1)
+            wanted = tl.load(ids + pair)
+            skipped = (wanted < 0) | (tl.load(offsets + tl.maximum(wanted, 0)) < 0)
+            tl.store(out + pair.to(tl.int64) * ROWS + n, tl.zeros((N,), tl.float32), mask=(n < ROWS) & skipped)
+            turn += 1
+
+    last_panel: tl.constexpr = (ROWS + 15) // 16 - 1
+    both_bytes: tl.constexpr = PANEL_BYTES + (UP_PANEL_BYTES if ACTIVATION != "" else 0)
+    row = (tl.arange(0, N) % 16)[None, :]
+    panels_here: tl.constexpr = N // 16
+    first_panel = tl.program_id(0) * panels_here
+    panel = tl.minimum(tl.arange(0, N) // 16, last_panel - first_panel)[None, :] * both_bytes
+    base = pool + tl.multiple_of(offset, 64) + start + first_panel.to(tl.int64) * both_bytes
+    done = program * 0
+    while done < count:
+        pair_of = ()
+        x_rows = ()
+        gates = ()
+        ups = ()
+        for m in tl.static_range(M):
+            place = first + tl.minimum(done + m, count - 1)
+            pair = place if OWN else tl.load(sorted_pairs + place)
+            pair_of = pair_of + (pair,)
+            x_rows = x_rows + (pair // slots,)
+            gates = gates + (tl.zeros((S, N), tl.float32),)
+            ups = ups + (tl.zeros((S, N), tl.float32),)
+        for step in tl.range(0, (SLAB_COUNT + S - 1) // S, num_stages=STAGES):
+            slab = step * S + tl.arange(0, S)[:, None]
+            inside = slab < SLAB_COUNT
+            slab = tl.minimum(slab, SLAB_COUNT - 1)
+            gates = dots.add_products(
+                gates, x_rows, codes, scales, sums, base, panel, slab, inside, row, M, SLAB_COUNT, FORMAT,
+                SUPERBLOCK_BYTES,
+            )  # fmt: skip
+            if ACTIVATION != "":
+                ups = dots.add_products(
+                    ups, x_rows, codes, scales, sums, base + PANEL_BYTES, panel, slab, inside, row, M, SLAB_COUNT,
+                    UP_FORMAT, UP_SUPERBLOCK_BYTES,
+                )  # fmt: skip
+        for m in tl.static_range(M):
+            live = done + m < count
+            pair = pair_of[m].to(tl.int64)
+            value = tl.sum(gates[m], 0)
+            if ACTIVATION == "":
+                value *= tl.load(pair_weights + pair)
+                tl.store(out + pair * ROWS + n, value, mask=(n < ROWS) & live)
+            else:
+                value = activate(value, tl.sum(ups[m], 0), ACTIVATION)
+                code, scale, total = _quantise(tl.reshape(value, (N // 32, 32)), N // 32, 32)
+                at = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
+                column = at[:, None] * 32 + tl.arange(0, 32)[None, :]
+                tl.store(out + pair * ROWS + column, code.to(tl.int8), mask=(column < ROWS) & live)
+                at_slab = pair * (ROWS // 32) + at
+                tl.store(out_scales + at_slab, scale, mask=(at < ROWS // 32) & live)
+                tl.store(out_sums + at_slab, total, mask=(at < ROWS // 32) & live)
+        done += M
+
+
+def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, Pairs | None]:
+    """x [tokens, columns] quantised, and the pairs of ids [tokens, k] by expert: one launch."""
+    tokens, columns = x.shape
+    rows = Int8Rows.empty(tokens, columns, x.device)
+    slabs = columns // SLAB
+    own = ids.numel() <= OWN_PAIRS
+    experts = offsets.numel()
+    lists = Pairs(*(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts)))
+    _prepare_kernel[(tokens + (0 if own else experts),)](
+        x, ids, offsets, rows.codes, rows.scales, rows.sums, *lists,
+        ids.numel(), experts, x.stride(0),
+        SLAB_COUNT=slabs,
+        SLABS=min(triton.next_power_of_2(slabs), 128),
+        CHUNK=0 if own else triton.next_power_of_2(ids.numel()),
+    )  # fmt: skip
+    return rows, None if own else lists
+
+
+def _launch(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: Int8Rows,
+    pairs: Pairs | None,
+    quants: tuple[str, str],
+    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tile: Tile | None,
+    *,
+    start: int,
+    activation: str,
+    weights: torch.Tensor,
+) -> None:
+    """quants: of gate and up, or twice that of the one matrix. outs: see the kernel."""
+    number, rows = outs[0].shape
+    tokens, columns = x.codes.shape
+    experts = offsets.numel()
+    programs = number if pairs is None else experts
+    average = number / min(experts, number)
+    tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
+    tile = tile or (tiles.gate_up if activation else tiles.down)
+    lists = (ids, ids, ids) if pairs is None else pairs
+    _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
+        pool, offsets, ids, x.codes, x.scales, x.sums, weights, *outs, *lists,
+        number, number // tokens, start, triton.cdiv(number, programs),
+        ACTIVATION=activation,
+        SLAB_COUNT=columns // SLAB,
+        ROWS=rows,
+        FORMAT=quants[0],
+        SUPERBLOCK_BYTES=superblock_bytes(quants[0]),
+        PANEL_BYTES=panel_bytes(quants[0], columns),
+        UP_FORMAT=quants[1],
+        UP_SUPERBLOCK_BYTES=superblock_bytes(quants[1]),
+        UP_PANEL_BYTES=panel_bytes(quants[1], columns),
+        OWN=pairs is None,
+        M=1 if pairs is None else 2 if average <= MANY_PAIRS else 4,
+        S=tile.slabs,
+        N=tile.rows,
+        STAGES=tile.stages or None,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )  # fmt: skip
+
+
+def gate_up(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: Int8Rows,
+    pairs: Pairs | None,
+    quants: tuple[str, str],
+    intermediate: int,
+    activation: str,
+    tile: Tile | None = None,
+) -> Int8Rows:
+    """activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate]. Skipped ones hold anything."""
+    mid = Int8Rows.empty(ids.numel(), intermediate, ids.device)
+    outs = (mid.codes, mid.scales, mid.sums)
+    _launch(pool, offsets, ids, x, pairs, quants, outs, tile, start=0, activation=activation, weights=x.scales)
+    return mid
+
+
+def down(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    mid: Int8Rows,
+    pairs: Pairs | None,
+    weights: torch.Tensor,
+    quant: str,
+    hidden: int,
+    start: int,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """weight * (down mid): [tokens * k, hidden] float32, zero where the pair is skipped."""
+    out = torch.empty(ids.numel(), hidden, dtype=torch.float32, device=ids.device)
+    outs = (out, mid.scales, mid.sums)
+    _launch(pool, offsets, ids, mid, pairs, (quant, quant), outs, tile, start=start, activation="", weights=weights)
+    return out

@@ -1,0 +1,166 @@
+"""Weights packed as the CPU's kernels read them: sizes, and what the bytes mean.
+
+The layout is described in csrc/panel_layout.h: *panels* of 16 rows, runs of *superblocks* of up to eight *slabs* of 32
+columns. Here it is read with plain torch on any device: the twin of formats.py. Knows no expert.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+PANEL_ROWS = 16
+SLAB = 32
+"""Columns."""
+SLABS = 8
+"""Of a whole superblock."""
+FLOATS = ("F32", "F16", "BF16")
+"""Formats without codes: a panel is a plain run of slabs, columns beyond the matrix zero."""
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+# Bytes of the planes and scales of one slab, and of what a superblock stores once.
+_BYTES: dict[str, tuple[int, int]] = {
+    "F32": (2048, 0),
+    "F16": (1024, 0),
+    "BF16": (1024, 0),
+    "Q8_0": (512 + 32, 0),
+    "Q4_0": (256 + 32, 0),
+    "IQ4_NL": (256 + 32, 0),
+    "MXFP4": (256 + 16, 0),
+    "Q4_K": (256 + 32, 64),
+    "Q5_K": (256 + 64 + 32, 64),
+    "Q6_K": (256 + 128 + 32, 32),
+    "IQ4_XS": (256 + 16, 32),
+    "Q3_K": (128 + 64 + 32, 32),
+    "Q2_K": (128 + 32, 64),
+}
+
+
+def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
+    """Bytes of a superblock of `slabs` slabs. Raises ValueError for an unknown quant."""
+    if quant not in _BYTES:
+        raise ValueError(f"quant must be one of {', '.join(_BYTES)}, got {quant}")
+    slab, once = _BYTES[quant]
+    return -(-(slabs * slab + once) // 64) * 64
+
+
+def panel_bytes(quant: str, columns: int) -> int:
+    """Bytes of a panel of `columns` columns, a multiple of 64. Raises ValueError for an unknown quant."""
+    whole, rest = divmod(-(-columns // SLAB), SLABS)
+    return whole * superblock_bytes(quant) + (superblock_bytes(quant, rest) if rest else 0)
+
+
+def panel_count(rows: int) -> int:
+    """Panels of a matrix of `rows` rows."""
+    return -(-rows // PANEL_ROWS)
+
+
+def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
+    """panels [count, bytes] uint8 -> [count * 16, columns] float32, in the operations of GGUF's own dequantisation.
+
+    Raises ValueError where a panel of `columns` columns has other bytes.
+    """
+    if panels.shape[1] != panel_bytes(quant, columns):
+        raise ValueError(f"a panel of {columns} columns of {quant} has {panel_bytes(quant, columns)} bytes")
+    count = len(panels)
+    slabs = -(-columns // SLAB)
+    if quant in FLOATS:
+        rows = _floats(panels.contiguous(), quant)
+    else:
+        size, parts, at = superblock_bytes(quant), [], 0
+        for number, held in ((slabs // SLABS, SLABS), (1, slabs % SLABS)):
+            if number and held:
+                size = superblock_bytes(quant, held)
+                blocks = panels[:, at : at + number * size].reshape(count * number, size)
+                at += number * size
+                parts.append(_blocks(blocks, quant, held).view(count, number, PANEL_ROWS, held * SLAB).transpose(1, 2))
+        rows = torch.cat([part.flatten(2) for part in parts], dim=2)
+    return rows.reshape(count * PANEL_ROWS, -1)[:, :columns]
+
+
+def _floats(panels: torch.Tensor, quant: str) -> torch.Tensor:
+    """[count, 16, columns] float32."""
+    if quant == "BF16":  # columns 2i and 2i + 1 of a row side by side
+        pairs = panels.view(torch.bfloat16).view(len(panels), -1, PANEL_ROWS, 2)
+        return pairs.transpose(1, 2).flatten(2).float()
+    values = panels.view(torch.float32 if quant == "F32" else torch.float16)
+    return values.view(len(panels), -1, PANEL_ROWS).transpose(1, 2).float()
+
+
+def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
+    """blocks [count, bytes] -> [count, 16, slabs * 32] float32."""
+    at = 0
+
+    def take(size: int) -> torch.Tensor:
+        nonlocal at
+        at += size
+        return blocks[:, at - size : at].contiguous()
+
+    def codes(plane: Callable[[torch.Tensor, int], torch.Tensor], size: int) -> torch.Tensor:
+        return plane(take(size * slabs), slabs).int()
+
+    def scales(per_slab: int, dtype: torch.dtype) -> torch.Tensor:  # [count, 16, columns], each said for its columns
+        entries = take(per_slab * slabs * PANEL_ROWS * dtype.itemsize).view(dtype).view(len(blocks), -1, PANEL_ROWS)
+        return entries.transpose(1, 2).repeat_interleave(SLAB // per_slab, dim=2)
+
+    def once() -> torch.Tensor:
+        return take(2 * PANEL_ROWS).view(torch.float16).float()[:, :, None]
+
+    if quant == "Q8_0":
+        code = codes(_bytes, 512) - 128
+        return scales(1, torch.float16).float() * code
+    if quant in ("Q4_0", "IQ4_NL"):
+        code = codes(_nibbles, 256)
+        code = code - 8 if quant == "Q4_0" else _lookup(IQ4_VALUES, code)
+        return scales(1, torch.float16).float() * code
+    if quant == "MXFP4":
+        code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
+        return torch.exp2(scales(1, torch.uint8).float() - 128) * code
+    if quant == "IQ4_XS":
+        code = _lookup(IQ4_VALUES, codes(_nibbles, 256))
+        scale = scales(1, torch.int8)
+        return once() * scale * code
+    if quant in ("Q6_K", "Q3_K"):
+        if quant == "Q6_K":
+            code = codes(_nibbles, 256)
+            code = (code | codes(_pairs, 128) << 4) - 32
+        else:
+            code = codes(_pairs, 128)
+            code = (code | codes(_bits, 64) << 2) - 4
+        scale = scales(2, torch.int8)
+        return once() * scale * code
+    if quant == "Q2_K":
+        code = codes(_pairs, 128)
+        both = scales(2, torch.uint8)
+        scale, minimum = both & 15, both >> 4
+    else:
+        code = codes(_nibbles, 256)
+        if quant == "Q5_K":
+            code |= codes(_bits, 64) << 4
+        scale, minimum = scales(1, torch.uint8), scales(1, torch.uint8)
+    return once() * scale * code - once() * minimum
+
+
+def _lookup(values: tuple[int, ...], code: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=code.device)[code.long()]
+
+
+def _bytes(plane: torch.Tensor, slabs: int) -> torch.Tensor:
+    """Each of these: a plane [count, bytes] -> the codes [count, 16, slabs * 32]."""
+    return plane.view(-1, slabs * 8, PANEL_ROWS, 4).transpose(1, 2).flatten(2)
+
+
+def _nibbles(plane: torch.Tensor, slabs: int) -> torch.Tensor:
+    words = plane.view(-1, slabs * 4, PANEL_ROWS, 4)
+    return torch.stack((words & 15, words >> 4), dim=3).transpose(1, 2).flatten(2)
+
+
+def _pairs(plane: torch.Tensor, slabs: int) -> torch.Tensor:
+    words = plane.view(-1, slabs * 2, PANEL_ROWS, 4)
+    return torch.stack([words >> shift & 3 for shift in (0, 2, 4, 6)], dim=3).transpose(1, 2).flatten(2)
+
+
+def _bits(plane: torch.Tensor, slabs: int) -> torch.Tensor:
+    bits = torch.stack([plane >> shift & 1 for shift in range(8)], dim=2)
+    return bits.view(-1, slabs * 8, PANEL_ROWS, 4).transpose(1, 2).flatten(2)

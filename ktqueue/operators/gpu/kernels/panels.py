@@ -1,0 +1,320 @@
+"""Products with packed weights on a GPU: the kernel behind expert_products.py, and how it is launched.
+
+One program multiplies up to BLOCK_M *pairs* (of a token and an expert it chose) of one expert by BLOCK_N rows of that
+expert's weights, which it decodes on the way from memory to the tensor cores. So a weight is read once for up to
+BLOCK_M pairs. How a program finds its pairs:
+  LEADER    few pairs: program p is of the expert of pair p, if no pair before p chose it
+  EXPERT    program e is of expert e, and finds its pairs among all
+  SORTED    many pairs: a list of pairs sorted by expert is made first (pairs.py)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ktqueue.operators.gpu.kernels import formats
+from ktqueue.operators.gpu.kernels import pairs as triton_pairs
+from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS, panel_bytes, superblock_bytes
+
+LEADER = tl.constexpr(0)
+EXPERT = tl.constexpr(1)
+SORTED = tl.constexpr(2)
+
+
+@triton.jit
+def _eighths(x, M: tl.constexpr):
+    """x [M, 256] -> eight [M, 32]: number i has columns 8w + i."""
+    bits = tl.reshape(x, (M, 32, 2, 2, 2))
+    even, odd = tl.split(bits)  # by the lowest bit of i
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def product(
+    x_rows,  # [M] pointers
+    live,  # [M]
+    base,  # scalar pointer of the first panel
+    panel_offsets,  # [N] bytes
+    panel_rows,  # [N] 0..15
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    SUPERBLOCK_BYTES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """x times the transposed weights, float32 [M, N]. With PERMUTED, rows of x hold the parts of 256 columns one
+    after the other, and zeros beyond the last column."""
+    word = tl.arange(0, 32)[:, None]
+    row = panel_rows[None, :]
+    slab_count: tl.constexpr = (COLUMNS + 31) // 32
+    acc = tl.zeros((M, N), tl.float32)
+    for block in tl.range(0, (slab_count + 7) // 8, num_stages=STAGES):
+        panel = (panel_offsets + block * SUPERBLOCK_BYTES)[None, :]
+        if slab_count % 8 == 0:
+            slabs: tl.constexpr = 8
+            slab = word // 4
+        else:
+            slabs = tl.minimum(slab_count - block * 8, 8)
+            slab = tl.minimum(word // 4, slabs - 1)
+        if not IS_FLOAT:
+            first, second = formats.planes(base, panel, slab, word, row, slabs, FORMAT)
+            scale, minimum = formats.scales(base, panel, slab, word, row, slabs, FORMAT)
+        if PERMUTED:
+            x_at = x_rows[:, None] + block * 256 + tl.arange(0, 32)[None, :]
+        else:
+            column = block * 256 + tl.arange(0, 256)
+            mask = live[:, None] & (column < COLUMNS)[None, :]
+            parts = _eighths(tl.load(x_rows[:, None] + column[None, :], mask=mask, other=0.0), M)
+        for i in tl.static_range(8):
+            if IS_FLOAT:
+                weights = formats.float_part(base, panel, slab, word, row, i, FORMAT)
+            else:
+                weights = formats.part(first, second, scale, minimum, i, FORMAT)
+            x = tl.load(x_at + i * 32, mask=live[:, None], other=0.0) if PERMUTED else parts[i]
+            acc = tl.dot(x, weights.to(x.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up."""
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # gelu_tanh; tanh(y) = 2 sigmoid(2y) - 1
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * tl.sigmoid(2.0 * inner)
+    return gate * up
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "slots", "zero_pairs"])
+def _panels_kernel(
+    pool,
+    offsets,  # [experts] int64
+    ids,  # [pairs] int64
+    x,
+    pair_weights,  # [pairs] float32
+    out,  # [pairs, ROWS]
+    sorted_pairs,  # [pairs] int32, of SORTED
+    starts,  # [experts] int32
+    counts,  # [experts] int32
+    pairs,
+    experts,
+    slots,  # pairs that share a row of x
+    x_stride,
+    start,  # byte where the matrix begins in a record
+    zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
+    ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    SUPERBLOCK_BYTES: tl.constexpr,
+    PANEL_BYTES: tl.constexpr,
+    UP_FORMAT: tl.constexpr,
+    UP_IS_FLOAT: tl.constexpr,
+    UP_SUPERBLOCK_BYTES: tl.constexpr,
+    UP_PANEL_BYTES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FIND: tl.constexpr,
+    SCAN: tl.constexpr,  # pairs, or experts of SORTED, rounded up to a power of two
+    ZERO: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    block_n = tl.program_id(0)
+    program = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    if ZERO > 0:  # rows of the pairs that nobody computes
+        done = program * 0
+        while done < zero_pairs:
+            turn = done + tl.arange(0, ZERO)
+            candidate = program * zero_pairs + turn
+            mine = (turn < zero_pairs) & (candidate < pairs)
+            wanted = tl.load(ids + candidate, mask=mine, other=0)
+            skipped = mine & (tl.load(offsets + tl.maximum(wanted, 0), mask=mine & (wanted >= 0), other=-1) < 0)
+            at = out + candidate[:, None].to(tl.int64) * ROWS + n[None, :]
+            zeros = tl.zeros((ZERO, BLOCK_N), tl.float32)
+            tl.store(at, zeros.to(out.dtype.element_ty), mask=skipped[:, None] & (n < ROWS)[None, :])
+            done += ZERO
+
+    # The record's offset, and which of the expert's pairs this program takes: lo .. hi.
+    if FIND == SORTED:
+        all_experts = tl.arange(0, SCAN)
+        found = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
+        blocks = (found + BLOCK_M - 1) // BLOCK_M
+        expert = tl.sum((tl.cumsum(blocks, 0) <= program).to(tl.int32), 0)
+        lo = (program - tl.sum(tl.where(all_experts < expert, blocks, 0), 0)) * BLOCK_M
+        used = expert < experts
+        first = tl.load(starts + expert, mask=used, other=0)
+        hi = tl.minimum(lo + BLOCK_M, tl.load(counts + expert, mask=used, other=0))
+        offset = tl.load(offsets + expert, mask=used, other=0)
+    else:
+        lo = tl.program_id(1) * 0
+        scan = tl.arange(0, SCAN)
+        chosen = tl.load(ids + scan, mask=scan < pairs, other=-1)
+        expert = tl.load(ids + program) if FIND == LEADER else program.to(tl.int64)
+        offset = tl.load(offsets + tl.maximum(expert, 0))
+        match = (chosen == expert) & (expert >= 0) & (offset >= 0)
+        hi = tl.sum(match.to(tl.int32), 0)
+        if FIND == LEADER:
+            hi = tl.where(tl.min(tl.where(match, scan, SCAN), 0) == program, hi, 0)
+        position = tl.cumsum(match.to(tl.int32), 0) - 1
+
+    base = pool + tl.multiple_of(offset, 64) + start
+    begin = lo
+    while begin < hi:  # the interpreter has no range of what is only known at run time
+        live = begin + m < hi
+        if FIND == SORTED:
+            pair = tl.load(sorted_pairs + first + begin + m, mask=live, other=0)
+        else:
+            pick = match[None, :] & (position[None, :] == (begin + m)[:, None])
+            pair = tl.sum(tl.where(pick, scan[None, :], 0), 1)
+        x_rows = x + (pair // slots).to(tl.int64) * x_stride
+        last_panel: tl.constexpr = (ROWS + 15) // 16 - 1
+        if ACTIVATION == "":
+            panels = BLOCK_N // 16
+            local = tl.arange(0, BLOCK_N)
+            panel = tl.minimum(local // 16, last_panel - block_n * panels)
+            acc = product(
+                x_rows, live, base + (block_n * panels).to(tl.int64) * PANEL_BYTES, panel * PANEL_BYTES, local % 16,
+                COLUMNS, FORMAT, IS_FLOAT, SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
+            )  # fmt: skip
+        else:
+            both_bytes: tl.constexpr = PANEL_BYTES + UP_PANEL_BYTES
+            here = base + (block_n * (BLOCK_N // 16)).to(tl.int64) * both_bytes
+            if FORMAT == UP_FORMAT:  # panels of gate and up take turns in one product
+                local = tl.arange(0, 2 * BLOCK_N)
+                panel = tl.minimum(local // 32, last_panel - block_n * (BLOCK_N // 16)) * 2 + local // 16 % 2
+                acc = product(
+                    x_rows, live, here, panel * PANEL_BYTES, local % 16,
+                    COLUMNS, FORMAT, IS_FLOAT, SUPERBLOCK_BYTES, BLOCK_M, 2 * BLOCK_N, PERMUTED, STAGES,
+                )  # fmt: skip
+                turns = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 16)), (0, 1, 3, 2))
+                gate, up = tl.split(turns)
+                gate, up = tl.reshape(gate, (BLOCK_M, BLOCK_N)), tl.reshape(up, (BLOCK_M, BLOCK_N))
+            else:
+                local = tl.arange(0, BLOCK_N)
+                panel = tl.minimum(local // 16, last_panel - block_n * (BLOCK_N // 16))
+                gate = product(
+                    x_rows, live, here, panel * both_bytes, local % 16,
+                    COLUMNS, FORMAT, IS_FLOAT, SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
+                )  # fmt: skip
+                up = product(
+                    x_rows, live, here + PANEL_BYTES, panel * both_bytes, local % 16,
+                    COLUMNS, UP_FORMAT, UP_IS_FLOAT, UP_SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
+                )  # fmt: skip
+            acc = activate(gate, up, ACTIVATION)
+        if WEIGHTED:
+            acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
+        at_pair = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
+        tl.store(at_pair, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
+        begin += BLOCK_M
+
+
+def _permuted(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 those of part 0, then of part 1 ..."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % (SLAB * SLABS)))
+    return padded.view(len(x), -1, SLAB, 8).transpose(2, 3).reshape(padded.shape)
+
+
+def _power(value: int, low: int, high: int) -> int:
+    """`value` rounded up to a power of two between the two."""
+    return min(max(1 << max(value - 1, 0).bit_length(), low), high)
+
+
+def launch(
+    pool: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    quants: tuple[str, ...],
+    *,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    start: int = 0,
+    activation: str = "",
+    weights: torch.Tensor | None = None,
+    zero_skipped: bool = False,
+) -> None:
+    """out [pairs, rows] = x times the transposed weights of each pair's expert.
+
+    quants: of the one matrix, or of gate and up, then `activation` joins them. x [pairs / slots, columns]: a row for
+    so many pairs. weights [pairs]: factors of the rows. The rest as in expert_products.py.
+    """
+    pairs, rows = out.shape
+    if pairs == 0:
+        return
+    columns = x.shape[1]
+    experts = offsets.numel()
+    exact = x.dtype == torch.float32
+    largest_block = 32 if exact else 64 if "F32" in quants else 128  # what fits into shared memory
+    lists = (out, out, out)  # not read
+    if pairs <= 512:
+        find, block_m, scan = (LEADER if pairs <= experts else EXPERT), 16, (64 if pairs <= 64 else 512)
+        programs = min(pairs, experts)
+    else:
+        find, scan = SORTED, triton.next_power_of_2(experts)
+        # Half as many again as an expert has on average: few experts take a second block, which decodes anew.
+        block_m = _power(pairs * 3 // experts // 2, 16, largest_block)
+        programs = pairs // block_m + min(pairs, experts)
+        lists = triton_pairs.sort_pairs(ids, offsets)
+    permuted = block_m > 16
+    if permuted:
+        x = _permuted(x)
+    elif x.stride(1) != 1:  # rows may lie apart, not their columns
+        x = x.contiguous()
+    # The more rows of weights a warp has, the less it loads of x for each; with one token all warps must have some.
+    block_n = (64 if exact else 128) if permuted else (32 if pairs <= 16 else 64)
+    if activation:
+        block_n //= 2
+    gate, up = quants[0], quants[-1]
+    zero = 0 if not zero_skipped else 1 if find == LEADER else block_m
+    _panels_kernel[(triton.cdiv(rows, block_n), programs)](
+        pool,
+        offsets,
+        ids,
+        x,
+        out if weights is None else weights,
+        out,
+        *lists,
+        pairs,
+        experts,
+        pairs // len(x),
+        x.stride(0),
+        start,
+        triton.cdiv(pairs, programs),
+        ACTIVATION=activation,
+        COLUMNS=columns,
+        ROWS=rows,
+        FORMAT=gate,
+        IS_FLOAT=gate in FLOATS,
+        SUPERBLOCK_BYTES=superblock_bytes(gate),
+        PANEL_BYTES=panel_bytes(gate, columns),
+        UP_FORMAT=up,
+        UP_IS_FLOAT=up in FLOATS,
+        UP_SUPERBLOCK_BYTES=superblock_bytes(up),
+        UP_PANEL_BYTES=panel_bytes(up, columns),
+        WEIGHTED=weights is not None,
+        FIND=find,
+        SCAN=scan,
+        ZERO=zero,
+        PERMUTED=permuted,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=2 if permuted else 3,
+        num_warps=8 if block_m == 128 else 4,
+    )

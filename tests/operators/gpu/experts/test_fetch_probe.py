@@ -1,0 +1,17 @@
+"""What is made of the times of steps that fetched shares of their experts. Measured is on a GPU: tests/gpu."""
+
+import pytest
+
+from ktqueue.operators.gpu.experts.fetch_probe import fastest
+
+
+@pytest.mark.parametrize(
+    ("relative", "share"),
+    [
+        ({0.0: 1.0, 0.25: 0.85, 0.5: 1.6}, 0.25),
+        ({0.0: 1.0, 0.125: 0.98, 0.25: 1.1}, 0.0),
+        ({0.0: 1.0, 0.125: 0.94, 0.1875: 0.93, 0.25: 1.1}, 0.1875),
+    ],
+)
+def test_the_fastest_share_is_taken_if_it_is_worth_it(relative, share):
+    assert fastest(relative) == share

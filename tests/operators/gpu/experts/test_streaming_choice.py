@@ -1,0 +1,123 @@
+"""StreamingChoice beside machines that are as the costs say, and others: few steps, then the best share."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ktqueue.operators.gpu.experts.streaming_choice import AGAIN, MOST_TRIED, SHARES, StreamingChoice
+from ktqueue.operators.gpu.experts.streaming_costs import StreamingCosts
+
+LAYERS = 48
+Machine = Callable[[int, float], float]
+
+
+def costs(**changes: float) -> StreamingCosts:
+    """Of an H200 beside a fast CPU: Qwen3-30B-A3B, Q4_K_M, all experts on the CPU."""
+    return StreamingCosts(**{"cpu_fixed": 0.003, "cpu_token": 1e-5, "copy": 0.0067, "row": 1.5e-7, **changes})
+
+
+def queued(tokens: int, share: float) -> float:
+    """A split takes far more than it should: results wait for the copies."""
+    return LAYERS * costs().seconds(tokens, share) if share in (0, 1) else 0.4 + 0.0001 * tokens
+
+
+def run(choice: StreamingChoice, machine: Machine, tokens: int, steps: int) -> list[float]:
+    """The shares of so many steps: the first one of each share is slow, and all are a little uneven."""
+    uneven = random.Random(tokens)
+    shares: list[float] = []
+    for _ in range(steps):
+        share = choice.share(tokens)
+        first = 0.2 if share not in shares else 0.0
+        choice.learn(tokens, share, machine(tokens, share) * uneven.uniform(1, 1.03) + first)
+        shares.append(share)
+    return shares
+
+
+@pytest.mark.parametrize("tokens", [64, 100, 512, 2048, 8192])
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {},
+        {"cpu_fixed": 0.006, "cpu_token": 3e-5, "gpu_token": 2e-7},
+        {"cpu_fixed": 0.002, "cpu_token": 4e-6},
+        {"copy": 0.014, "gpu_token": 5e-7},
+        {"copy": 0.004, "row": 3e-7},
+    ],
+)
+def test_stays_with_the_best_after_a_few_steps(differs, tokens):
+    """Costs learn of the parts of each step meanwhile, as StreamingSteps has them do it."""
+    known, real = costs(), costs(**differs)
+    choice = StreamingChoice(known, LAYERS, always=False)
+
+    def machine(tokens: int, share: float) -> float:
+        gpu = real.gpu(tokens) + 2 * real.row * tokens * (share < 1)
+        cpu = (1 - share) * real.cpu(tokens)
+        known.learn(tokens, share, cpu=cpu, copy=share * real.copy, gpu=gpu if share else 0.0)
+        return 0.02 + LAYERS * real.seconds(tokens, share)
+
+    taken = [machine(tokens, share) for share in run(choice, machine, tokens, 80)]
+    every = {share: machine(tokens, share) for share in SHARES}
+    best, ends = min(every.values()), min(every[0], every[1])
+    settled = sorted(taken[2 * MOST_TRIED :])
+    assert settled[len(settled) // 2] <= min(1.12 * best, 1.001 * ends)
+    assert sum(seconds > 1.05 * ends for seconds in taken[2 * MOST_TRIED :]) <= 4  # tried again now and then
+
+
+def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on():
+    """As the first H200 had it."""
+    for tokens in (2048, 8192):
+        shares = run(StreamingChoice(costs(), LAYERS, always=False), queued, tokens, 20)
+        assert shares[4:] == [1.0] * 16
+
+
+def test_what_a_length_has_taught_is_not_believed_of_another():
+    choice = StreamingChoice(costs(), LAYERS, always=False)
+    before = choice.share(512)
+    assert 0 < before < 1
+    run(choice, queued, 2048, 20)
+    assert choice.share(512) == before and choice.share(2048) == choice.share(1025) == 1.0
+
+
+def test_always_means_that_something_is_streamed():
+    slow = costs(copy=1.0)
+    assert StreamingChoice(slow, LAYERS, always=False).share(64) == 0
+    assert StreamingChoice(slow, LAYERS, always=True).share(64) == SHARES[1]
+
+
+def test_what_was_measured_does_not_move_with_the_costs():
+    one = costs()
+    choice = StreamingChoice(one, LAYERS, always=False)
+    run(choice, queued, 1024, 20)
+    one.copy *= 3
+    assert choice.share(1024) == 1.0
+
+
+def test_a_split_must_promise_a_good_deal_more():
+    one = costs()
+    assert one.seconds(3000, 0.875) < 0.97 * one.seconds(3000, 1)
+    assert run(StreamingChoice(one, LAYERS, always=False), queued, 3000, 20) == [1.0] * 20
+
+
+def test_one_slow_step_is_not_the_end_of_a_share():
+    choice = StreamingChoice(costs(), LAYERS, always=False)
+    for seconds in (0.33, 9.0):
+        choice.learn(8192, 1.0, seconds)
+    assert choice.share(8192) == 1.0
+
+
+def test_another_share_is_tried_again_when_it_is_near():
+    choice = StreamingChoice(costs(), LAYERS, always=False)
+    split = choice.share(2048)
+    for share, seconds in ((split, 0.36), (split, 0.36), (1.0, 0.33), (1.0, 0.33)):
+        choice.learn(2048, share, seconds)
+
+    def taken(split_takes: float, steps: int) -> list[float]:
+        shares = []
+        for _ in range(steps):
+            shares.append(choice.share(2048))
+            choice.learn(2048, shares[-1], split_takes if shares[-1] == split else 0.33)
+        return shares
+
+    assert taken(0.36, 2 * AGAIN).count(split) == 2
+    assert taken(0.2, 3 * AGAIN)[-AGAIN // 2 :] == [split] * (AGAIN // 2)  # it has become faster

@@ -1,0 +1,100 @@
+"""StreamingSteps: which steps stream, which share, and which of them teach what."""
+
+from typing import Any
+
+import pytest
+
+from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
+from ktqueue.operators.gpu.experts.streaming_costs import StreamingCosts
+from ktqueue.operators.gpu.experts.streaming_steps import StreamingSteps
+
+RESIDENT: Any = object()
+
+
+class Step:
+    """A step that streamed 4 layers."""
+
+    layers = 4
+
+    def __init__(self, seconds: tuple[float, float] | None) -> None:
+        self.seconds = lambda: seconds
+
+
+class Parts:
+    """A streamer, a hand-off and a clock at once, which note what is asked of them."""
+
+    bytes_streamed = 0
+    busy_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, bool]] = []
+        self.seconds: tuple[float, float] | None = (0.01, 0.002)
+        self.now = 5.0
+        self.costs = StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01)
+        self.choice = StreamingChoice(self.costs, 4, always=False)
+        self.learned: list[tuple[int, float, float]] = []
+        learn = self.choice.learn
+        self.choice.learn = lambda *step: (self.learned.append(step), learn(*step))[1]  # type: ignore[method-assign]
+
+    def begin(self, resident: Any, share: float, *, last_too: bool) -> Step:
+        assert resident is RESIDENT
+        self.asked.append((share, last_too))
+        return Step(self.seconds)
+
+    @property
+    def statistics(self) -> "Parts":
+        return self
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+@pytest.fixture
+def steps(parts: Any) -> StreamingSteps:
+    return StreamingSteps(parts, parts.costs, parts.choice, parts, layers=4, least_tokens=64, clock=lambda: parts.now)
+
+
+def test_long_steps_stream_what_the_choice_says(parts, steps):
+    assert [steps.takes(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
+    assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
+    assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
+    assert isinstance(steps.begin(RESIDENT, 1000, 64), Step)
+    assert parts.asked == [(0.5, False), (0.5, True)]
+    assert steps.steps == 2
+
+
+def test_the_choice_learns_what_long_steps_took_but_the_first(parts, steps):
+    for tokens in (1000, 1000, 63, 64):
+        if steps.takes(tokens):
+            steps.begin(RESIDENT, tokens, 1)
+        parts.now += 0.25
+        steps.after_step()
+        parts.now += 1
+        steps.after_step()  # of no step
+    assert parts.learned == [(1000, 0.5, 0.25), (64, 0.0, 0.25)]
+
+
+def test_costs_learn_from_all_but_the_first(parts, steps):
+    costs = parts.costs
+    for learned in (False, True, False):
+        if not learned and steps.steps:
+            parts.seconds = None  # not done yet
+        before = costs.copy, costs.cpu_token, costs.gpu_token
+        steps.begin(RESIDENT, 1000, 1)
+        parts.busy_seconds += 0.03
+        parts.now += 0.022
+        steps.after_step()
+        assert ((costs.copy, costs.cpu_token, costs.gpu_token) != before) == learned
+    assert len(parts.learned) == 1
+
+
+def test_costs_learn_of_the_cpu_alone(parts, steps):
+    before = parts.costs.cpu_token
+    for _ in range(2):
+        steps.begin(RESIDENT, 64, 1)
+        parts.busy_seconds += 4 * 0.001
+        parts.now += 0.005
+        steps.after_step()
+    assert before < parts.costs.cpu_token < 2 * before

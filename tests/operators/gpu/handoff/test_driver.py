@@ -1,0 +1,125 @@
+"""The door to CUDA's libraries, with libraries made up here."""
+
+import ctypes
+
+import pytest
+
+from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation, _mapped_runtime
+
+
+class Cuda:
+    """libcuda as far as it is called: remembers what comes, fails when told to."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.calls = []
+
+    def cuStreamBatchMemOp_v2(self, stream, count, parameters, flags):  # noqa: N802
+        fields = [bytes(one) for one in parameters]
+        self.calls.append((stream.value, count.value, fields, flags.value))
+        return self.code
+
+    def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+        value._obj.value = int(attribute.value == 122 and device.value == 1)
+        return self.code
+
+    def cuPointerGetAttribute(self, value, attribute, address):  # noqa: N802
+        value._obj.value = address.value + 0x1000 * (attribute.value == 3)
+        return self.code
+
+    def cuGetErrorString(self, code, text):  # noqa: N802
+        text._obj.value = b"the stream is gone" if code.value == 400 else None
+        return 0
+
+
+class Runtime:
+    """libcudart likewise."""
+
+    class Text:
+        restype = None
+
+        def __call__(self, code):
+            return b"no memory"
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.calls = []
+        self.cudaGetErrorString = self.Text()
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, *(one.value for one in arguments)))
+            return self.code
+
+        return call
+
+
+def test_memory_operations_are_laid_out_as_cuda_has_them():
+    """48 bytes each: operation, address at 8, value at 16, flags at 24."""
+    cuda = Cuda()
+    driver = Driver(cuda, Runtime())
+    driver.memory_operations(0x77, [MemoryOperation("write", 0x1122334455667788, 9), MemoryOperation("wait", 64, 5)])
+    write = bytes.fromhex("0200000000000000 8877665544332211 0900000000000000 0000000000000000") + bytes(16)
+    wait = bytes.fromhex("0100000000000000 4000000000000000 0500000000000000 0100000000000000") + bytes(16)
+    assert cuda.calls == [(0x77, 2, [write, wait], 0)]
+
+
+def test_asks_whether_streams_can_wait_for_memory():
+    driver = Driver(Cuda(), Runtime())
+    assert driver.has_memory_operations(1)
+    assert not driver.has_memory_operations(0)
+    assert not Driver(object(), Runtime()).has_memory_operations(1)
+
+
+def test_passes_pointers_whole():
+    runtime = Runtime()
+    driver = Driver(Cuda(), runtime)
+    far = 0x7F00_1234_5678_9AB0
+    assert driver.device_address(far) == far + 0x1000
+    driver.launch_host_function(far, far + 1, far + 2)
+    driver.host_register(far, 1 << 40)
+    driver.host_unregister(far)
+    assert runtime.calls == [
+        ("cudaLaunchHostFunc", far, far + 1, far + 2),
+        ("cudaHostRegister", far, 1 << 40, 1),
+        ("cudaHostUnregister", far),
+    ]
+
+
+def test_errors_name_the_function():
+    with pytest.raises(RuntimeError, match=r"^cuStreamBatchMemOp_v2: the stream is gone \(error 400\)$"):
+        Driver(Cuda(400), Runtime()).memory_operations(1, [MemoryOperation("wait", 64, 1)])
+    with pytest.raises(RuntimeError, match=r"^cuDeviceGetAttribute: unknown error \(error 1\)$"):
+        Driver(Cuda(1), Runtime()).has_memory_operations(0)
+    with pytest.raises(RuntimeError, match=r"^cuPointerGetAttribute: the stream is gone"):
+        Driver(Cuda(400), Runtime()).device_address(64)
+    runtime = Runtime(2)
+    driver = Driver(Cuda(), runtime)
+    for name, call in [
+        ("cudaLaunchHostFunc", lambda: driver.launch_host_function(1, 2, 3)),
+        ("cudaHostRegister", lambda: driver.host_register(64, 64)),
+        ("cudaHostUnregister", lambda: driver.host_unregister(64)),
+    ]:
+        with pytest.raises(RuntimeError, match=rf"^{name}: no memory \(error 2\)$"):
+            call()
+        assert runtime.calls[-1] == ("cudaGetLastError",), "the error must not stay for torch to find"
+    assert runtime.cudaGetErrorString.restype is ctypes.c_char_p
+
+
+def test_finds_the_runtime_that_torch_has_loaded():
+    maps = (
+        "7f0-7f1 r-xp 00000000 08:01 1 /usr/lib/libc.so.6\n"
+        "7f2-7f3 rw-p 00000000 00:00 0 \n"
+        "7f4-7f5 r--p 00000000 08:01 2 /opt/a folder/nvidia/lib/libcudart.so.13\n"
+    )
+    assert _mapped_runtime(maps) == "/opt/a folder/nvidia/lib/libcudart.so.13"
+    assert _mapped_runtime(maps.replace("cudart", "cufft")) is None
+
+
+def test_says_where_there_is_no_cuda(monkeypatch):
+    monkeypatch.setattr("ktqueue.operators.gpu.handoff.driver._mapped_runtime", lambda maps: None)
+    with pytest.raises(RuntimeError, match="libcudart is not loaded"):
+        Driver.load()
+    monkeypatch.setattr("ktqueue.operators.gpu.handoff.driver._mapped_runtime", lambda maps: "/nowhere/libcudart.so.13")
+    with pytest.raises(RuntimeError, match="CUDA's libraries do not load"):
+        Driver.load()

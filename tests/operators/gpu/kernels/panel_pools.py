@@ -1,0 +1,55 @@
+"""Pools of packed experts, made from random GGUF weights by the CPU's own packing."""
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
+
+
+class Pool(NamedTuple):
+    """Records of all experts one after the other, and the CPU's layer of the same weights."""
+
+    record: ExpertRecord
+    bytes: torch.Tensor
+    offsets: torch.Tensor
+    layer: native.ExpertLayer
+
+
+def make_pool(
+    random_weights: Callable[..., Bytes],
+    quants: str | tuple[str, str, str],
+    experts: int,
+    hidden: int,
+    intermediate: int,
+) -> Pool:
+    """`quants`: of all three matrices, or of gate, up and down."""
+    gate, up, down = (quants,) * 3 if isinstance(quants, str) else quants
+    shapes = ((gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate))
+    parts = [
+        PackedExperts(quant, rows, columns, [random_weights(quant, rows * columns, 10 * i + e) for e in range(experts)])
+        for i, (quant, rows, columns) in enumerate(shapes)
+    ]
+    layer = native.ExpertLayer(ExpertWeights(*parts), activations="float32")
+    records = [b"".join(ctypes.string_at(*one) for one in layer.ranges(expert)) for expert in range(experts)]
+    record = ExpertRecord(gate, up, down, hidden, intermediate)
+    assert all(len(one) == record.bytes for one in records)
+    pool = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
+    return Pool(record, pool, torch.arange(experts) * record.bytes, layer)
+
+
+def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids [tokens, slots] without repeats in a row, weights [tokens, slots]."""
+    noise = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=noise).topk(slots).indices, torch.rand(tokens, slots, generator=noise)
+
+
+def small(quant: str) -> tuple[tuple[str, str, str], int, int]:
+    """Formats, hidden and intermediate of small experts whose gate and up are `quant`, as odd as it allows."""
+    if quant in ("F32", "F16", "BF16"):
+        return (quant,) * 3, 45, 33
+    return (quant, quant, "MXFP4"), 512 if quant.endswith("_K") or quant == "IQ4_XS" else 288, 32

@@ -1,0 +1,159 @@
+"""Experts by the integer dot product: the kernels (interpreted) against products of the same rounded rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_products as products
+from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
+
+from .panel_pools import make_pool, route
+
+BLOCKS = [quant for quant in native.QUANTS if quant not in products.panel_layout.FLOATS]
+BOUND = 3e-6
+"""Of float32 sums in another order."""
+
+
+@pytest.fixture
+def few():
+    """The module of the kernels, where they are interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: tests/gpu")
+    from ktqueue.operators.gpu.kernels import few_rows as triton_few
+
+    return triton_few
+
+
+def activations(tokens: int, hidden: int) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(tokens))
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def assert_experts(few, pool, offsets, ids, x, weights, activation="silu") -> None:
+    """Each launch makes of its inputs what plain torch does; rows of skipped pairs are zero."""
+    record, slots = pool.record, ids.shape[1]
+    rows, pairs = few.prepare(x, ids, offsets)
+    expected = Int8Rows.quantise(x)
+    assert torch.equal(rows.codes, expected.codes)
+    assert torch.equal(rows.sums, expected.sums)
+    torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
+    quants = (record.gate, record.up)
+    mid = few.gate_up(pool.bytes, offsets, ids, rows, pairs, quants, record.intermediate, activation)
+    computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
+    exact = torch.zeros(*ids.shape, record.intermediate)
+    products.gate_up_twin(pool.bytes, offsets, ids, rows.floats(), record, activation, exact)
+    exact = exact.view(-1, record.intermediate)
+    wanted = Int8Rows.quantise(exact)
+    if computed.any():
+        torch.testing.assert_close(mid.scales[computed], wanted.scales[computed], rtol=1e-4, atol=1e-6 * exact.max())
+        assert (mid.codes.int() - wanted.codes.int())[computed].abs().max() <= 1
+        # As many are off by one as lie between two codes.
+        assert (mid.codes != wanted.codes)[computed].float().mean() < 1e-2
+        again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
+        assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
+    start = record.down_start
+    got = few.down(pool.bytes, offsets, ids, mid, pairs, weights, record.down, record.hidden, start)
+    partials = torch.empty(len(ids), slots, record.hidden)
+    products.down_twin(pool.bytes, offsets, ids, mid.floats().nan_to_num(), weights, record, partials)
+    assert_close(got.view_as(partials), partials)
+    assert got[~computed].eq(0).all()
+
+
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_equals_rounded_products(quant, few, random_weights):
+    """Slabs that the tile has and the matrix has not, a superblock that is not whole."""
+    superblocks = quant.endswith("_K") or quant == "IQ4_XS"
+    pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, 512 if superblocks else 288, 32)
+    hidden = pool.record.hidden
+    x, (ids, weights) = activations(1, hidden), route(1, 2, 1)
+    assert_experts(few, pool, pool.offsets, ids, x, weights)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "slots", "own"), [(1, 9, 4, True), (3, 3, 2, False), (9, 2, 1, False)]
+)  # fmt: skip
+def test_ways_to_find_pairs(tokens, experts, slots, own, few, random_weights, monkeypatch):
+    """Pairs on their own and by expert; experts that nobody chose, are not on the GPU, and pairs that chose none."""
+    if not own:
+        monkeypatch.setattr(few, "OWN_PAIRS", 0)
+    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
+    x, (ids, weights) = activations(tokens, 64), route(tokens, experts, slots)
+    offsets = pool.offsets.clone()
+    offsets[1] = -1
+    ids[ids == 2] = -1
+    ids[-1, 0] = -1
+    assert_experts(few, pool, offsets, ids, x.bfloat16(), weights)
+
+
+@pytest.mark.parametrize("activation", products.ACTIVATIONS)
+def test_activations(activation, few, random_weights):
+    pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
+    x, (ids, weights) = activations(2, 32), route(2, 2, 1)
+    assert_experts(few, pool, pool.offsets, ids, x, weights, activation)
+
+
+def test_a_pair_depends_on_no_other(few, random_weights, monkeypatch):
+    pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
+    x, weights = activations(4, 256), torch.ones(4, 1)
+    results = []
+    for tokens, own in ((4, 0), (2, 32)):
+        monkeypatch.setattr(few, "OWN_PAIRS", own)
+        monkeypatch.setattr(few, "TILES_OF_MANY", few.TILES)
+        ids = torch.zeros(tokens, 1, dtype=torch.int64)
+        rows, pairs = few.prepare(x[:tokens], ids, pool.offsets)
+        mid = few.gate_up(pool.bytes, pool.offsets, ids, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu")
+        start = pool.record.down_start
+        results.append(few.down(pool.bytes, pool.offsets, ids, mid, pairs, weights[:tokens], "Q8_0", 256, start))
+    assert torch.equal(results[0][:2], results[1])
+
+
+def test_rows_that_are_not_finite_poison_themselves(few):
+    x = activations(4, 96)
+    x[0, 3], x[1, 40], x[2, 64:] = torch.inf, torch.nan, 0.0
+    rows, _ = few.prepare(x, torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    expected = Int8Rows.quantise(x)
+    for got, wanted in ((rows.codes, expected.codes), (rows.scales, expected.scales), (rows.sums, expected.sums)):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    assert rows.scales.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+    assert (rows.floats()[3] - x[3]).abs().max() <= x[3].abs().max() / 254 * 1.0001
+
+
+def test_which_activations(random_weights):
+    pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
+    x, (ids, weights) = activations(3, 64), route(3, 2, 1)
+
+    def run(x: torch.Tensor, kind: products.ACTIVATION_TYPES) -> torch.Tensor:
+        offsets = (pool.offsets, pool.offsets)
+        return products.experts(pool.bytes, *offsets, ids, x, weights, pool.record, "silu", activations=kind)
+
+    assert torch.equal(run(x, "auto"), run(x, "float"))
+    rounded = run(x.bfloat16(), "int8")
+    assert torch.equal(run(x.bfloat16(), "auto"), rounded)
+    assert not torch.equal(rounded, run(x.bfloat16(), "float"))
+    assert (rounded - run(x, "float")).norm() < 0.02 * rounded.norm()
+    floats = make_pool(random_weights, "F16", 2, 64, 32)
+    with pytest.raises(ValueError, match="int8 activations need block formats"):
+        products.experts(
+            floats.bytes, floats.offsets, floats.offsets, ids, x, weights, floats.record, "silu", activations="int8"
+        )
+
+
+def test_an_h200_takes_them(tmp_path):
+    """The interpreter accepts what the compiler refuses."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("sm_90_experts.py")
+    command = [sys.executable, script]
+    done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.split()
+        == ["_prepare_kernel", "_experts_kernel", "_experts_kernel"] * 2 + ["_divide_kernel", "_fetch_kernel"] * 2
+    )
