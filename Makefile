@@ -177,7 +177,7 @@ bench: $(VENV)/dev.stamp ## Measure engine and system; LLAMA_PYTHON=... adds lla
 	@$(BIN)/python -m benchmarks.run $(ARGS)
 
 size: $(VENV)/dev.stamp ## Lines per package and size of the wheel
-	@$(BIN)/python -m benchmarks.size $(ARGS)
+	@$(BIN)/python -m release.size $(ARGS)
 
 clean: ## Remove all that these targets made
 	rm -rf .venv .cache .state .ktqueue build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.perplexity import read_text, text_facts
+from benchmarks.quality.perplexity import read_text, text_facts
 from benchmarks.results import RESULTS, write
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -118,7 +118,7 @@ def main() -> None:
         "experts_per_token": experts,
         "figures": figures,
     }
-    write(given.results / "deferral.json", result, "deferral")
+    write(given.results / "deferral.json", result)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,10 @@ class Peer:
 
 def ours(model: str, threads: int) -> Peer:
     """Our engine."""
-    return Peer([sys.executable, "-m", "benchmarks.engine", "--model", model, "--threads", str(threads)])
+    return Peer([sys.executable, "-m", "benchmarks.engine.ours", "--model", model, "--threads", str(threads)])
 
 
 def llama(python: str, model: str, threads: int, rows: int, *, repack: bool) -> Peer:
     """llama.cpp under the interpreter that has it."""
-    command = [python, "benchmarks/llama.py", "--model", model, "--threads", str(threads), "--rows", str(rows)]
+    command = [python, "benchmarks/engine/llama.py", "--model", model, "--threads", str(threads), "--rows", str(rows)]
     return Peer([*command, *([] if repack else ["--no-repack"])])

@@ -1,4 +1,4 @@
-"""Keeps results: a JSON file each, with the machine and the command, and the pages of figures made anew."""
+"""Writes a result to its JSON file, with the machine and the command, and then the pages of figures."""
 
 import json
 import os
@@ -7,24 +7,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, tables
+from benchmarks import machine, pages
 
-RESULTS = tables.FOLDER / "results"
+RESULTS = pages.FOLDER / "results"
 
 
-def write(path: Path, result: dict[str, Any], module: str, digits: int = 4) -> None:
-    """Keep a result of `python -m benchmarks.MODULE`, its figures with so many digits."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # of other places, names
-    command = shlex.join([*_before_others(), "python", "-m", f"benchmarks.{module}", *words])
+def write(path: Path, result: dict[str, Any], digits: int = 4) -> None:
+    """Write the result of the running command to `path`, its figures rounded to so many significant digits.
+
+    Adds the machine and the command. Writes the pages too if `path` is in the folder of committed results.
+    """
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no paths of this machine
+    module = sys.modules["__main__"].__spec__
+    name = "-" if module is None else module.name.removesuffix(".__main__")
+    command = shlex.join([*_priority(), "python", "-m", name, *words])
     path.parent.mkdir(exist_ok=True)
     whole = _short({**result, "machine": machine.facts(), "command": command}, digits)
     path.write_text(json.dumps(whole, indent=1) + "\n")
     if path.parent == RESULTS:
-        tables.write()
+        pages.write()
 
 
-def _before_others() -> list[str]:
-    """How the run was put before other processes, if it was."""
+def _priority() -> list[str]:
+    """The command that gave this process its scheduling priority, if it has another than the default."""
     if os.sched_getscheduler(0) == os.SCHED_RR:
         return ["chrt", "-r", str(os.sched_getparam(0).sched_priority)]
     nice = os.nice(0)
@@ -35,5 +40,5 @@ def _short(value: Any, digits: int) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {key: _short(one, digits) for key, one in value.items()}
-    return [_short(one, digits) for one in value] if isinstance(value, list) else value
+        return {key: _short(item, digits) for key, item in value.items()}
+    return [_short(item, digits) for item in value] if isinstance(value, list) else value

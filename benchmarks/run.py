@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks import compare, system
+from benchmarks.engine import compare
+from benchmarks.queue import system
 from benchmarks.results import RESULTS, write
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         else:
             parser.error(f"there is no benchmark {what!r}")
         name = f"cpu-{figures['model'].removesuffix('.gguf')}" if what == "cpu" else what
-        write(given.results / f"{name}.json", figures, "run")
+        write(given.results / f"{name}.json", figures)
 
 
 if __name__ == "__main__":

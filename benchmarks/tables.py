@@ -1,130 +1,95 @@
-"""The pages of benchmarks/figures, from the files in results/."""
+"""Markdown tables of figures, and the sentences about the conditions under which figures were measured.
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+A column is a heading and a format string over the keys of a row, or a function of the row.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks import (
-    accuracy_tables,
-    broker_tables,
-    chaos_table,
-    cpu_table,
-    crew_table,
-    endurance_table,
-    experts_table,
-    fairness_table,
-    floods_table,
-    gpu_table,
-)
+DISTURBED = 0.1  # CPUs that other processes used: figures above it count only where no round is below it
 
-FOLDER = Path(__file__).parent
-Maker = Callable[[dict[str, Any]], list[str]]
+Row = Mapping[str, Any]
+Columns = Mapping[str, str | Callable[[Any], str]]
 
 
-def write() -> None:
-    """Make the pages anew."""
-    for name, (title, makers) in _pages().items():
-        parts = [f"# {title}\nMade by `python -m benchmarks.tables`; how they are taken: [benchmarks](../README.md)."]
-        for pattern, make in makers.items():
-            paths = sorted((FOLDER / "results").glob(f"{pattern}.json"))
-            parts += ["\n".join(make(json.loads(path.read_text()))) for path in paths]
-        (FOLDER / "figures" / f"{name}.md").write_text("\n\n".join(parts) + "\n")
+def table(columns: Columns, rows: Iterable[Any], *, words: int = 0) -> list[str]:
+    """A Markdown table. The first `words` columns are aligned left, all others right."""
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * words}{' ---: |' * (len(columns) - words)}"]
+    for row in rows:
+        cells = [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _pages() -> dict[str, tuple[str, dict[str, Maker]]]:
-    """A page's title, and who makes the tables of which results."""
-    return {
-        "cpu": ("The CPU's engine", {"cpu-*": cpu_table.make, "experts-*": experts_table.make, "system": _system}),
-        "gpu": (
-            "A GPU's engine",
-            {
-                "gpu*": gpu_table.make,
-                "profile*": gpu_table.profile,
-                "attention*": gpu_table.attention,
-                "dense-*": gpu_table.dense,
-                "served-*": gpu_table.served,
-                "endurance-*": endurance_table.make,
-            },
-        ),
-        "quality": (
-            "How near to the model",
-            {
-                "accuracy": accuracy_tables.accuracy,
-                "perplexity": accuracy_tables.perplexity,
-                "deferral": accuracy_tables.deferral,
-                "seeded": _seeded,
-            },
-        ),
-        "floods": ("Hostile sockets", {"floods": floods_table.make}),
-        "queue": (
-            "The queue",
-            {
-                "queue": broker_tables.queue,
-                "streams": broker_tables.streams,
-                "depth": broker_tables.depth,
-                "chaos": chaos_table.make,
-                "fairness": fairness_table.make,
-                "crew": crew_table.make,
-            },
-        ),
-    }
+def software(result: Row) -> str:
+    """The machine, the versions and the command of a result."""
+    m = result["machine"]
+    return (
+        f"{m['cpu']}, {m['cores']} cores, {m['isa']}, {m['memory_gib']} GiB; torch {m['packages']['torch']}, "
+        f"Python {m['python']}; commit {m['commit']}, {m['taken']}. `{result['command']}`"
+    )
 
 
-def _system(result: dict[str, Any]) -> list[str]:
-    figures = result["figures"]
-
-    def middle(*path: str) -> float:
-        values = []
-        for one in figures:
-            value: Any = one
-            for key in path:
-                value = value[key]
-            values.append(float(value))
-        return median(values)
-
-    alone, four = (median(one["clients"][i]["tokens_per_second"] for one in figures) for i in (0, 1))
-    rows = [
-        ("submit to first token, p50", f"{middle('first_token', 'p50_ms'):.1f} ms"),
-        ("submit to first token, p95", f"{middle('first_token', 'p95_ms'):.1f} ms"),
-        ("between tokens of one stream, p50", f"{middle('first_token', 'between_tokens_p50_ms'):.1f} ms"),
-        ("SSE delivery delay, 4 streams, p50", f"{middle('delivery', 'p50_ms'):.2f} ms"),
-        ("SSE delivery delay, 4 streams, p99", f"{middle('delivery', 'p99_ms'):.2f} ms"),
-        ("1 client", f"{alone:.0f} tok/s"),
-        ("4 clients", f"{four:.0f} tok/s, {four / alone:.2f} times 1"),
-    ]
-    return [
-        "### System",
-        f"Redis, one gateway, one worker and the clients on the same cores, {result['model']}, "
-        f"median of {len(figures)} rounds. {cpu_table.conditions(result)}",
-        "",
-        "| what | figure |",
-        "| --- | ---: |",
-        *(f"| {name} | {value} |" for name, value in rows),
-    ]
+def conditions(result: Row) -> str:
+    """Memory bandwidth and load during the measurement, then `software`."""
+    load = _sorted(result["figures"], "load_average")
+    memory = _sorted(result["figures"], "bandwidth_gb_s")
+    return (
+        f"Memory read {memory[0]} to {memory[-1]} GB/s, load average {load[0]} to {load[-1]} while measuring. "
+        f"{software(result)}"
+    )
 
 
-def _seeded(result: dict[str, Any]) -> list[str]:
-    layers = [one for one in result["dense layers"].values() if one["batches_that_differ"]]
-    told = "nowhere"
-    if layers:
-        batches = sorted({rows for one in layers for rows in one["batches_that_differ"]})
-        worst = max(one["largest_difference"] for one in layers)
-        told = f"in torch's dense layers, batches of {', '.join(map(str, batches))} rows (by {worst:.1g} at most)"
-    runs = [(name, one) for name, one in result.items() if isinstance(one, dict) and "requests" in one]
-    return [
-        "### Seeded requests",
-        "Does a seeded sample (temperature 0.8, top_p 0.95) of the demo model change with its company? Requests whose "
-        "token ids differ from the run beside which they stand, alone where none is named. Float rounding depends on "
-        f"the batch: {told}. "
-        "`python -m benchmarks.seeded_reproducibility > benchmarks/results/seeded.json`",
-        "",
-        "| run | requests | different |",
-        "| --- | ---: | ---: |",
-        *(f"| {name} | {one['requests']} | {one['different']} |" for name, one in runs),
-    ]
+def bystanders(result: Row) -> str:
+    """CPUs that other processes used during the measurement, then `software`."""
+    load, others = (_sorted(result["figures"], key) for key in ("load_average", "others"))
+    return (
+        f"Others took {median(others):.2f} CPUs in the median ({others[0]:.2f} to {others[-1]:.2f}), load average "
+        f"{load[0]} to {load[-1]} while measuring. {software(result)}"
+    )
 
 
-if __name__ == "__main__":
-    write()
+def undisturbed(figures: Sequence[Row]) -> list[Row]:
+    """The figures that no other process disturbed; all figures if each of them was disturbed."""
+    return [figure for figure in figures if figure["others"] <= DISTURBED] or list(figures)
+
+
+def _sorted(figures: Sequence[Row], key: str) -> list[Any]:
+    return sorted(figure[key] for figure in figures if key in figure)
+
+
+def where(result: Row, **wanted: Any) -> list[Row]:
+    """The figures whose keys have the wanted values."""
+    return [row for row in result["figures"] if all(row[key] == value for key, value in wanted.items())]
+
+
+def median_of(figures: Sequence[Row], key: str, shape: str) -> str:
+    """The median of one key, formatted; "-" without figures."""
+    return shape.format(median(figure[key] for figure in figures)) if figures else "-"
+
+
+def rounds(figures: Sequence[Row]) -> str:
+    """How many rounds count, and whether they were disturbed."""
+    quiet = sum(figure["others"] <= DISTURBED for figure in figures)
+    return f"{quiet}" if quiet else f"{len(figures)}, disturbed"
+
+
+def percent(value: float | None) -> str:
+    """A share in percent; "-" for None."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second with three digits; "-" for None."""
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def pairs(heading: str, rows: Mapping[str, str]) -> list[str]:
+    """A table of two columns: what, and its figure."""
+    return table({"what": lambda pair: pair[0], heading: lambda pair: pair[1]}, rows.items(), words=1)
+
+
+def numbered(figures: Iterable[Row]) -> list[Row]:
+    """The rows with their `round`, counted from 1."""
+    return [{"round": number, **row} for number, row in enumerate(figures, 1)]

@@ -1,15 +1,15 @@
-"""Figures of a GPU worker's engine: what is made of a trace and of a run."""
+"""Figures of a GPU worker's engine: how a trace is divided, and the page of an interrupted run."""
 
 import json
 
 import pytest
 
-from benchmarks import gpu_table
-from benchmarks.gpu_profile import REST, Kernel, divide, part_of
+from benchmarks.gpu import page
+from benchmarks.gpu.profile import REST, Kernel, divide, part_of
 from benchmarks.results import RESULTS
 
 
-def test_kernels_are_known_by_their_names():
+def test_kernels_are_recognised_by_their_names():
     assert part_of("_fetch_kernel") == "over the bus"
     assert part_of("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>") == "attention"
     assert part_of("_few_rows_linear") == part_of("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT") == "matrices"
@@ -25,9 +25,9 @@ def test_a_trace_is_divided_without_remainder():
         Kernel("_experts_kernel", 125.0, 130.0),  # all of it
         Kernel("Memset", 242.0, 244.0),  # behind a long gap
     ]
-    told = divide(kernels[::-1], 2)
-    assert told["kernels"] == 2.5
-    assert told["ms"] == pytest.approx(
+    divided = divide(kernels[::-1], 2)
+    assert divided["kernels"] == 2.5
+    assert divided["ms"] == pytest.approx(
         {
             "over the bus": 0.005,
             "experts": 0.0,
@@ -39,16 +39,16 @@ def test_a_trace_is_divided_without_remainder():
             "long gaps": 0.050,
         }
     )
-    assert sum(told["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
+    assert sum(divided["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
 
 
 def test_an_interrupted_run_has_tables_of_what_it_measured():
     """It writes its result, and so the page, after each part."""
     result = json.loads((RESULTS / "gpu-h200.json").read_text())
-    lines = gpu_table.make(result)
+    lines = page.engine(result)
     del result["deferred"]  # is empty
     for part in ("curve", "prefetch", "prefill"):
         del result[part]
-        before, lines = lines, gpu_table.make(result)
+        before, lines = lines, page.engine(result)
         assert set(lines) < set(before), part
     assert sum(line.startswith("| 64 |") for line in lines) == 1

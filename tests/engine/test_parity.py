@@ -197,10 +197,7 @@ def run_all(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]
 
 
 def test_seeded_alone_in_a_crowd_and_after_preemption(tiny):
-    """The same tokens though the batches differ: of this model at these seeds no draw falls into the float noise.
-
-    benchmarks/seeded_reproducibility.py counts how often one does.
-    """
+    """The same tokens though the batches differ: of this model at these seeds no draw falls into the float noise."""
     model, vocabulary, layout, prompts, _ = tiny
     mine = {f"mine {i}": (prompts[8 + i], dataclasses.replace(SEEDED, seed=i)) for i in range(8)}
     others = {f"other {i}": (prompts[16 + i], dataclasses.replace(SEEDED, seed=90 + i)) for i in range(24)}

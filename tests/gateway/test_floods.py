@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.flood.clients import KINDS
+from benchmarks.queue.flood_clients import KINDS
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig
 
@@ -80,7 +80,7 @@ async def stranger(gateway: tuple[str, int], redis_server: str, tools: Any) -> A
 async def flood(kinds: list[str], port: int, addresses: int) -> AsyncIterator[dict[str, int]]:
     """Hostile sockets; none is opened again. Afterwards: how many are open."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.flood.clients", "--kinds", ",".join(kinds), "--port", str(port),
+        sys.executable, "-m", "benchmarks.queue.flood_clients", "--kinds", ",".join(kinds), "--port", str(port),
         "--sockets", str(SOCKETS * len(kinds)), "--addresses", str(addresses), "--reopen-per-second", "0.001",
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -1,0 +1,190 @@
+"""The page of a GPU's engine: sections for gpu*, profile*, attention*, dense-* and served-*.json."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benchmarks.tables import Columns, Row, percent, table
+
+_STEP: Columns = {"rows": "{rows}", "tok/s": "{tokens_per_second:.1f}", "step": "{step_ms:.2f} ms"}
+_FASTEST: Columns = {"fastest": "{fastest_step_ms:.2f} ms"}
+_FETCHED: Columns = {"fetched": "{expert_fetched_share:.0%}"}
+_PROBE: Columns = {"probe": "{dram_gb_s:.0f}"}
+_GPU: dict[str, tuple[str, Columns]] = {  # part of the result: what it is, its columns
+    "decode": (
+        "All experts on the CPU. Fetched: the share of a step's experts that come over the bus; CPU: what the expert "
+        "layers there read a second, prompts included; probe: what all threads read just after.",
+        {**_STEP, **_FASTEST, "host": "{host_share:.1%}", **_FETCHED, "CPU GB/s": "{cpu_experts_gb_s:.0f}", **_PROBE},
+    ),
+    "prefill": (
+        "",
+        {"prompt": "{tokens}", "tok/s": "{tokens_per_second:.0f}", "ms": "{ms:.0f}", "fastest": "{fastest_ms:.0f}"},
+    ),
+    "prefetch": (
+        "Experts fetched into the CPU's caches while the GPU attends, in turns with none. Right: of the experts that "
+        "were predicted, those that were used.",
+        {
+            "expert prefetch": lambda row: "on" if row["expert_prefetch"] else "off", **_STEP, **_FASTEST,
+            "right": lambda row: percent(row.get("expert_prediction_rate")), **_FETCHED, **_PROBE,
+        },
+    ),
+    "overlap": (
+        "Decode steps in halves that take turns on GPU and CPU (two-batch overlap, since removed). Cut: the share of "
+        "steps that ran so.",
+        {
+            "two-batch overlap": "{two_batch_overlap}", "rows": "{rows}", "prompts": "{prompt_tokens}",
+            "tok/s": "{tokens_per_second:.1f}", "step": "{step_ms:.2f} ms", **_FASTEST, "cut": "{overlapped:.0%}",
+            **_FETCHED, **_PROBE,
+        },
+    ),
+    "deferred": ("", {"deferred experts of a token": "{deferred_experts}", **_STEP, **_FETCHED}),
+    "curve": (
+        "",
+        {
+            "experts in GPU memory": "{expert_memory_gib:.1f} GiB", **_STEP,
+            "hit rate": lambda row: percent(row.get("expert_hit_rate")), **_FETCHED,
+        },
+    ),
+}  # fmt: skip
+
+
+def engine(result: dict[str, Any]) -> list[str]:
+    """The engine of a GPU worker. The result of an interrupted run has fewer parts."""
+    environment = result["environment"]
+    packages = environment["packages"]
+    lines = [
+        f"### {result['model']}, on a GPU",
+        f"{environment['gpu']['name']}, CUDA {environment['gpu']['cuda']}; {environment['cpu']}, "
+        f"{environment['threads']} threads, {environment['isa']}; torch {packages['torch']}, triton "
+        f"{packages['triton']}, FlashInfer {packages['flashinfer-python']}; {taken(result)}. Prompts of 128 tokens, "
+        f"greedy. `{result['command']}`",
+        *([result["note"]] if "note" in result else []),
+    ]
+    for part, (text, columns) in _GPU.items():
+        if result.get(part):
+            words = int(part in ("prefetch", "overlap"))
+            lines += ["", *([text, ""] if text else []), *table(columns, result[part], words=words)]
+    return lines
+
+
+def profile(result: dict[str, Any]) -> list[str]:
+    """Where the time of a decode step goes."""
+    parts = list(result["on_cpu"][0]["ms"])
+
+    def column(part: str) -> Callable[[Row], str]:
+        return lambda row: f"{row['ms'][part]:.2f}"
+
+    return [
+        f"### {result['model']}: a decode step",
+        f"Milliseconds of a step, by CUDA's profiler over {result['steps']} of them, after prompts of "
+        f"{result['prompt_tokens']}; {graphics(result)}; {taken(result)}. Gaps: between kernels; long ones, of more "
+        f"than 5 us, are waits for the CPU's experts and for the host. CPU: its experts, and what it read of them. "
+        f"`{result['command']}`",
+        "",
+        *table(
+            {
+                "experts": "{place}",
+                "rows": "{rows}",
+                "step": "{step_ms:.2f}",
+                "traced": "{traced_step_ms:.2f}",
+                "kernels": "{kernels:.0f}",
+                **{part: column(part) for part in parts},
+                "CPU": lambda row: f"{row['cpu_experts_ms']:.2f}" if "cpu_experts_ms" in row else "-",
+                "read": lambda row: f"{row['cpu_experts_gb']:.2f} GB" if "cpu_experts_gb" in row else "-",
+            },
+            [{"place": place, **row} for place in ("CPU", "GPU") for row in result[f"on_{place.lower()}"]],
+            words=1,
+        ),
+    ]
+
+
+def served(result: dict[str, Any]) -> list[str]:
+    """The whole system on a GPU, beside its engine alone."""
+    lines = [
+        f"### {result['model']}, served",
+        f"Redis, gateway and one worker on {graphics(result)}; {taken(result)}. All clients ask at once, for "
+        f"{result['tokens']} tokens after prompts of {result['prompt_tokens']}, experts on the CPU. Engine: given the "
+        f"same requests in one process; probe: what all threads read a second just after. `{result['command']}`",
+        "",
+        *table(
+            {
+                "clients": "{clients}", "tok/s": "{tokens_per_second:.1f}", "engine": "{engine_alone:.1f}",
+                "of it": "{share_of_engine:.0%}",
+                "first token p50, p99": "{first_token_p50_ms:.0f}, {first_token_p99_ms:.0f} ms",
+                "between tokens": "{between_tokens_p50_ms:.1f}, {between_tokens_p99_ms:.1f} ms",
+                "CPU's experts a layer": "{distinct_experts:.1f}", "probe": "{bandwidth_gb_s:.0f} GB/s",
+            },
+            result["figures"],
+        ),
+    ]  # fmt: skip
+    by_clients = {row["clients"]: row for row in result["figures"]}
+    if by_clients.keys() >= {1, 4}:
+        tokens, used = (by_clients[4][key] / by_clients[1][key] for key in ("tokens_per_second", "distinct_experts"))
+        lines += ["", f"4 clients together get {tokens:.2f} times the tok/s of 1; a layer of a step then needs "
+                      f"{used:.1f} times as many different experts of the CPU."]  # fmt: skip
+    return lines
+
+
+def dense(result: dict[str, Any]) -> list[str]:
+    """Dense weights that stay quantised."""
+    first = result["figures"][0]
+    times = {f"a step of {count} rows": ("decode_ms", count) for count in first["decode_ms"]}
+    times |= {f"a prompt of {count}": ("prefill_ms", count) for count in first["prefill_ms"]}
+
+    def column(part: str, count: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[part][count]:.2f} ms"
+
+    return [
+        f"### {result['model']}, dense weights as in the file",
+        f"{result['machine']}; commit {result['commit']}, {result['taken']}. All experts on the GPU, once each. "
+        f"{result['command']}",
+        "",
+        *table(
+            {
+                "dense weights": "{dense}", "memory": "{dense_gb:.2f} GB",
+                **{heading: column(*key) for heading, key in times.items()},
+            },
+            result["figures"],
+        ),
+    ]  # fmt: skip
+
+
+def attention(result: dict[str, Any]) -> list[str]:
+    """Attention backends beside each other."""
+    environment, figures = result["environment"], result["figures"]
+    names = [f"{figure['backend']}, {figure['cache']}" for figure in figures]
+    packages = environment["packages"]
+    lines = [
+        "### Attention backends",
+        f"Microseconds of one layer of Qwen3-30B-A3B's shape (32 heads, 4 of keys, 128 wide); in brackets the GB/s of "
+        f"keys and values, or TFLOP/s. Decode is captured in a CUDA graph, but for torch. {environment['gpu']['name']},"
+        f" torch {packages['torch']}, triton {packages['triton']}, FlashInfer {packages['flashinfer-python']}; "
+        f"{taken(result)}. `{result['command']}`",
+    ]
+    for part, sizes, rate in (("decode", ("rows", "keys"), "gb_s"), ("prefill", ("tokens",), "tflop_s")):
+        points = {tuple(row[size] for size in sizes): {**row} for row in figures[0][part]}
+        for name, figure in zip(names, figures, strict=True):
+            for row in figure[part]:
+                points[tuple(row[size] for size in sizes)][name] = f"{row['layer_us']:.1f} ({row[rate]:.0f})"
+        heads = {size: f"{{{size}}}" for size in sizes}
+        lines += ["", *table({**heads, **{name: _cell(name) for name in names}}, points.values())]
+    plans = [
+        f"{name} {median(row['plan_us'] for row in figure['decode']):.0f}"
+        for name, figure in zip(names, figures, strict=True)
+    ]
+    return [*lines, "", f"Host's time for the plan of a decode step, median, in us: {'; '.join(plans)}."]
+
+
+def _cell(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row.get(key, "-"))
+
+
+def graphics(result: Row) -> str:
+    """The GPU and its host."""
+    environment = result["environment"]
+    return f"{environment['gpu']['name']}, {environment['cpu']}, {environment['threads']} threads"
+
+
+def taken(result: Row) -> str:
+    """When a result was measured, on which commit."""
+    return f"commit {result['machine']['commit']}, {result['machine']['taken']}"

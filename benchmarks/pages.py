@@ -1,0 +1,65 @@
+"""Writes the pages of benchmarks/figures from the files in results/: `python -m benchmarks.pages`.
+
+A section of a page is a function that takes one result file and returns Markdown lines.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import page as engine
+from benchmarks.gpu import page as gpu
+from benchmarks.quality import page as quality
+from benchmarks.queue import page as queue
+
+FOLDER = Path(__file__).parent
+Section = Callable[[dict[str, Any]], list[str]]
+PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by pattern of their result files
+    "cpu": ("The CPU's engine", {"cpu-*": engine.compare, "experts-*": engine.experts, "system": queue.system}),
+    "gpu": (
+        "A GPU's engine",
+        {
+            "gpu*": gpu.engine,
+            "profile*": gpu.profile,
+            "attention*": gpu.attention,
+            "dense-*": gpu.dense,
+            "served-*": gpu.served,
+            "endurance-*": engine.endurance,
+        },
+    ),
+    "quality": (
+        "How near to the model",
+        {
+            "accuracy": quality.accuracy,
+            "perplexity": quality.perplexity,
+            "deferral": quality.deferral,
+        },
+    ),
+    "floods": ("Hostile sockets", {"floods": queue.floods}),
+    "queue": (
+        "The queue",
+        {
+            "queue": queue.peers,
+            "streams": queue.streams,
+            "depth": queue.depth,
+            "chaos": queue.chaos,
+            "fairness": queue.fairness,
+            "crew": queue.fleet,
+        },
+    ),
+}
+
+
+def write() -> None:
+    """Write all pages."""
+    for name, (title, sections) in PAGES.items():
+        parts = [f"# {title}\nMade by `python -m benchmarks.pages`; how they are taken: [benchmarks](../README.md)."]
+        for pattern, section in sections.items():
+            paths = sorted((FOLDER / "results").glob(f"{pattern}.json"))
+            parts += ["\n".join(section(json.loads(path.read_text()))) for path in paths]
+        (FOLDER / "figures" / f"{name}.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    write()

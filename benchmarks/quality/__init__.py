@@ -1,0 +1,1 @@
+"""How near results are to the float model."""

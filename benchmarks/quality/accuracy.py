@@ -1,0 +1,108 @@
+"""How far from float: logits of our engine and of llama.cpp against the float twin on the same file.
+
+    python -m benchmarks.quality.accuracy synthetic:mid:q4_k_m... --llama-python PYTHON
+
+What separates both from the twin is the rounding of activations, and in random models what follows from it: a near tie
+at the edge of the router's choice swaps an expert. Hence medians.
+"""
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from benchmarks.quality import logits
+from benchmarks.results import RESULTS, write
+from ktqueue.loading.model_path import resolve
+from ktqueue.loading.synthetic import checkpoint as synthetic
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+
+FAR = 0.1  # a token whose logits differ by more, relatively, has most likely met another expert
+
+
+def compare(path: Path, windows: Sequence[list[int]], threads: int, llama_python: str | None) -> dict[str, Any]:
+    """Perplexity of each source on the windows (every token but a window's first is scored), and how far ours and
+    llama.cpp's logits are from the twin's."""
+    with ExitStack() as stack:
+        sources = {"twin": logits.twin(path), "ktqueue": logits.ours(path, threads)}
+        if llama_python:
+            sources["llama.cpp"] = stack.enter_context(logits.llama(llama_python, path, threads))
+        sums = {name: _Sums() for name in sources}
+        for ids in windows:
+            float_logits: torch.Tensor | None = None
+            for name, source in sources.items():
+                scores = torch.from_numpy(source(ids)).double()
+                float_logits = scores if float_logits is None else float_logits
+                sums[name].add(ids, scores, float_logits)
+    return {name: one.report() for name, one in sums.items()}
+
+
+class _Sums:
+    """Collects over windows what one source says."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._errors: list[torch.Tensor] = []
+        self._divergences: list[torch.Tensor] = []
+        self._same: list[torch.Tensor] = []
+
+    def add(self, ids: list[int], scores: torch.Tensor, true: torch.Tensor) -> None:
+        """scores, true: [tokens, vocab] logits."""
+        said, wanted = torch.log_softmax(scores, -1), torch.log_softmax(true, -1)
+        self._losses.append(-said[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0])
+        self._errors.append((scores - true).norm(dim=-1) / true.norm(dim=-1))
+        self._divergences.append((wanted.exp() * (wanted - said)).sum(-1))
+        self._same.append((scores.argmax(-1) == true.argmax(-1)).double())
+
+    def report(self) -> dict[str, float]:
+        errors = torch.cat(self._errors)
+        return {
+            "perplexity": math.exp(torch.cat(self._losses).mean()),
+            "median_error": float(errors.median()),
+            "far_tokens": float((errors > FAR).double().mean()),
+            "mean_divergence": float(torch.cat(self._divergences).mean()),
+            "median_divergence": float(torch.cat(self._divergences).median()),
+            "same_token": float(torch.cat(self._same).mean()),
+        }
+
+
+def _file(model: str, folder: Path) -> Path:
+    if not model.startswith(synthetic.PREFIX):
+        return resolve(model)
+    path = folder / f"{model}.gguf"
+    synthetic.write(model, path)
+    return path
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="GGUF files, demo, or synthetic:SHAPE:QUANT")
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--window", type=int, default=256, help="tokens, drawn at random")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    figures = {}
+    for model in given.models:
+        with tempfile.TemporaryDirectory() as folder:
+            path = _file(model, Path(folder))
+            size, draw = load_tokenizer(str(path)).size, Random(7)
+            windows = [[draw.randrange(size) for _ in range(given.window)] for _ in range(given.windows)]
+            figures[path.stem] = compare(path, windows, given.threads, given.llama_python)
+    write(
+        given.results / "accuracy.json",
+        {"tokens": given.windows * given.window, "window": given.window, "figures": figures},
+    )
+
+
+if __name__ == "__main__":
+    main()

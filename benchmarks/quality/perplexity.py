@@ -1,0 +1,137 @@
+"""Perplexity of one model in every storage format, ours beside the float twin of the same file.
+
+    python -m benchmarks.quality.perplexity HF_FOLDER TEXT --llama-python PYTHON
+
+Formats that `ktqueue convert` cannot write are quantised by llama.cpp, without an importance matrix. Experts and
+attention take the format; embeddings, which also give the logits, take it from 8 bits up and are Q8_0 below. HF_FOLDER
+and TEXT may hold .xz files.
+"""
+
+import argparse
+import hashlib
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from benchmarks.quality import accuracy
+from benchmarks.results import RESULTS, write
+from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
+from ktqueue.loading.gguf.writer import WRITABLE, Writer, quantize
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats, row_bytes
+
+REFERENCE = "BF16"
+EMBEDDING = "token_embd.weight"
+WRITERS_OWN = ("general.architecture", "general.quantization_version", "general.file_type", "general.alignment")
+
+
+def quantize_file(source: GgufHeader, target: Path, quant: str, llama_python: str | None) -> None:
+    """The float32 GGUF model `source` as `target`, its matrices packed as `quant`."""
+    architecture = source.metadata["general.architecture"]
+    with Writer(target, architecture, quant) as writer:
+        writer.add_metadata({key: value for key, value in source.metadata.items() if key not in WRITERS_OWN})
+        types = [_type(info, quant) for info in source.tensors]
+        for info, kind in zip(source.tensors, types, strict=True):
+            writer.add_tensor(info.name, kind, info.shape)
+        writer.start()
+        for info, kind in zip(source.tensors, types, strict=True):
+            size = int(np.prod(info.shape))
+            values = source.data[info.offset : info.offset + 4 * size].view(np.float32).reshape(-1, info.shape[-1])
+            writer.write(_pack(values, kind, llama_python))
+
+
+def _type(info: TensorInfo, quant: str) -> str:
+    if len(info.shape) == 1 or info.name.endswith("ffn_gate_inp.weight"):  # norms, routers
+        return "F32"
+    elements, size = BLOCKS[quant]
+    return "Q8_0" if info.name == EMBEDDING and size / elements < 1 else quant
+
+
+def _pack(values: Floats, quant: str, llama_python: str | None) -> Bytes:
+    if quant in WRITABLE:
+        return quantize(values, quant)
+    if llama_python is None:
+        raise SystemExit(f"{quant} needs --llama-python")
+    columns = values.shape[1]
+    kind = int(gguf.GGMLQuantizationType[quant])
+    words = [llama_python, str(Path(__file__).with_name("ggml_quantize.py")), kind, columns, row_bytes(quant, columns)]
+    done = subprocess.run([str(word) for word in words], input=values.tobytes(), stdout=subprocess.PIPE, check=True)
+    return np.frombuffer(done.stdout, np.uint8)
+
+
+def _unpacked(folder: Path, target: Path) -> Path:
+    """A copy of a folder, its .xz files unpacked."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".xz":
+            with lzma.open(path) as packed, (target / path.stem).open("wb") as out:
+                shutil.copyfileobj(packed, out)
+        else:
+            shutil.copy(path, target)
+    return target
+
+
+def read_text(path: Path) -> bytes:
+    """A file's bytes, unpacked if it is an .xz file."""
+    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+
+
+def text_facts(path: Path, raw: bytes) -> dict[str, Any]:
+    """What a result says of the text that was read from `path`."""
+    return {"name": path.name.removesuffix(".xz"), "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path, metavar="HF_FOLDER")
+    parser.add_argument("text", type=Path, metavar="TEXT")
+    parser.add_argument("--formats", default=",".join(BLOCKS).lower())
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--window", type=int, default=512, help="tokens; all but the first are scored")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    raw = read_text(given.text)
+    formats = [name.upper() for name in given.formats.split(",")]
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = _unpacked(given.weights, Path(name) / "weights")
+        ids = load_tokenizer(str(folder)).encode(raw.decode()[: 16 * given.windows * given.window])
+        windows = [ids[i * given.window : (i + 1) * given.window] for i in range(given.windows)]
+        if len(windows[-1]) < given.window:
+            raise SystemExit(f"{given.text} is too short for {given.windows} windows")
+        convert(folder, Path(name) / "f32.gguf", experts="f32", dense="f32")
+        source = read_header(Path(name) / "f32.gguf")
+        for quant in dict.fromkeys([REFERENCE, *formats]):
+            sys.stderr.write(f"measuring: {quant}\n")
+            path = Path(name) / f"{quant.lower()}.gguf"
+            quantize_file(source, path, quant, given.llama_python)
+            figures[quant] = accuracy.compare(path, windows, given.threads, given.llama_python)
+            path.unlink()
+    write(
+        given.results / "perplexity.json",
+        {
+            "model": given.weights.name,
+            "text": text_facts(given.text, raw),
+            "window": given.window,
+            "windows": given.windows,
+            "reference": REFERENCE,
+            "figures": figures,
+        },
+        digits=8,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The queue: jobs, streams, workers and hostile clients over Redis and HTTP."""

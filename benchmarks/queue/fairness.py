@@ -1,0 +1,223 @@
+"""What interactive jobs feel of a deep batch queue: `python -m benchmarks.queue.fairness`.
+
+One real worker on the built-in model over a Redis of its own, as `ktqueue up` runs them. Interactive jobs come at
+random moments (exponential gaps, fixed seed), first to a worker that has nothing else, then while batch jobs wait, by
+the thousand. Wait: from the call that submits a job to its first token at a reader of its journal, both in this
+process. What batch kept: its tokens a second while interactive jobs come, over those while it is alone. Its share in a
+flood: its part of all tokens while more interactive jobs than there are rows are always there.
+Two rounds of each, in turns; a table, and results/fairness.json.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.engine.compare import PROMPTS
+from benchmarks.queue.page import FAIRNESS
+from benchmarks.queue.system import percentile
+from benchmarks.results import RESULTS, write
+from benchmarks.tables import numbered, table
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.workers.supervise import Supervisor
+
+INTERACTIVE_TOKENS = 32
+BATCH_TOKENS = 128
+SUBMITTERS = 16
+SETTLE_SECONDS = 2.0
+
+
+def request(model: str, number: int, job_class: JobClass) -> GenerationRequest:
+    """A tale of its own for each number."""
+    tokens = BATCH_TOKENS if job_class is JobClass.BATCH else INTERACTIVE_TOKENS
+    return GenerationRequest(
+        model=model,
+        prompt=f"{job_class} tale {number}. {PROMPTS[number % len(PROMPTS)]}",
+        sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        job_class=job_class,
+    )
+
+
+async def interactive(broker: Broker, model: str, *, rate: float, count: int, seed: int) -> list[float]:
+    """Seconds that each of `count` interactive jobs waited for its first token; `rate` of them come in a second."""
+    noise = random.Random(seed)
+
+    async def one(number: int) -> float:
+        began = time.perf_counter()
+        job = await broker.jobs.submit(request(model, number, JobClass.INTERACTIVE))
+        waited = None
+        async for event in broker.journal.follow(job.id):
+            if waited is None and event.token_ids:
+                waited = time.perf_counter() - began
+        assert waited is not None, f"{job.id} ended without a token"
+        return waited
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for number in range(count):
+            tasks.append(group.create_task(one(seed * count + number)))
+            await asyncio.sleep(noise.expovariate(rate))
+    return [task.result() for task in tasks]
+
+
+async def fill(broker: Broker, model: str, count: int) -> list[str]:
+    """Queue so many batch jobs."""
+    numbers = iter(range(count))
+
+    async def submit() -> list[str]:
+        return [(await broker.jobs.submit(request(model, number, JobClass.BATCH))).id for number in numbers]
+
+    return [job for jobs in await asyncio.gather(*(submit() for _ in range(SUBMITTERS))) for job in jobs]
+
+
+async def generated(broker: Broker) -> float:
+    """Tokens that the worker has generated."""
+    (worker,) = await broker.models.workers()
+    return worker.stats["generation_tokens"]
+
+
+async def batch_alone(broker: Broker, seconds: float) -> float:
+    """Tokens a second of batch jobs, over whole beats of the worker."""
+    first, began = await _next_figure(broker)
+    await asyncio.sleep(seconds)
+    last, ended = await _next_figure(broker)
+    return (last - first) / (ended - began)
+
+
+async def _next_figure(broker: Broker) -> tuple[float, float]:
+    """The figure of generated tokens when it changes, and the moment."""
+    before = await generated(broker)
+    while True:
+        await asyncio.sleep(0.002)
+        if (now := await generated(broker)) != before:
+            return now, time.perf_counter()
+
+
+async def flood(broker: Broker, model: str, clients: int, seconds: float) -> float:
+    """Batch's part of all tokens while each of so many clients submits one interactive job after another."""
+    tokens = 0
+
+    async def client(number: int) -> None:
+        nonlocal tokens
+        while True:
+            job = await broker.jobs.submit(request(model, number, JobClass.INTERACTIVE))
+            async for event in broker.journal.follow(job.id):
+                tokens += len(event.token_ids)
+            number += clients
+
+    tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+    try:
+        await asyncio.sleep(SETTLE_SECONDS)
+        first, _ = await _next_figure(broker)
+        before = tokens
+        await asyncio.sleep(seconds)
+        last, _ = await _next_figure(broker)
+        return 1 - (tokens - before) / (last - first)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def waits(values: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    return {
+        "jobs": len(values),
+        "mean_ms": 1e3 * statistics.mean(values),
+        "p50_ms": 1e3 * percentile(values, 0.5),
+        "p95_ms": 1e3 * percentile(values, 0.95),
+        "max_ms": 1e3 * max(values),
+    }
+
+
+async def round_of(broker: Broker, model: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Interactive work alone, batch alone, both."""
+    alone = await interactive(broker, model, rate=given.rate, count=given.jobs, seed=seed)
+    began = time.perf_counter()
+    jobs = await fill(broker, model, given.batch)
+    submitted = len(jobs) / (time.perf_counter() - began)
+    batch_rate = await batch_alone(broker, given.seconds)
+    (before,) = await broker.jobs.depth()
+    first, began = await _next_figure(broker)
+    beside = await interactive(broker, model, rate=given.rate, count=given.jobs, seed=seed)
+    last, ended = await _next_figure(broker)
+    (after,) = await broker.jobs.depth()
+    shared = (last - first - given.jobs * INTERACTIVE_TOKENS) / (ended - began)
+    share = await flood(broker, model, 3 * given.rows, given.seconds)
+    (worker,) = await broker.models.workers()
+    figure = {
+        "idle": waits(alone),
+        "loaded": waits(beside),
+        "p95_loaded_over_idle": percentile(beside, 0.95) / percentile(alone, 0.95),
+        "batch_queued": [before.batch, after.batch],
+        "batch_tokens_per_second_alone": batch_rate,
+        "batch_tokens_per_second_beside": shared,
+        "batch_kept": shared / batch_rate,
+        "batch_share_in_a_flood": share,
+        "preemptions": worker.stats["preemptions"],
+        "batch_submitted_per_second": submitted,
+        "load_average": machine.load_average(),
+    }
+    for start in range(0, len(jobs), SUBMITTERS):
+        await asyncio.gather(*(broker.jobs.cancel(job) for job in jobs[start : start + SUBMITTERS]))
+    while True:
+        await asyncio.sleep(SETTLE_SECONDS)
+        (depth,) = await broker.jobs.depth()
+        if depth.running + depth.batch == 0:
+            return figure
+
+
+async def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """All rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
+            engine=EngineConfig(threads=given.threads, max_num_seqs=given.rows),
+            gateway=GatewayConfig(port=0),
+        )
+        async with (
+            Supervisor(config, workers=1) as up,
+            await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
+        ):
+            (card,) = await broker.models.cards()
+            await interactive(broker, card.name, rate=given.rate, count=5, seed=999)  # warm
+            rounds = [await round_of(broker, card.name, given, turn) for turn in range(given.rounds)]
+    return {
+        "what": "waits of interactive jobs beside a deep batch queue",
+        "model": card.name,
+        "rows": given.rows,
+        "threads": given.threads,
+        "interactive_per_second": given.rate,
+        "tokens": {"interactive": INTERACTIVE_TOKENS, "batch": BATCH_TOKENS},
+        "figures": rounds,
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--batch", type=int, default=10_000, help="batch jobs queued")
+    parser.add_argument("--jobs", type=int, default=200, help="interactive jobs of a round")
+    parser.add_argument("--rate", type=float, default=5.0, help="interactive jobs a second")
+    parser.add_argument("--seconds", type=float, default=5.0, help="that batch is measured alone")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
+    parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    result = asyncio.run(measure(given))
+    sys.stdout.write("\n".join(table(FAIRNESS, numbered(result["figures"]))) + "\n")
+    write(given.results / "fairness.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""One queue, 1, 2, 4 and 8 workers: `python -m benchmarks.queue.fleet`.
+
+Each crew, with Redis, gateway and fork server as `ktqueue up` runs them, is given the same jobs at once: greedy tales
+of the built-in model. A second time workers leave meanwhile, one after the other by SIGTERM, and come back. Each job
+must end once, as done, with the tokens that a crew of one gave it. A table, and results/crew.json.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.engine.compare import PROMPTS
+from benchmarks.queue.page import FLEET
+from benchmarks.results import RESULTS, write
+from benchmarks.tables import table
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.events import JobState
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.workers.child import Child
+from ktqueue.workers.supervise import Supervisor
+
+CREWS = (1, 2, 4, 8)
+SUBMITTERS = 16
+LOOK_SECONDS = 0.02
+Tale = tuple[tuple[int, ...], str]
+
+
+def request(number: int, tokens: int) -> GenerationRequest:
+    """A tale of its own for each number."""
+    return GenerationRequest(
+        model="demo",
+        prompt=f"Tale {number}. {PROMPTS[number % len(PROMPTS)]}",
+        sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        job_class=JobClass.BATCH,
+    )
+
+
+async def submit(broker: Broker, count: int, tokens: int) -> list[str]:
+    """Ids of so many jobs, in order."""
+    numbers, jobs = iter(range(count)), [""] * count
+
+    async def some() -> None:
+        for number in numbers:
+            jobs[number] = (await broker.jobs.submit(request(number, tokens))).id
+
+    await asyncio.gather(*(some() for _ in range(SUBMITTERS)))
+    return jobs
+
+
+async def ended(broker: Broker) -> None:
+    """Wait until nothing waits and nothing runs."""
+    while True:
+        (depth,) = await broker.jobs.depth()
+        if depth.batch + depth.running == 0:
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def told(broker: Broker, jobs: Sequence[str]) -> list[Tale]:
+    """What each job said. A job that has not ended once, as done, with a journal without holes, has said nothing."""
+    tales: list[Tale] = []
+    for job in jobs:
+        events = await broker.journal.replay(job)
+        whole = [event.seq for event in events] == list(range(1, len(events) + 1))
+        ends = [event.state for event in events if event.state is not None]
+        ids = tuple(token for event in events for token in event.token_ids)
+        good = whole and ends == [JobState.DONE] and events[-1].state is JobState.DONE
+        tales.append((ids, "".join(event.text for event in events)) if good else ((), ""))
+    return tales
+
+
+async def come_and_go(workers: Sequence[Child], pause: float, seed: int) -> None:
+    """Until cancelled: every so many seconds a worker leaves, and its supervisor starts it again."""
+    draw = random.Random(seed)
+    while True:
+        await asyncio.sleep(pause)
+        draw.choice(workers).signal(signal.SIGTERM)
+
+
+async def work(size: int, given: argparse.Namespace) -> list[tuple[dict[str, Any], list[Tale]]]:
+    """A crew's figures and tales: left alone, then with workers that leave and come back."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
+            engine=EngineConfig(threads=1, max_num_seqs=given.rows, num_pages=512),
+            worker=WorkerConfig(drain_seconds=0.0),
+            gateway=GatewayConfig(port=0),
+        )
+        async with (
+            Supervisor(config, workers=size) as up,
+            await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
+        ):
+            await submit(broker, 2 * size * given.rows, given.tokens)  # warm
+            await ended(broker)
+            results = []
+            for restless in (False, True):
+                began, deaths = time.perf_counter(), sum(worker.deaths for worker in up.workers)
+                jobs = await submit(broker, given.jobs, given.tokens)
+                going = asyncio.create_task(
+                    come_and_go(up.workers, given.pause, size) if restless else asyncio.sleep(0)
+                )
+                await ended(broker)
+                seconds = time.perf_counter() - began
+                going.cancel()
+                await asyncio.gather(going, return_exceptions=True)
+                tales = await told(broker, jobs)
+                figure = {
+                    "workers": size,
+                    "left": sum(worker.deaths for worker in up.workers) - deaths,
+                    "seconds": seconds,
+                    "jobs_per_second": given.jobs / seconds,
+                    "tokens_per_second": sum(len(ids) for ids, _ in tales) / seconds,
+                    "load_average": machine.load_average(),
+                }
+                results.append((figure, tales))
+    return results
+
+
+async def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """All crews."""
+    figures: list[dict[str, Any]] = []
+    reference: list[Tale] | None = None
+    for size in CREWS:
+        for figure, tales in await work(size, given):
+            reference = reference or tales
+            wrong = sum(one != other or not one[0] for one, other in zip(tales, reference, strict=True))
+            figures.append({**figure, "wrong": wrong})
+            sys.stdout.write(f"{figures[-1]}\n")
+            sys.stdout.flush()
+    return {
+        "what": "one queue, several workers",
+        "rows": given.rows,
+        "jobs": given.jobs,
+        "tokens": given.tokens,
+        "pause": given.pause,
+        "figures": figures,
+    }
+
+
+def main() -> None:
+    """The command line. Exits with 1 where a job was lost or told otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1200, help="jobs of a crew")
+    parser.add_argument("--tokens", type=int, default=48, help="of each job")
+    parser.add_argument("--rows", type=int, default=8, help="rows of each worker's engine")
+    parser.add_argument("--pause", type=float, default=2.5, help="seconds until the next worker leaves")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    result = asyncio.run(measure(given))
+    sys.stdout.write("\n".join(table(FLEET, result["figures"])) + "\n")
+    write(given.results / "crew.json", result)
+    sys.exit(any(one["wrong"] for one in result["figures"]))
+
+
+if __name__ == "__main__":
+    main()

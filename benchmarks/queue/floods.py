@@ -1,0 +1,217 @@
+"""A stranger's chat while thousands of hostile sockets are open: `python -m benchmarks.queue.floods --sockets 5000`.
+
+Redis, gateway and worker run as under `ktqueue up`, with default settings. For each kind of hostile socket (see
+`benchmarks.queue.flood_clients`) that many are opened, from one address and from several. A socket that the gateway
+closes is opened again, at a limited rate. Meanwhile a client at another address sends one chat after another, each over
+a new connection. The time to its first token is measured from before the connection, and also before each flood, when
+nobody else is connected. Memory is what the gateway's process has resident.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks import machine
+from benchmarks.queue.flood_clients import KINDS
+from benchmarks.queue.system import percentile
+from benchmarks.results import RESULTS, write
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from ktqueue.workers.supervise import Supervisor
+
+ADDRESSES = (1, 50)
+STRANGER = "127.0.0.77"
+TIMEOUT = 30.0  # seconds: a chat that takes longer failed
+SETTLE = 8.0  # seconds from when all sockets have been opened to the first chat
+PAUSE = 0.1  # seconds between two chats
+
+
+async def chat(url: str, turn: int) -> float | None:
+    """Seconds to the first text of a short answer; None: refused, or not in time."""
+    body = {"model": "demo", "stream": True, "max_tokens": 4, "ignore_eos": True,
+            "messages": [{"role": "user", "content": f"Tell me tale number {turn}."}]}  # fmt: skip
+    transport = httpx.AsyncHTTPTransport(local_address=STRANGER)
+    first: float | None = None
+    began = time.monotonic()
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, transport=transport) as http:
+            began = time.monotonic()
+            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if first is None and line.startswith("data: {"):
+                        choices = json.loads(line[6:]).get("choices") or [{}]
+                        if choices[0].get("delta", {}).get("content"):
+                            first = time.monotonic() - began
+    except httpx.TransportError:
+        return None
+    return first
+
+
+async def chats(url: str, count: int) -> list[float | None]:
+    """The stranger's chats, one after another."""
+    taken = []
+    for turn in range(count):
+        taken.append(await chat(url, turn))
+        await asyncio.sleep(PAUSE)
+    return taken
+
+
+async def probes(url: str, until: asyncio.Event) -> list[float | None]:
+    """Seconds that /healthz took, again and again, each time over a new connection."""
+    taken: list[float | None] = []
+    while not until.is_set():
+        began = time.monotonic()
+        try:
+            async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as http:
+                ok = (await http.get(f"{url}/healthz")).is_success
+        except httpx.TransportError:
+            ok = False
+        taken.append(time.monotonic() - began if ok else None)
+        await asyncio.sleep(0.5)
+    return taken
+
+
+def _be_nice() -> None:
+    """Hostile clients have machines of their own; here they get what the measured processes leave."""
+    os.nice(19)
+
+
+@asynccontextmanager
+async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float) -> AsyncIterator[dict[str, Any]]:
+    """The hostile process, once all its sockets are open; what it says at its end is added to what is given here."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.queue.flood_clients", "--kinds", kind, "--port", str(port),
+        "--sockets", str(sockets), "--addresses", str(addresses), "--reopen-per-second", str(rate),
+        cwd=machine.ROOT, preexec_fn=_be_nice, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    report: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(120):
+            json.loads(await process.stdout.readline())
+        yield report
+        process.stdin.close()
+        async with asyncio.timeout(30):
+            report.update(json.loads(await process.stdout.readline()))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def highest_memory(process: int, until: asyncio.Event) -> float:
+    """MB, looked at ten times a second."""
+    highest = 0.0
+    while not until.is_set():
+        highest = max(highest, memory(process))
+        await asyncio.sleep(0.1)
+    return highest
+
+
+def memory(process: int) -> float:
+    """MB that the process has in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+async def measure(
+    up: Supervisor, kind: str, *, sockets: int, addresses: int, count: int, rate: float
+) -> dict[str, Any]:
+    """One kind from so many addresses."""
+    process = up.gateway.pid
+    assert process is not None
+    idle = await chats(up.url, count)
+    before = memory(process)
+    over = asyncio.Event()
+    watch = asyncio.create_task(highest_memory(process, over))
+    async with flood(kind, up.config.gateway.port, sockets, addresses, rate) as report:
+        await asyncio.sleep(SETTLE)
+        probing = asyncio.create_task(probes(up.url, over))
+        during = await chats(up.url, count)
+        over.set()
+        probed = await probing
+    highest = await watch
+    await asyncio.sleep(2)
+    assert up.gateway.pid == process, "the gateway died"
+    return {
+        "kind": kind,
+        "addresses": addresses,
+        "sockets": sockets,
+        "idle_ms": _middle(idle),
+        "flooded_ms": _middle(during),
+        "flooded_longest_ms": _longest(during),
+        "failed_chats": during.count(None),
+        "probe_longest_ms": _longest(probed),
+        "failed_probes": probed.count(None),
+        "memory_before_mb": before,
+        "memory_highest_mb": highest,
+        **report,
+    }
+
+
+def _middle(taken: list[float | None]) -> float | None:
+    times = [one for one in taken if one is not None]
+    return 1e3 * median(times) if times else None
+
+
+def _longest(taken: list[float | None]) -> float | None:
+    times = [one for one in taken if one is not None]
+    return 1e3 * percentile(times, 1.0) if times else None
+
+
+async def _run(kinds: list[str], sockets: int, count: int, rate: float) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
+            engine=EngineConfig(threads=1),
+            gateway=GatewayConfig(port=0),
+        )
+        async with Supervisor(config, workers=1) as up:
+            await chats(up.url, count)
+            figures = []
+            for kind in kinds:
+                for addresses in ADDRESSES:
+                    taken = await measure(up, kind, sockets=sockets, addresses=addresses, count=count, rate=rate)
+                    sys.stderr.write(json.dumps(taken) + "\n")
+                    figures.append({**taken, "load_average": machine.load_average()})
+    return figures
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--sockets", type=int, default=5_000, help="of each kind")
+    parser.add_argument("--chats", type=int, default=20, help="before and during each flood")
+    parser.add_argument("--reopen-per-second", type=float, default=200.0, help="of sockets that the gateway closed")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which, with commas")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < given.sockets + 512:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (given.sockets + 512, hard))
+    kinds = given.kinds.split(",")
+    figures = asyncio.run(_run(kinds, given.sockets, given.chats, given.reopen_per_second))
+    loads = sorted(one["load_average"] for one in figures)
+    result = {
+        "what": "chats of a stranger while hostile sockets are open",
+        "chats": given.chats,
+        "conditions": f"load average {loads[0]:g} to {loads[-1]:g}",
+        "reopen_per_second": given.reopen_per_second,
+        "figures": figures,
+    }
+    write(given.results / "floods.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The queue alone, beside its peers: no-op jobs through each in turn over one private Redis.
+
+latency: from before a job's submit to its start in an idle worker process. throughput: jobs that were queued before,
+from the first start to the last, in one worker process. recovery: from the kill -9 of the worker that runs a job to the
+job's second start, in a worker that was idle, with a lease (idle timeout, heartbeat) of one length for all, and at the
+peers' defaults; and for us with a supervisor too, which sees the death, as under `ktqueue up`.
+`python -m benchmarks.queue.peers`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from benchmarks import machine
+from benchmarks.peer import Peer
+from benchmarks.queue.system import percentile
+from benchmarks.results import RESULTS, write
+from ktqueue.broker.server import PrivateServer
+from ktqueue.core.config import BrokerConfig
+from ktqueue.workers.burial import bury
+
+OURS = "ktqueue"
+DISTRIBUTIONS = {"streaq": ["streaq"], "saq": ["saq"], "taskiq": ["taskiq", "taskiq-redis"]}  # of each peer's Python
+SUPERVISED = "ktqueue up"  # takes part in the recovery alone
+MODULES = {OURS: "ours", SUPERVISED: "ours", "streaq": "streaq", "saq": "saq", "taskiq": "taskiq"}
+SLOTS = 64
+JOBS = {OURS: 40_000}  # of a throughput point; of the others:
+FEWER_JOBS = 6_000
+LATENCY_JOBS = 300
+WARM_UP_JOBS = 20
+LEASE_SECONDS = 2.0  # of a tuned worker: our default
+HOLD_SECONDS = (2.5 * LEASE_SECONDS, 3.5 * LEASE_SECONDS)  # how long a job runs before its worker is killed
+LONGEST_WAIT = {True: 30.0, False: 75.0}  # for a second start; tuned or not
+
+
+class Contest:
+    """One server, and a Python for each queue."""
+
+    def __init__(self, url: str, folder: Path, pythons: dict[str, str], server: int) -> None:
+        self.pythons = pythons
+        self._url = url
+        self._pipe = folder / "starts"
+        self._server = server
+        os.mkfifo(self._pipe)
+
+    @contextmanager
+    def queue(self, name: str, *, workers: int, lease: float | None = None) -> Iterator[tuple[Peer, list[Peer]]]:
+        """A client and workers that are ready, over an empty server."""
+        with redis.Redis.from_url(self._url) as client:
+            client.flushall()
+        with self.process(name, "client", lease) as client:
+            running = [self.process(name, "worker", lease) for _ in range(workers)]
+            try:
+                for worker in running:
+                    worker.hear()
+                yield client, running
+            finally:
+                for worker in running:
+                    worker.kill()
+
+    def process(self, name: str, role: str, lease: float | None = None) -> Peer:
+        """A client, which has said that it is ready, or a worker, which will."""
+        command = [self.pythons[name], "-m", f"benchmarks.queue.adapters.{MODULES[name]}", role, "--url", self._url,
+                   "--pipe", str(self._pipe), "--slots", str(SLOTS)]  # fmt: skip
+        peer = Peer([*command, *([] if lease is None else ["--lease", str(lease)])])
+        if role == "client":
+            peer.hear()
+        return peer
+
+    def watched(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure` gives, with what other processes took and the load average."""
+        return machine.Bystanders([self._server]).watch(measure)
+
+    def redis_seconds(self) -> float:
+        """CPU seconds of the server so far."""
+        return machine.cpu_seconds(self._server)
+
+    # Points
+
+    def latency(self, name: str) -> dict[str, Any]:
+        """Milliseconds from submit to start."""
+        with self.queue(name, workers=1) as (client, _):
+            client.ask({"latency": WARM_UP_JOBS})
+            taken = client.ask({"latency": LATENCY_JOBS})["latency_ms"]
+        return {"p50_ms": percentile(taken, 0.5), "p99_ms": percentile(taken, 0.99), "max_ms": max(taken)}
+
+    def throughput(self, name: str) -> dict[str, Any]:
+        """Jobs a second, and what a job costs worker and server in CPU time."""
+        jobs = JOBS.get(name, FEWER_JOBS)
+        with self.queue(name, workers=0) as (client, _):
+            filled = client.ask({"fill": jobs})
+            worker = self.process(name, "worker")
+            try:
+                ready = worker.hear()
+                server = self.redis_seconds()
+                drained = client.ask({"drain": jobs})
+                time.sleep(0.2)  # what is left is saved
+                worker_cpu = machine.cpu_seconds(worker.process_id) - ready["cpu_seconds"]
+                server_cpu = self.redis_seconds() - server
+            finally:
+                worker.kill()
+        return {**filled, **drained, "jobs": jobs, "worker_us": 1e6 * worker_cpu / jobs,
+                "redis_us": 1e6 * server_cpu / jobs}  # fmt: skip
+
+    def recovery(self, name: str, *, tuned: bool) -> dict[str, Any]:
+        """Seconds from the kill to the second start; None if it did not come; `twice` if it came before the kill."""
+        with self.queue(name, workers=2, lease=LEASE_SECONDS if tuned else None) as (client, workers):
+            client.ask({"latency": WARM_UP_JOBS})
+            held = client.ask({"hold": random.uniform(*HOLD_SECONDS)})
+            if held["starts"] > 1:
+                return {"seconds": None, "twice": True}
+            [victim] = [worker for worker in workers if worker.process_id == held["process"]]
+            killed = time.monotonic_ns()
+            victim.kill()
+            if name == SUPERVISED:
+                asyncio.run(bury(BrokerConfig(url=self._url), victim.process_id, -signal.SIGKILL))
+            at = client.ask({"again": LONGEST_WAIT[tuned]})["at"]
+        return {"seconds": None if at is None else (at - killed) / 1e9, "twice": False}
+
+
+def find_pythons(candidates: Sequence[str]) -> dict[str, str]:
+    """The first Python that has each peer; ours for ktqueue. Peers that none has are left out."""
+    found = {OURS: sys.executable, SUPERVISED: sys.executable}
+    for name, distributions in DISTRIBUTIONS.items():
+        for python in candidates:
+            if versions(python, distributions):
+                found[name] = python
+                break
+    return found
+
+
+def versions(python: str, distributions: Sequence[str]) -> dict[str, str]:
+    """Installed versions under a Python; nothing if one is missing."""
+    code = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    )
+    run = subprocess.run([python, "-c", code, *distributions], capture_output=True, text=True, check=False)
+    return json.loads(run.stdout) if run.returncode == 0 else {}
+
+
+def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> dict[str, Any]:
+    """All points of all queues, taken in turns, `rounds` times, `kills` in each; at the defaults one kill in all."""
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        server = PrivateServer()
+        url = server.start(Path(folder) / "redis", port=0)
+        try:
+            assert server.pid is not None
+            contest = Contest(url, Path(folder), pythons, server.pid)
+            for turn in range(rounds):
+                for point, name, measure in _points(contest, kills, defaults and not turn):
+                    figure = {"round": turn, "point": point, "queue": name, **contest.watched(measure)}
+                    sys.stderr.write(json.dumps(figure) + "\n")
+                    figures.append(figure)
+            with redis.Redis.from_url(url) as client:
+                facts = client.info("server")
+        finally:
+            server.stop()
+    told = {
+        k: v
+        for name in pythons
+        if name in DISTRIBUTIONS
+        for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()
+    }
+    return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
+            "waited_seconds": LONGEST_WAIT[False], "versions": {**told, **_server_version(facts)},
+            "figures": figures}  # fmt: skip
+
+
+def _server_version(facts: dict[str, Any]) -> dict[str, str]:
+    """Valkey calls itself a Redis too, of the version up to which they are one."""
+    return {name: facts[f"{name}_version"] for name in ("valkey", "redis") if f"{name}_version" in facts}
+
+
+def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    everybody = list(contest.pythons)
+    peers = [name for name in everybody if name in DISTRIBUTIONS]
+    queues = [name for name in everybody if name != SUPERVISED]
+    order: list[tuple[str, Callable[[str], dict[str, Any]], list[str]]] = [
+        ("latency", contest.latency, queues),
+        ("throughput", contest.throughput, queues),
+        *[("recovery", partial(contest.recovery, tuned=True), everybody)] * kills,
+        *[("recovery at defaults", partial(contest.recovery, tuned=False), peers)] * defaults,
+    ]
+    for point, measure, names in order:
+        for name in names:
+            yield point, name, partial(measure, name)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
+    parser.add_argument("--kills", type=int, default=3, help="kills of each queue's worker in a round")
+    parser.add_argument("--queues", default=",".join(MODULES), help="which take part")
+    parser.add_argument("--without-defaults", action="store_true", help="no recovery at the defaults: minutes less")
+    parser.add_argument(
+        "--peers-python", default=os.environ.get("PEERS_PYTHON", ""), help="Pythons that have the peers, with : between"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args()
+    pythons = find_pythons([one for one in given.peers_python.split(":") if one])
+    chosen = {name: python for name, python in pythons.items() if name in given.queues.split(",")}
+    sys.stderr.write(f"measuring: {', '.join(chosen)}\n")
+    result = run(chosen, rounds=given.rounds, kills=given.kills, defaults=not given.without_defaults)
+    write(given.results / "queue.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Many readers of one gateway: a process that plays the workers, and processes of HTTP clients."""

@@ -1,0 +1,224 @@
+"""The kill loop: a whole installation whose processes are killed, stopped and drained while clients read from it.
+
+    python -m tests.chaos.loop --minutes 10 --workers 3 --seed 1
+
+What `ktqueue up` runs (private Redis with its append-only file, gateway, fork server, workers on the built-in model),
+clients over HTTP and a nemesis, all drawn from the seed. First every request runs undisturbed; afterwards each job's
+journal, and what its readers saw over all their connections, is held against that. Of each stream that was silent for
+too long over a kill it tells what happened meanwhile. Exits with 1 where a promise broke.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis.asyncio
+
+from benchmarks import machine
+from benchmarks.results import RESULTS, write
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.request import JobClass
+from tests.chaos import gaps, timeline
+from tests.chaos.clients import Clients
+from tests.chaos.nemesis import PACE, UNSEEN_KILL, WORKER_KILL, Nemesis, PartlyBlindSupervisor
+from tests.chaos.reader import requests
+
+REST_SECONDS = 60.0  # until every worker is back and idle after the last job
+LONGEST = 4  # times as long as planned, until there was an attack of each kind
+BEYOND_LEASE_SECONDS = 1.0  # how much longer than the lease a silence over a kill may last
+FAULTS = (
+    "lost jobs", "unexpected jobs", "jobs without exactly one end", "duplicated tokens", "skipped tokens",
+    "forked generations", "lost cancels", "late cancels", "keys left", "pages not given back",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run. `pace`: mean seconds between attacks, by kind; times in seconds; tokens of the jobs asked for."""
+
+    seconds: float
+    seed: int
+    workers: int = 3
+    clients: int = 24
+    rows: int = 12
+    requests: int = 48
+    shortest: int = 20
+    longest: int = 160
+    lease_seconds: float = 2.0
+    keep_seconds: float = 120.0  # records and journals of ended jobs; a gateway may be away for a while of it
+    until_empty: bool = True  # wait in the end until all of them are gone; else only look that they all will be
+    pace: tuple[tuple[str, float], ...] = tuple(PACE.items())
+
+    def config(self, state_dir: str) -> Config:
+        """No job is to blame for these deaths, so no number of tries is too many."""
+        keep = self.keep_seconds
+        return Config(
+            broker=BrokerConfig(
+                state_dir=state_dir, lease_seconds=self.lease_seconds, max_attempts=1_000_000, job_ttl=keep,
+                journal_ttl=keep, idempotency_ttl=keep, model_ttl=keep,
+            ),
+            engine=EngineConfig(num_pages=1024, threads=1, max_num_seqs=self.rows),
+            worker=WorkerConfig(drain_seconds=0.5),
+            gateway=GatewayConfig(port=0, drain_seconds=1.0),
+        )  # fmt: skip
+
+
+async def chaos(plan: Plan) -> dict[str, Any]:
+    """Run it; what happened and what broke."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        async with (
+            PartlyBlindSupervisor(plan.config(folder), workers=plan.workers) as up,
+            await Broker.open(up.config.broker) as broker,
+        ):
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.clients)
+            async with httpx.AsyncClient(base_url=up.url, timeout=60.0, limits=limits, trust_env=False) as http:
+                return await _run(plan, up, broker, http)
+
+
+async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: httpx.AsyncClient) -> dict[str, Any]:
+    log_collector = timeline.LogCollector()
+    for name in timeline.LOGGERS:
+        logging.getLogger(name).addHandler(log_collector)
+        logging.getLogger(name).setLevel(logging.INFO)
+    clients = Clients(http, broker, plan.seed, plan.shortest, plan.longest)
+    await clients.undisturbed(requests(plan.requests))
+    began = time.monotonic()
+    nemesis = Nemesis(up, broker, plan.seed, dict(plan.pace))
+    census = _Census(up.broker_url, broker.keys.tag)
+    kinds = dict(plan.pace).keys()
+    working = asyncio.create_task(clients.run(plan.clients))
+    trouble = [asyncio.create_task(one) for one in (nemesis.run(), census.watch(), up.wait())]
+    over: set[asyncio.Task[None]] = set()
+    # On a machine that is busy with other things an attack may have found nobody to hit.
+    while not over and time.monotonic() < began + plan.seconds * (1 if nemesis.counts.keys() == kinds else LONGEST):
+        over, _ = await asyncio.wait([working, *trouble], timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+    clients.stop()
+    for task in trouble:
+        if task.done():
+            task.result()  # nothing of it ends by itself
+        task.cancel()
+    await asyncio.gather(*trouble, return_exceptions=True)
+    await working
+    seconds = time.monotonic() - began
+    faults = Counter(clients.faults)
+    faults["unexpected jobs"] += len(census.jobs - clients.jobs.keys() - census.before)
+    faults["pages not given back"] += 0 if await _until_idle(http, plan.workers) else 1
+    faults["keys left"] += await census.left(plan.keep_seconds + REST_SECONDS, all_of_them=plan.until_empty)
+    outcomes = list(clients.jobs.values())
+    found = gaps.find(outcomes, nemesis.attacks)
+    allowed = plan.lease_seconds + BEYOND_LEASE_SECONDS
+    lines = timeline.timeline(Path(up.config.broker.state_dir), log_collector.lines, nemesis.attacks)
+    too_long = [one for one in found if one.attack.kind in (WORKER_KILL, UNSEEN_KILL) and one.seconds > allowed]
+    return {
+        "what": "kill loop on the built-in model",
+        "plan": {name: getattr(plan, name) for name in ("seed", "workers", "clients", "rows", "lease_seconds")},
+        "seconds": seconds,
+        "jobs": len(clients.jobs),
+        "tokens": clients.tokens,
+        "habits": dict(clients.habits),
+        "ends": dict(Counter(outcome.state for outcome in clients.jobs.values())),
+        "connections": clients.connections,
+        "attacks": dict(nemesis.counts),
+        "worker_deaths": sum(worker.deaths for worker in up.workers),
+        "jobs_hit": len({job for attack in nemesis.attacks for job in attack.jobs}),
+        "gaps": {**gaps.spreads(found), "longest of all": gaps.longest(outcomes)},
+        "gap_margin_s": BEYOND_LEASE_SECONDS,
+        "gaps_too_long": [gaps.explain(one, lines) for one in too_long],
+        "faults": {name: faults[name] for name in (*FAULTS, *sorted(faults.keys() - set(FAULTS)))},
+        "load_average": {"mean": statistics.fmean(census.loads), "max": max(census.loads)},
+    }
+
+
+class _Census:
+    """What there is in Redis: the ids of all jobs over time, and in the end the keys that never go."""
+
+    def __init__(self, url: str, tag: str) -> None:
+        self._url = url
+        self._tag = tag
+        self.before: set[str] = set()  # jobs of the undisturbed run
+        self.jobs: set[str] = set()
+        self.loads: list[float] = []  # of the machine
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.loads.append(machine.load_average())
+            with contextlib.suppress(redis.RedisError, OSError):
+                async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
+                    found = {key.decode().rpartition(":")[2] async for key in client.scan_iter(f"{self._tag}:job:*")}
+                    self.before = self.before or found
+                    self.jobs |= found
+            await asyncio.sleep(5.0)
+
+    async def left(self, within: float, *, all_of_them: bool) -> int:
+        """Keys, but the live workers' own, that are still there after so many seconds: any, or those without an end."""
+        ours = ("tick", "leases", "models", "models:seen", "worker:", "parked:")
+        end = time.monotonic() + within
+        async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
+            while True:
+                keys = [key async for key in client.scan_iter()]
+                lives = dict(zip(keys, [await client.pttl(key) for key in keys], strict=True))
+                left = [
+                    key
+                    for key, life in lives.items()
+                    if not key.decode().removeprefix(f"{self._tag}:").startswith(ours) and (all_of_them or life == -1)
+                ]
+                if not left or time.monotonic() > end:
+                    return len(left)
+                await asyncio.sleep(1.0)
+
+
+async def _until_idle(http: httpx.AsyncClient, workers: int) -> bool:
+    """Whether every worker comes to have all of its pages free."""
+    end = time.monotonic() + REST_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.TransportError):
+            lines = [line.rpartition(" ") for line in (await http.get("/metrics")).text.splitlines()]
+            free, total = (
+                [float(value) for name, _, value in lines if name.startswith(f"ktqueue:kv_cache_{what}_pages")]
+                for what in ("free", "total")
+            )
+            if len(free) == workers and free == total and min(free) > 0:
+                return True
+        await asyncio.sleep(0.5)
+    return False
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--results", type=Path, help="a folder to write chaos.json to; the tables of the default one are made anew"
+    )
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    plan = Plan(seconds=60 * given.minutes, seed=given.seed, workers=given.workers, clients=given.clients)
+    result = asyncio.run(chaos(plan))
+    for name, value in result.items():
+        if name != "gaps_too_long":
+            sys.stdout.write(f"{name}: {value}\n")
+    for gap in result["gaps_too_long"]:
+        what = f"{gap['class']} {gap['job']} was silent for {gap['seconds']:.2f} s over a {gap['over']}"
+        sys.stdout.write("\n  ".join((f"{what} at {gap['at']:+.3f}", *gap["meanwhile"])) + "\n")
+    write((given.results or RESULTS) / "chaos.json", result)
+    late = any(gap["class"] == JobClass.INTERACTIVE for gap in result["gaps_too_long"])
+    sys.exit(late or any(result["faults"].values()))
+
+
+if __name__ == "__main__":
+    main()

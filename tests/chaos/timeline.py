@@ -1,0 +1,66 @@
+"""What an installation's processes logged, and what was done to them, on one clock: why a stream was silent.
+
+Reads the logs in the state folder, which the processes begin with the local time.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tests.chaos.nemesis import Attack
+
+STAMPED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)")
+LOGGERS = ("ktqueue.workers", "ktqueue.broker")  # loggers
+JOB = re.compile(r"\bjob-[0-9a-f]{24}\b")
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """What `who` said at that time (s of the monotonic clock)."""
+
+    at: float
+    who: str
+    text: str
+
+
+class LogCollector(logging.Handler):
+    """Hears what is logged in this process, the supervisor's among it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[Line] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        self.lines.append(Line(time.monotonic() - (time.time() - record.created), "supervisor", record.getMessage()))
+
+
+def timeline(state_dir: Path, own: Sequence[Line], attacks: Sequence[Attack]) -> list[Line]:
+    """All of it in order."""
+    since = time.monotonic() - time.time()
+    lines = [*own]
+    lines += [
+        Line(attack.at, "nemesis", f"{attack.kind} ({len(attack.jobs)} jobs, process {attack.pid})")
+        for attack in attacks
+    ]
+    for path in sorted(state_dir.glob("*.log")):
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            found = STAMPED.match(text)
+            if found is not None:
+                at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() + since
+                lines.append(Line(at, path.stem, found[2]))
+    return sorted(lines)
+
+
+def around(lines: Sequence[Line], first: float, last: float, job: str, zero: float) -> list[str]:
+    """Those of a span that are about the job, or about none: "+0.012 worker-2: what it said"."""
+    texts = []
+    for line in lines:
+        named = JOB.search(line.text)
+        if first <= line.at <= last and (named is None or named[0] == job):
+            texts.append(f"{line.at - zero:+.3f} {line.who}: {line.text}")
+    return texts

@@ -1,0 +1,157 @@
+"""Many requests of random shapes through one engine: `python -m tests.soak.endurance [--device cuda]`.
+
+Prompts and answers of random lengths, some that begin alike, greedy and drawn, one to three choices, some aborted, in a
+cache too small for all that run, so that some are preempted. After every so many requests the engine is empty: all its
+pages must be free then, and what the process holds is noted: memory of device and host, threads, open files.
+Exits with 1 where a page is missing, a request failed, or the last note is above the first by more than LEAK allows.
+"""
+
+import argparse
+import gc
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import RESULTS, write
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.workers.startup import build
+
+LEAK = {"device_mb": 16.0, "host_mb": 32.0, "threads": 0.0, "files": 0.0}  # what a run may add
+DRAWN: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
+)
+ABORTED = 0.1  # of all requests
+ALIKE = 0.3  # of all prompts begin like others
+
+
+def up_to(draw: random.Random, most: int) -> int:
+    """From 1 to `most`, each order of magnitude as likely."""
+    return int(most ** draw.random())
+
+
+def serve(engine: Engine, vocabulary: int, count: int, longest: int, draw: random.Random, run: str) -> dict[str, int]:
+    """So many requests to their end, a few of which come with every step. How they ended."""
+    begin = [draw.randrange(vocabulary) for _ in range(longest)]
+    ended = {"finished": 0, "aborted": 0, "failed": 0}
+    live: dict[str, int] = {}  # choices that have not ended
+    came = 0
+    while came < count or engine.has_work:
+        for _ in range(min(draw.randrange(16), count - came)):
+            length = up_to(draw, longest // 2)
+            alike = min(length, up_to(draw, longest)) if draw.random() < ALIKE else 0
+            prompt = begin[:alike] + [draw.randrange(vocabulary) for _ in range(length - alike)]
+            choices = draw.choice((1, 1, 1, 2, 3))
+            name = f"{run}-{came}"
+            engine.add(
+                name,
+                prompt,
+                SamplingParams(seed=came, n=choices, max_tokens=up_to(draw, longest // 4), **draw.choice(DRAWN)),
+            )
+            live[name] = choices
+            came += 1
+        if live and draw.random() < ABORTED:
+            name = draw.choice(list(live))
+            engine.abort(name)
+            del live[name]
+            ended["aborted"] += 1
+        for one in engine.step(lambda: True):
+            if one.finish_reason is None and one.error is None:
+                continue
+            if one.error is not None:
+                sys.stderr.write(f"{one.request_id}: {one.error}\n")
+                ended["failed"] += 1
+            if one.request_id in live:
+                live[one.request_id] -= 1
+                if live[one.request_id] == 0:
+                    del live[one.request_id]
+                    ended["finished"] += 1
+    engine.check()
+    return ended
+
+
+def held(device: str) -> dict[str, float]:
+    """What this process holds: MB (10^6 bytes), threads, open files."""
+    gc.collect()
+    on_device = 0.0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        on_device = (total - free) / 1e6
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "device_mb": on_device,
+        "host_mb": int(status["VmRSS"].split()[0]) * 1024 / 1e6,
+        "threads": int(status["Threads"]),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """All runs; the first one warms up."""
+    built = build(
+        EngineConfig(
+            model=given.model,
+            device=given.device,
+            max_num_seqs=given.max_num_seqs,
+            max_model_len=given.longest,
+            num_pages=given.longest
+            * given.max_num_seqs
+            // 16
+            // 12,  # fewer than so many rows need: some are preempted
+            gpu_expert_memory_bytes=given.gpu_expert_memory_bytes if given.device == "cuda" else 0,
+        )
+    )
+    engine, draw = built.engine, random.Random(given.seed)
+    notes: list[dict[str, Any]] = []
+    began, done = time.perf_counter(), 0
+    while done < given.requests:
+        count = min(given.every, given.requests - done)
+        ended = serve(engine, built.tokenizer.size, count, given.longest, draw, f"run{len(notes)}")
+        done += count
+        stats = engine.stats()
+        notes.append({
+            "requests": done, **ended, "missing_pages": stats.total_pages - stats.free_pages,
+            "steps": stats.steps, "tokens": stats.generation_tokens, "preemptions": stats.preemptions,
+            "prefix_hits": stats.prefix_hits, "prepared_steps": stats.prepared_steps, **held(given.device),
+        })  # fmt: skip
+        sys.stderr.write(f"{notes[-1]}\n")
+    seconds = time.perf_counter() - began
+    engine.close()
+    warm = notes[min(1, len(notes) - 1)]
+    leaked = {name: notes[-1][name] - warm[name] for name in LEAK}
+    return {"what": "many requests", "device": given.device, "seconds": seconds, "leaked": leaked, "notes": notes}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=1_000, help="requests after which the engine is empty")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a prompt and its answer")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--gpu-expert-memory-bytes", type=int, default=8 << 20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    result = measure(given)
+    sys.stdout.write(f"{result['leaked']} in {result['seconds']:.0f} s\n")
+    write(given.results / f"endurance-{given.device}.json", result)
+    notes = result["notes"]
+    sys.exit(
+        any(one["missing_pages"] or one["failed"] for one in notes)
+        or any(result["leaked"][name] > most for name, most in LEAK.items())
+    )
+
+
+if __name__ == "__main__":
+    main()
