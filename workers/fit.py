@@ -10,7 +10,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.memory_plan import MemoryPlan, estimate_step, host_cache_bytes
-from ktqueue.loading.inspect import Report
+from ktqueue.loading.inspect import ModelReport
 from ktqueue.workers.gpu import host_memory_before_loading, plan_before_loading
 from ktqueue.workers.machine import Machine
 
@@ -25,7 +25,7 @@ CACHE_RESERVE = 512 * MIB  # by which estimates of a GPU may be wrong
 SURE_OF_CACHE = 0.75  # the part of a GPU's estimated cache that a context may rely on
 COMPROMISES = ((32, 8192), (16, 4096), (8, 2048), (1, 2048))  # rows and tokens of a step, until they fit a GPU
 
-Examine = Callable[[EngineConfig], Report]
+Examine = Callable[[EngineConfig], ModelReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def _placed(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
 
 
 def _best_plan(
-    report: Report, config: EngineConfig, total: int, others: int, fixed: Sequence[str]
+    report: ModelReport, config: EngineConfig, total: int, others: int, fixed: Sequence[str]
 ) -> tuple[tuple[MemoryPlan, EngineConfig] | None, str]:
     """The plan with most experts among those that leave room for the cache, and why there is none.
 
@@ -229,7 +229,7 @@ def _most(planned: Callable[[int], MemoryPlan], movable: int, given: int, fixed:
     return low * EXPERT_STEP
 
 
-def _about_experts(report: Report, config: EngineConfig, bus: float) -> tuple[str, ...]:
+def _about_experts(report: ModelReport, config: EngineConfig, bus: float) -> tuple[str, ...]:
     movable = report.movable_bytes
     if not movable:
         return ()
@@ -247,7 +247,7 @@ def _about_experts(report: Report, config: EngineConfig, bus: float) -> tuple[st
     return tuple(notes)
 
 
-def _examined(config: EngineConfig, examine: Examine) -> Report | str:
+def _examined(config: EngineConfig, examine: Examine) -> ModelReport | str:
     """The report, or why the model cannot be loaded."""
     try:
         report = examine(config)
@@ -256,7 +256,7 @@ def _examined(config: EngineConfig, examine: Examine) -> Report | str:
     return report.refusal or report
 
 
-def _weights(report: Report, device: str) -> dict[str, int]:
+def _weights(report: ModelReport, device: str) -> dict[str, int]:
     """Bytes of weights on a device, dense ones and experts."""
     held = {"dense weights": 0, "experts": 0}
     for row in report.rows:
@@ -265,7 +265,7 @@ def _weights(report: Report, device: str) -> dict[str, int]:
     return held
 
 
-def _step_bytes(report: Report, config: EngineConfig) -> int:
+def _step_bytes(report: ModelReport, config: EngineConfig) -> int:
     rows = min(config.max_num_seqs, config.step_tokens)
     return estimate_step(
         config.step_tokens,

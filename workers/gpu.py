@@ -25,7 +25,7 @@ from ktqueue.engine.memory_plan import (
     plan_memory,
 )
 from ktqueue.engine.overlap import Overlap
-from ktqueue.loading.inspect import Report
+from ktqueue.loading.inspect import ModelReport
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
@@ -171,7 +171,7 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
     return kv.pages * layout.page_bytes
 
 
-def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int) -> MemoryPlan:
+def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes: int) -> MemoryPlan:
     """The plan of a model that is not loaded, on a GPU of that size: all but the weights is estimated.
 
     Raises ConfigError as plan_memory does.
@@ -199,7 +199,7 @@ def plan_before_loading(report: Report, config: EngineConfig, device_bytes: int)
     )
 
 
-def host_memory_before_loading(report: Report, config: EngineConfig) -> dict[str, int]:
+def host_memory_before_loading(report: ModelReport, config: EngineConfig) -> dict[str, int]:
     """Bytes of the host that a model takes on a GPU's side, by what they are for: weights that stay there, and what the
     hand-off to experts among them pins."""
     hands_over = _hands_over(report, config)
@@ -207,17 +207,17 @@ def host_memory_before_loading(report: Report, config: EngineConfig) -> dict[str
     return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
 
 
-def _hands_over(report: Report, config: EngineConfig) -> bool:
+def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
     """Whether the GPU leaves experts to the CPU."""
     return _placed_bytes(report, config) < report.movable_bytes
 
 
-def _placed_bytes(report: Report, config: EngineConfig) -> int:
+def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:
     """Of the experts placed on the GPU."""
     return min(config.gpu_expert_memory_bytes, report.movable_bytes)
 
 
-def _expert_bytes(report: Report, config: EngineConfig) -> int:
+def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:
     """Of the experts placed on the GPU, and of the areas that the others stream through, sized by the largest layer."""
     placed = _placed_bytes(report, config)
     if config.expert_streaming == "off" or placed == report.movable_bytes:

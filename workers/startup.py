@@ -20,8 +20,8 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import host_cache_bytes
 from ktqueue.engine.overlap import Overlap
-from ktqueue.loading.identity import ModelFiles, compute_settings
-from ktqueue.loading.inspect import Report, inspect
+from ktqueue.loading.identity import ModelFiles, digest_settings
+from ktqueue.loading.inspect import ModelReport, inspect
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -94,7 +94,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
                 value=config.device,
             ) from error
         built = assemble(config, model, tokenizer, captured)
-        settings = compute_settings(
+        settings = digest_settings(
             model.plan,
             dtype=str(dtype),
             kv_cache_dtype=str(cache_dtype(config, dtype)),
@@ -103,7 +103,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 
 
-def report_of(config: EngineConfig) -> Report:
+def report_of(config: EngineConfig) -> ModelReport:
     """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does,
     and ConfigError for a context that the model cannot attend to."""
     dtype = compute_dtype(config)

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.quality import logits
 from benchmarks.results import RESULTS, write
-from ktqueue.loading.model_path import resolve
-from ktqueue.loading.synthetic import checkpoint as synthetic
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
+from ktqueue.loading.synthetic.checkpoint import write_synthetic
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 FAR = 0.1  # a token whose logits differ by more, relatively, has most likely met another expert
@@ -74,10 +74,10 @@ class _Sums:
 
 
 def _file(model: str, folder: Path) -> Path:
-    if not model.startswith(synthetic.PREFIX):
+    if not model.startswith(SYNTHETIC_PREFIX):
         return resolve(model)
     path = folder / f"{model}.gguf"
-    synthetic.write(model, path)
+    write_synthetic(model, path)
     return path
 
 

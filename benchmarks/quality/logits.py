@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from benchmarks import peer
 from ktqueue.core.config import EngineConfig
-from ktqueue.loading.checkpoint import open_checkpoint
+from ktqueue.loading.load import open_checkpoint
 from ktqueue.loading.skeleton import build_config
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext

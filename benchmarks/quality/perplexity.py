@@ -25,7 +25,8 @@ from benchmarks.quality import accuracy
 from benchmarks.results import RESULTS, write
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
-from ktqueue.loading.gguf.writer import WRITABLE, Writer, quantize
+from ktqueue.loading.gguf.tensor_types import WRITABLE, quantize
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats, row_bytes
 
@@ -37,7 +38,7 @@ WRITERS_OWN = ("general.architecture", "general.quantization_version", "general.
 def quantize_file(source: GgufHeader, target: Path, quant: str, llama_python: str | None) -> None:
     """The float32 GGUF model `source` as `target`, its matrices packed as `quant`."""
     architecture = source.metadata["general.architecture"]
-    with Writer(target, architecture, quant) as writer:
+    with GgufWriter(target, architecture, quant) as writer:
         writer.add_metadata({key: value for key, value in source.metadata.items() if key not in WRITERS_OWN})
         types = [_type(info, quant) for info in source.tensors]
         for info, kind in zip(source.tensors, types, strict=True):

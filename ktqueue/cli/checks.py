@@ -21,7 +21,7 @@ from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
-    from ktqueue.loading.inspect import Report
+    from ktqueue.loading.inspect import ModelReport
 
 PYTHONS = range(11, 15)  # minor versions: 3.11 to 3.14
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
@@ -127,7 +127,7 @@ def _cgroup_quota() -> float | None:
         return None
 
 
-def _memory(config: Config, report: "Report | None") -> Finding:
+def _memory(config: Config, report: "ModelReport | None") -> Finding:
     from ktqueue.workers.host_memory import available_memory
 
     available, cache, weights = available_memory(), config.engine.kv_cache_bytes or 0, 0
@@ -143,7 +143,7 @@ def _memory(config: Config, report: "Report | None") -> Finding:
     return Finding("memory", Level.OK, fact)
 
 
-def _model(config: Config) -> tuple[Finding, "Report | None"]:
+def _model(config: Config) -> tuple[Finding, "ModelReport | None"]:
     """What is found of the model, and its report if it can be read."""
     name = config.engine.model
     hint = "`ktqueue fit` says more; a model is a .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT] or demo"

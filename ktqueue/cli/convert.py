@@ -49,12 +49,12 @@ def convert(
     from ktqueue.cli.console import notes
     from ktqueue.cli.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
-    from ktqueue.loading.model_path import on_this_machine
-    from ktqueue.loading.synthetic import checkpoint as synthetic
+    from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine
+    from ktqueue.loading.synthetic.checkpoint import write_synthetic
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
-    made_up = source.startswith(synthetic.PREFIX)
+    made_up = source.startswith(SYNTHETIC_PREFIX)
     if made_up and (experts or dense):
         raise UsageFault("--experts and --dense do not go with a synthetic model: its name says the quantisation")
     if layers and not made_up:
@@ -64,7 +64,7 @@ def convert(
         raise UsageFault(f"{source} is a GGUF file already; convert reads a Hugging Face folder")
     with Bar("converting") as bar:
         if made_up:
-            synthetic.write(source, target, layers=layers, progress=bar.update)
+            write_synthetic(source, target, layers=layers, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
             convert_model(folder, target, **types, progress=bar.update)

@@ -13,7 +13,7 @@ from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from ktqueue.engine.memory_plan import MemoryPlan
-    from ktqueue.loading.inspect import Report
+    from ktqueue.loading.inspect import ModelReport
 
 WIDE = 120  # columns: room for everything
 
@@ -68,7 +68,7 @@ def _size(asked: str | None) -> int:
         ) from error
 
 
-def _plain(report: "Report", plan: "MemoryPlan | None", host: dict[str, int]) -> dict[str, Any]:
+def _plain(report: "ModelReport", plan: "MemoryPlan | None", host: dict[str, int]) -> dict[str, Any]:
     from dataclasses import asdict
 
     plain = asdict(report)
@@ -89,7 +89,7 @@ def _show_memory(plan: "MemoryPlan", host: dict[str, int], page_size: int) -> No
     )
 
 
-def _show(report: "Report") -> None:
+def _show(report: "ModelReport") -> None:
     from ktqueue.loading.rules import KEEP
 
     console = results()

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, decode, permute
-from ktqueue.loading.gguf import rope_factors
-from ktqueue.loading.gguf.families import Family, family_of_model_type, metadata_from_config
-from ktqueue.loading.gguf.rope_metadata import rope_of_config
+from ktqueue.loading.checkpoint import Checkpoint, decode_rows, permute
+from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
+from ktqueue.loading.gguf.tensor_names import TensorNameMap
+from ktqueue.loading.gguf.tensor_types import WRITABLE, quantize
 from ktqueue.loading.gguf.vocabulary import to_metadata
-from ktqueue.loading.gguf.writer import WRITABLE, NameMap, Writer, quantize
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.load import checked_skeleton
+from ktqueue.loading.load import build_checked_skeleton
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats
@@ -65,7 +66,7 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
-    checked_skeleton(checkpoint, torch.float32)  # what could not be loaded is not written
+    build_checked_skeleton(checkpoint, torch.float32)  # what could not be loaded is not written
     load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}
     if license:
@@ -74,7 +75,7 @@ def convert(
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_plan(checkpoint, family, config, types))
-    with Writer(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
+    with GgufWriter(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
         writer.add_metadata(metadata)
         for output in outputs:
             writer.add_tensor(output.name, output.quant, output.shape)
@@ -89,9 +90,9 @@ def convert(
 
 
 def _plan(
-    checkpoint: StoredCheckpoint, family: Family, config: dict[str, Any], types: dict[str, str]
+    checkpoint: Checkpoint, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
 ) -> Iterator[_Output]:
-    names = NameMap(family.architecture, config["num_hidden_layers"])
+    names = TensorNameMap(family.architecture, config["num_hidden_layers"])
 
     def find(name: str) -> str:
         found = names.find(name)
@@ -103,8 +104,8 @@ def _plan(
 
     if (rope := rope_of_config(config))["rope_type"] == "llama3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        factors = rope_factors.factors_of(rope, head_dim, checkpoint.path)
-        yield _Output(rope_factors.TENSOR, "F32", factors.shape, values=factors)
+        factors = llama3_factors(rope, head_dim, checkpoint.path)
+        yield _Output(FACTORS_TENSOR, "F32", factors.shape, values=factors)
     modules = checkpoint.expert_modules()
     fused = {f"{module}.{part}" for module in modules for part in ("gate_up_proj", "down_proj")}
     for name in checkpoint.names():
@@ -129,7 +130,7 @@ def _fit(quant: str, shape: tuple[int, ...]) -> str:
     return "F16" if shape[-1] % BLOCKS[quant][0] else quant
 
 
-def _packed(checkpoint: StoredCheckpoint, output: _Output) -> Bytes:
+def _packed(checkpoint: Checkpoint, output: _Output) -> Bytes:
     if output.values is not None:
         return quantize(output.values[None], output.quant)
     if output.stack is None:
@@ -139,4 +140,4 @@ def _packed(checkpoint: StoredCheckpoint, output: _Output) -> Bytes:
             values = permute(values, output.heads)
         return quantize(values.reshape(-1, values.shape[-1]), output.quant)
     stack = output.stack
-    return np.stack([quantize(decode(data, stack.quant, stack.columns), output.quant) for data in stack.data])
+    return np.stack([quantize(decode_rows(data, stack.quant, stack.columns), output.quant) for data in stack.data])

@@ -17,9 +17,8 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import CheckpointError, Unavailable
 from ktqueue.loading.gguf.checkpoint import part_paths
 from ktqueue.loading.huggingface.checkpoint import weight_files
-from ktqueue.loading.model_path import resolve
-from ktqueue.loading.plan import Plan
-from ktqueue.loading.synthetic.checkpoint import PREFIX
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
+from ktqueue.loading.plan import LoadPlan
 from ktqueue.loading.tokenizer.files import TOKENIZER_FILES
 
 COMPUTATION = 1  # to be raised by a release that computes other tokens from the same weights and settings
@@ -38,8 +37,10 @@ class ModelFiles:
     """
 
     def __init__(self, model: str, tokenizer: str | None) -> None:
-        self._name = "\n".join(one for one in (model, tokenizer) if one and one.startswith(PREFIX))
-        paths = [path for one in (model, tokenizer) if one and not one.startswith(PREFIX) for path in _files(one)]
+        self._name = "\n".join(one for one in (model, tokenizer) if one and one.startswith(SYNTHETIC_PREFIX))
+        paths = [
+            path for one in (model, tokenizer) if one and not one.startswith(SYNTHETIC_PREFIX) for path in _files(one)
+        ]
         self._states = {path: _state(path) for path in paths}
         self._leaves: list[list[Future[bytes]]] = []
         self._pool = ThreadPoolExecutor(
@@ -74,7 +75,7 @@ class ModelFiles:
         return whole.hexdigest()[:DIGEST_CHARACTERS]
 
 
-def compute_settings(plan: Plan, *, dtype: str, kv_cache_dtype: str, deferred_experts: int) -> dict[str, Any]:
+def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, deferred_experts: int) -> dict[str, Any]:
     """What of the settings decides tokens. The names of rule files and the numbers of devices do not."""
     return {
         "dtype": dtype,

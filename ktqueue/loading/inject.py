@@ -3,11 +3,11 @@
 from torch import nn
 
 from ktqueue.core.errors import RuleError
-from ktqueue.loading.plan import Plan
+from ktqueue.loading.plan import LoadPlan
 from ktqueue.operators.base import Operator, registry
 
 
-def inject(model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Operator]]:
+def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Operator]]:
     """Replace the plan's modules in `model`; the resulting model, which may itself be an operator, and the operators
     by module name, their weights still to come.
 

@@ -9,13 +9,12 @@ import torch
 
 from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.load import CardFacts, Prepared, card_facts, experts_per_token, kv_layout, prepare
-from ktqueue.loading.plan import replaced_at
-from ktqueue.loading.requantised import kept_as
+from ktqueue.loading.load import CardFacts, PreparedModel, card_facts, experts_per_token, kv_layout, prepare
+from ktqueue.loading.plan import find_replaced
 from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
-from ktqueue.loading.weight_formats import tensor_bytes
+from ktqueue.loading.weight_formats import loaded_format, tensor_bytes
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT
 from ktqueue.operators.gpu.quantised_linear import stays_quantised
 from ktqueue.operators.native import packed_bytes
@@ -32,7 +31,7 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """Like modules of all layers together. `name` has `*` for the layer; `quants`: storage types in the file;
     `file_bytes`: as stored; `device_bytes`: as held on `device` once loaded; `largest_bytes`: the same of the largest
     module among them."""
@@ -49,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ModelReport:
     """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device.
 
     `refusal`: why loading would end in an error, or None. `cache_token_bytes`: of the cache, for a token.
@@ -61,7 +60,7 @@ class Report:
     facts: CardFacts
     layers: int
     parameters: int
-    rows: list[Row]
+    rows: list[ReportRow]
     device_bytes: dict[str, int]
     refusal: str | None
     hidden: int
@@ -80,7 +79,7 @@ def inspect(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     deferred_experts: int = 0,
-) -> Report:
+) -> ModelReport:
     """The report of a model file under a rule file; `tokenizer`: of another folder, `cache_dtype` if not `dtype`.
 
     Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out, a model
@@ -99,7 +98,7 @@ def inspect(
         totals[row.device] = totals.get(row.device, 0) + row.device_bytes
     movable = [row for row in rows if (row.operator, row.device) == (ON_BOTH_SIDES, "cpu")]
     checkpoint = prepared.checkpoint
-    return Report(
+    return ModelReport(
         source=checkpoint.path,
         facts=card_facts(prepared.config, checkpoint),
         layers=int(prepared.config.num_hidden_layers),
@@ -115,7 +114,7 @@ def inspect(
     )
 
 
-def _rows(prepared: Prepared) -> Iterable[Row]:
+def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
     skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
     operators = {one.name: one.op for one in plan.replacements}
     quantised = {one.name for one in plan.replacements if one.options.get("dense", DEFAULT_DENSE) == "quantised"}
@@ -123,7 +122,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
     for name, module in skeleton.named_modules():
-        place = replaced_at(name, operators)
+        place = find_replaced(name, operators)
         operator = KEEP if place is None else operators[place]
         own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
         own = [tensor for tensor in own if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
@@ -149,7 +148,7 @@ def _rows(prepared: Prepared) -> Iterable[Row]:
             modules[key][-1] += held
     for key, tensors in grouped.items():
         pattern, class_name, operator, device = key
-        yield Row(
+        yield ReportRow(
             name=pattern,
             count=len(modules[key]),
             class_name=class_name,
@@ -184,7 +183,7 @@ def _held(
     if not packed or (panels and len(shape) < 2):
         return math.prod(shape) * own.dtype.itemsize
     if isinstance(module, torch.nn.Embedding) and not panels:
-        return tensor_bytes(kept_as(checkpoint.quant(source)), shape)
+        return tensor_bytes(loaded_format(checkpoint.quant(source)), shape)
     if len(shape) < 2:
         return math.prod(shape) * torch.float32.itemsize
-    return math.prod(shape[:-2]) * packed_bytes(kept_as(checkpoint.quant(source)), *shape[-2:])
+    return math.prod(shape[:-2]) * packed_bytes(loaded_format(checkpoint.quant(source)), *shape[-2:])

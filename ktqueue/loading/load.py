@@ -10,16 +10,18 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
-from ktqueue.loading.checkpoint import Checkpoint, open_checkpoint
-from ktqueue.loading.checkpoint_tensors import DOWN, GATE_UP
-from ktqueue.loading.dummy_weights import rehearse_hollow
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint
+from ktqueue.loading.gguf.checkpoint import open_gguf
+from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.config_check import longest_context
 from ktqueue.loading.inject import inject
-from ktqueue.loading.materialize import Progress, check, materialize
-from ktqueue.loading.plan import Plan, make_plan, replaced_at
-from ktqueue.loading.rehearsal import rehearse
+from ktqueue.loading.materialize import Progress, check_tensors, materialize
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
+from ktqueue.loading.plan import LoadPlan, find_replaced, make_plan
+from ktqueue.loading.rehearsal import rehearse, rehearse_without_weights
 from ktqueue.loading.rules import load_rules, rules_file
-from ktqueue.loading.skeleton import Config, build_config, build_skeleton, passed_over, tied_names
+from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
+from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
 from ktqueue.operators import experts as _experts  # noqa: F401
 from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401
@@ -66,7 +68,7 @@ class LoadedModel:
     card_facts: CardFacts
     dtype: torch.dtype
     attention: AttentionFacts
-    plan: Plan
+    plan: LoadPlan
 
     @property
     def experts_per_token(self) -> int:
@@ -79,13 +81,13 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A checked skeleton with its plan; nothing is loaded yet. `refusal`: why it cannot be, if it cannot."""
 
     checkpoint: Checkpoint
     config: Config
     skeleton: nn.Module
-    plan: Plan
+    plan: LoadPlan
     dtype: torch.dtype
     refusal: CheckpointError | RuleError | None = None
 
@@ -132,14 +134,16 @@ def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, deferred_experts: int = 0) -> Prepared:
+def prepare(
+    path: str, *, rules: str | None, device: str, dtype: torch.dtype, deferred_experts: int = 0
+) -> PreparedModel:
     """Open, build the skeleton, compare it with the file, plan and rehearse without weights.
 
     deferred_experts: the setting of that name. Raises CheckpointError, RuleError; ConfigError where a token of the
     model has no more experts than are to be deferred.
     """
     checkpoint = open_checkpoint(path)
-    config, skeleton = checked_skeleton(checkpoint, dtype)
+    config, skeleton = build_checked_skeleton(checkpoint, dtype)
     _check_deferred(deferred_experts, experts_per_token(config))
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     file = rules_file(rules)
@@ -149,13 +153,13 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype, de
         _check_latent_attention(skeleton, plan, str(file))
     try:
         _check_one_device(skeleton, plan, str(file), device)
-        plan = rehearse_hollow(skeleton, plan, layout, checkpoint.path)
+        plan = rehearse_without_weights(skeleton, plan, layout, checkpoint.path)
     except (CheckpointError, RuleError) as error:
-        return Prepared(checkpoint, config, skeleton, plan, dtype, error)
-    return Prepared(checkpoint, config, skeleton, plan, dtype)
+        return PreparedModel(checkpoint, config, skeleton, plan, dtype, error)
+    return PreparedModel(checkpoint, config, skeleton, plan, dtype)
 
 
-def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
+def build_checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
     """The config and the skeleton of a checkpoint's model, whose tensors are just those that it has.
 
     Raises CheckpointError.
@@ -167,9 +171,9 @@ def checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config
         config.tie_word_embeddings = False
         skeleton = build_skeleton(config, dtype, checkpoint.path)
     copies = tied_names(skeleton).keys() & set(checkpoint.names())
-    for name in (*copies, *passed_over(skeleton, checkpoint.names())):  # nobody reads them
+    for name in (*copies, *ignorable_names(skeleton, checkpoint.names())):  # nobody reads them
         checkpoint.leave_out(name)
-    check(skeleton, checkpoint)
+    check_tensors(skeleton, checkpoint)
     return config, skeleton
 
 
@@ -193,11 +197,11 @@ def _check_deferred(deferred: int, chosen: int) -> None:
         )
 
 
-def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None:
+def _check_latent_attention(skeleton: nn.Module, plan: LoadPlan, rules: str) -> None:
     """A cache of latents is read by operators of ours alone."""
     operators = {one.name: one.op for one in plan.replacements}
     for name, module in _attention_modules(skeleton):
-        place = replaced_at(name, operators)
+        place = find_replaced(name, operators)
         if place is None or operators[place] not in _ATTEND_LATENTS:
             raise RuleError(
                 f"{rules}: {name} ({type(module).__name__}) must be replaced by {' or '.join(_ATTEND_LATENTS)}, "
@@ -205,11 +209,11 @@ def _check_latent_attention(skeleton: nn.Module, plan: Plan, rules: str) -> None
             )
 
 
-def _check_one_device(skeleton: nn.Module, plan: Plan, rules: str, home: str) -> None:
+def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, home: str) -> None:
     """A step's numbers stay where the model is: only CpuExperts fetches and returns them."""
     operators = {one.name: one.op for one in plan.replacements}
     for name, module in skeleton.named_modules():
-        place = replaced_at(name, operators)
+        place = find_replaced(name, operators)
         if next(module.parameters(recurse=False), None) is None or (place and operators[place] == "CpuExperts"):
             continue
         if torch.device(device := plan.device_of(name)) not in (torch.device(home), torch.device(f"{home}:0")):
@@ -261,7 +265,7 @@ def load_model(
     return load_prepared(prepared, progress)
 
 
-def load_prepared(prepared: Prepared, progress: Progress | None = None) -> LoadedModel:
+def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
     """Load what has been prepared. Raises its refusal, and CheckpointError naming file and tensor."""
     if prepared.refusal is not None:
         raise prepared.refusal
@@ -291,3 +295,14 @@ def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
         )
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{checkpoint.path}: the config is not complete: {error}") from error
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open a .gguf file (of a split one: any part), a Hugging Face folder, `demo`, or `synthetic:SHAPE:QUANT[:LAYERS]`.
+
+    Raises CheckpointError naming the file and the tensor or key at fault.
+    """
+    if path.startswith(SYNTHETIC_PREFIX):
+        return open_synthetic(path)
+    found = resolve_model(path)
+    return open_folder(found) if found.is_dir() else open_gguf(found)

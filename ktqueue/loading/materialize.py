@@ -6,17 +6,18 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import Checkpoint
-from ktqueue.loading.module_weights import CheckpointWeights
-from ktqueue.loading.plan import Plan, below
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint
+from ktqueue.loading.plan import LoadPlan, is_below
 from ktqueue.loading.skeleton import compute_buffers, tied_names
 from ktqueue.operators.base import Operator
+from ktqueue.operators.native import as_array
+from ktqueue.operators.packed import ExpertWeights, Floats, PackedMatrix
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of what comes next
 MAX_NAMED = 5
 
 
-def check(model: nn.Module, checkpoint: Checkpoint) -> None:
+def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Compare the untouched skeleton with the checkpoint: same names, same shapes.
 
     Raises CheckpointError naming the tensors that are missing, surplus or wrongly shaped.
@@ -45,7 +46,7 @@ def materialize(
     skeleton: nn.Module,
     operators: Mapping[str, Operator],
     checkpoint: Checkpoint,
-    plan: Plan,
+    plan: LoadPlan,
     progress: Progress | None = None,
 ) -> None:
     """Fill `model`: the `skeleton` into which `operators` have been put, or the one operator in place of it all.
@@ -65,9 +66,9 @@ def materialize(
     for name, operator in operators.items():
         _load(operator, views[name], checkpoint)
     for target, source in tied.items():
-        if below(target, operators):
+        if is_below(target, operators):
             continue
-        if below(source, operators):
+        if is_below(source, operators):
             _fill(model, target, checkpoint, source, plan.device_of(target))
         else:
             parent, _, leaf = target.rpartition(".")
@@ -83,7 +84,7 @@ def _stored_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape) or (1,)
 
 
-def _load(operator: Operator, weights: CheckpointWeights, checkpoint: Checkpoint) -> None:
+def _load(operator: Operator, weights: "CheckpointWeights", checkpoint: Checkpoint) -> None:
     try:
         operator.load(weights)
     except ValueError as error:
@@ -139,3 +140,66 @@ def _listed(what: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return [f"{what}: {', '.join(names[:MAX_NAMED])}{more}"]
+
+
+class CheckpointWeights:
+    """Implements operators.packed.ModuleWeights for the module named `module` ("": the whole model).
+
+    `tied`: parameters that are others under a second name. `taking(name, ...)` is called with the names of the
+    tensors that are about to be taken together.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, module: str, tied: Mapping[str, str], taking: Callable[..., None]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._prefix = f"{module}." if module else ""
+        self._tied = tied
+        self._taking = taking
+        self._left = dict.fromkeys(
+            name for name in checkpoint.names() if name.startswith(self._prefix) and name not in tied
+        )
+        self._names = set(checkpoint.names())
+        self.newest = module  # what was taken last, for messages
+
+    def names(self) -> list[str]:
+        """Full names of the module's own tensors that are not yet taken."""
+        return list(self._left)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return self._full(name) in self._names
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A two-dimensional tensor as it is stored, its rows in transformers' order. Raises CheckpointError."""
+        full = self._take(name)
+        return self._checkpoint.matrix(full)
+
+    def vector(self, name: str) -> Floats:
+        """A one-dimensional tensor as float32. Raises CheckpointError."""
+        full = self._take(name)
+        if len(shape := self._checkpoint.shape(full)) != 1:
+            raise CheckpointError(f"{self._checkpoint.path}: {full} has the shape {list(shape)}, a vector is expected")
+        return as_array(self._checkpoint.dense(full, torch.float32))
+
+    def experts(self, name: str) -> ExpertWeights:
+        """The routed experts of the experts module `name` ("": of this module). Raises CheckpointError."""
+        module = (self._prefix + name).removesuffix(".")
+        self._mark(f"{module}.{GATE_UP}", f"{module}.{DOWN}")
+        return self._checkpoint.experts(module)
+
+    def _full(self, name: str) -> str:
+        full = self._prefix + name
+        return self._tied.get(full, full)
+
+    def _take(self, name: str) -> str:
+        full = self._full(name)
+        self._mark(full)
+        return full
+
+    def _mark(self, *names: str) -> None:
+        self.newest = names[0]
+        if new := [name for name in names if name in self._left]:
+            self._taking(*new)
+        for name in new:
+            del self._left[name]

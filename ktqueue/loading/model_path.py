@@ -14,7 +14,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.core.hub_model import PREFIX, parse
 
 DEMO = "demo"
-SYNTHETIC = "synthetic:"
+SYNTHETIC_PREFIX = "synthetic:"
 EXPECTED = f"--model takes a .gguf file, a Hugging Face folder, {PREFIX}OWNER/NAME[:QUANT] to download, or {DEMO}"
 MAX_LISTED = 6  # files near a path that is not there
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?", re.ASCII)
@@ -66,7 +66,7 @@ def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineC
         model = parse(config.model)
         path = hub.download(model, say)
         return replace(config, model=str(path), served_model_name=config.served_model_name or model.served_name)
-    if not config.model.startswith(SYNTHETIC):
+    if not config.model.startswith(SYNTHETIC_PREFIX):
         resolve_model(config.model)
     if config.tokenizer is not None and not Path(config.tokenizer).exists():
         raise CheckpointError(

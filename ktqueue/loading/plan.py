@@ -20,7 +20,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """`replacements` in tree order; `devices`: module name to device, for it and all below it."""
 
     replacements: list[Replacement]
@@ -33,19 +33,21 @@ class Plan:
         return self.devices[name]
 
 
-def make_plan(modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device: str, dtype: str = "float32") -> Plan:
+def make_plan(
+    modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device: str, dtype: str = "float32"
+) -> LoadPlan:
     """`modules`: (dotted name, class name), parents before children, the root under "". First matching rule wins.
 
     `device` and `dtype` are the model's. Below a replaced module nothing is looked at; below a module kept with
     `recursive: false` nothing either.
     Raises RuleError with file:line for a rule that decides nothing and is not optional.
     """
-    plan = Plan([], {"": device})
+    plan = LoadPlan([], {"": device})
     closed: set[str] = set()
     used: set[int] = set()
     matched: set[int] = set()
     for name, class_name in modules:
-        if below(name, closed):
+        if is_below(name, closed):
             continue
         here = plan.device_of(name)
         hits = [i for i, rule in enumerate(rules) if rule.matches(name, class_name, here, dtype)]
@@ -67,7 +69,7 @@ def make_plan(modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device:
     return plan
 
 
-def replaced_at(name: str, replaced: Container[str]) -> str | None:
+def find_replaced(name: str, replaced: Container[str]) -> str | None:
     """The one of `replaced` that is the module or parameter `name` or above it; None: it stays."""
     while name not in replaced:
         if not name:
@@ -76,7 +78,7 @@ def replaced_at(name: str, replaced: Container[str]) -> str | None:
     return name
 
 
-def below(name: str, modules: Container[str]) -> bool:
+def is_below(name: str, modules: Container[str]) -> bool:
     """Whether one of `modules` is above the module or parameter `name`."""
     while name:
         name = name.rpartition(".")[0]

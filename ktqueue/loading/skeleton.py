@@ -11,8 +11,14 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.huggingface.config_check import LATENT, MADE, check_config, check_values, ignored_keys
-from ktqueue.loading.huggingface.quantization_config import check_quantization
+from ktqueue.loading.huggingface.config_check import (
+    DERIVED_KEY,
+    LATENT_MODEL_TYPES,
+    check_config,
+    check_quantization,
+    check_values,
+    ignored_keys,
+)
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES
 
@@ -31,8 +37,8 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     config_class = transformers.CONFIG_MAPPING[model_type]
     if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"{source}: a model of type {model_type} is no causal language model")
-    if values.get("kv_lora_rank") and model_type not in LATENT:
-        known = ", ".join(LATENT)
+    if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
+        known = ", ".join(LATENT_MODEL_TYPES)
         raise CheckpointError(
             f"{source}: multi-head latent attention of {model_type} is not supported; that of {known} is"
         )
@@ -43,7 +49,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         config: Config = config_class.from_dict(dict(values))
         if ignored := ignored_keys(values, config_class):
             config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
-            for name in ignored - {MADE}:
+            for name in ignored - {DERIVED_KEY}:
                 if hasattr(config, name):  # made of other keys, which it goes before
                     setattr(config, name, values[name])
     except Exception as error:  # each config class validates in its own way
@@ -116,7 +122,7 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
 
     Raises CheckpointError.
     """
-    latent = config.model_type in LATENT
+    latent = config.model_type in LATENT_MODEL_TYPES
     if not latent and type(model).__name__ not in CLASSES:
         return
     attention: Any = model.get_submodule("model.layers.0.self_attn")
@@ -148,7 +154,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
 
 
-def passed_over(model: Any, names: Iterable[str]) -> list[str]:
+def ignorable_names(model: Any, names: Iterable[str]) -> list[str]:
     """Those of a file's names that transformers knows to have no place in the model: of layers that guess tokens ahead,
     which it does not build."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()

@@ -39,3 +39,26 @@ def row_bytes(quant: str, columns: int) -> int:
 def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor of `shape`, rows last. Raises ValueError as `row_bytes`."""
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
+
+
+REQUANTISED = {"Q5_0": "Q8_0"}
+_Q5_0 = np.dtype([("d", "<u2"), ("high", "<u4"), ("low", "u1", 16)])
+_Q8_0 = np.dtype([("d", "<u2"), ("q", "i1", 32)])
+
+
+def loaded_format(quant: str) -> str:
+    """The type in which weights of type `quant` are handed out."""
+    return REQUANTISED.get(quant, quant)
+
+
+def requantise(quant: str, data: Bytes) -> Bytes:
+    """Whole blocks of type `quant` as blocks of kept_as(quant): a copy, or `data` itself where they are the same."""
+    if quant not in REQUANTISED:
+        return data
+    blocks = data.view(_Q5_0)
+    low = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
+    high = (blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    out = np.empty(len(blocks), _Q8_0)
+    out["d"] = blocks["d"]
+    out["q"] = low.astype(np.int8) + (high << 4).astype(np.int8) - 16
+    return out.view(np.uint8)

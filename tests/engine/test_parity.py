@@ -28,8 +28,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
-from ktqueue.loading.checkpoint import open_checkpoint
-from ktqueue.loading.load import load_model
+from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import attention
 from ktqueue.operators.kv_cache import KVLayout

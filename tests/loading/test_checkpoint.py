@@ -14,9 +14,8 @@ import torch
 import transformers
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import open_checkpoint
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.load import load_model
+from ktqueue.loading.load import load_model, open_checkpoint
 
 EXPERTS = "model.layers.1.mlp.experts"
 

@@ -10,10 +10,10 @@ import torch
 
 from ktqueue.core.errors import Unavailable
 from ktqueue.loading import identity
-from ktqueue.loading.identity import ModelFiles, compute_settings
+from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import load_model, prepare
 from ktqueue.loading.model_path import resolve
-from ktqueue.loading.plan import Plan
+from ktqueue.loading.plan import LoadPlan
 
 RULES = Path(__file__).parents[2] / "rules"
 
@@ -28,7 +28,7 @@ def plan_of(path, rules, dtype=torch.float32):
 
 
 def settings_of(plan, dtype="float32", kv_cache_dtype="float32", deferred_experts=0):
-    return compute_settings(plan, dtype=dtype, kv_cache_dtype=kv_cache_dtype, deferred_experts=deferred_experts)
+    return digest_settings(plan, dtype=dtype, kv_cache_dtype=kv_cache_dtype, deferred_experts=deferred_experts)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_settings_count_where_they_decide_tokens(tmp_path):
         settings_of(default, dtype="bfloat16"),
         settings_of(default, kv_cache_dtype="fp8"),
         settings_of(default, deferred_experts=1),
-        settings_of(Plan(default.replacements, {"": "cuda:0"})),
+        settings_of(LoadPlan(default.replacements, {"": "cuda:0"})),
     ]
     digests = {digest("demo", **one) for one in (settings_of(default), *others)}
     assert len(digests) == 6

@@ -13,7 +13,8 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.gguf.writer import Writer, type_name
+from ktqueue.loading.gguf.tensor_types import type_name
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
 from ktqueue.loading.weight_formats import tensor_bytes
@@ -27,7 +28,7 @@ def demo_with(quants: dict[str, str], path: Path) -> str:
     (header,) = read_parts(Path(inspect("demo").source))
     left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer's own
     contents = []
-    with Writer(path, header.metadata["general.architecture"], "F32") as writer:
+    with GgufWriter(path, header.metadata["general.architecture"], "F32") as writer:
         writer.add_metadata({key: value for key, value in header.metadata.items() if key not in left_out})
         for info in header.tensors:
             quant = quants.get(info.name, type_name(info.type_id))

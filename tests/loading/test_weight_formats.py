@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import open_checkpoint
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.writer import Writer
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.inspect import inspect
-from ktqueue.loading.load import load_model
-from ktqueue.loading.requantised import kept_as, widen
+from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.rules import DEFAULT_RULES
-from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, row_bytes, tensor_bytes
+from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, loaded_format, requantise, row_bytes, tensor_bytes
 from ktqueue.operators import native
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -42,7 +40,7 @@ def rewrite(
 
     def make(quant: str) -> tuple[Path, dict[str, Bytes]]:
         header, target, made = read_header(wide_gguf), tmp_path / "model.gguf", {}
-        with Writer(target, "qwen3moe", "F32") as writer:
+        with GgufWriter(target, "qwen3moe", "F32") as writer:
             writer.add_metadata({k: v for k, v in header.metadata.items() if not k.startswith("general.")})
             for info in header.tensors:
                 writer.add_tensor(info.name, quant if len(info.shape) > 1 else "F32", info.shape)
@@ -86,8 +84,8 @@ def test_a_model_of_one_format_loads_and_runs(
     packed = open_checkpoint(str(path)).experts(EXPERTS)
     for part in ("gate", "up", "down"):
         stack = getattr(packed, part)
-        assert stack.quant == kept_as(quant)
-        stored = widen(quant, made[f"blk.1.ffn_{part}_exps.weight"])
+        assert stack.quant == loaded_format(quant)
+        stored = requantise(quant, made[f"blk.1.ffn_{part}_exps.weight"])
         np.testing.assert_array_equal(np.concatenate(stack.data), stored)
     model = load_model(str(path))
     assert type(model.module).__name__ == "CpuDecoder"
@@ -98,7 +96,7 @@ def test_a_model_of_one_format_loads_and_runs(
     (experts,) = [row for row in report.rows if row.name.endswith("experts")]
     assert experts.quants == (quant,) and report.facts.quantization == quant
     assert experts.file_bytes == 2 * 8 * 3 * 256 * row_bytes(quant, 256)
-    kept = 2 * 8 * 2 * 256 * native.row_bytes(kept_as(quant), 256)
+    kept = 2 * 8 * 2 * 256 * native.row_bytes(loaded_format(quant), 256)
     assert experts.device_bytes >= kept
 
 

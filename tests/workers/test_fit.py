@@ -7,7 +7,7 @@ import pytest
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.inspect import Report
+from ktqueue.loading.inspect import ModelReport
 from ktqueue.workers.fit import Fit, fit
 from ktqueue.workers.gpu import plan_before_loading
 from ktqueue.workers.machine import Gpu, Machine, look
@@ -21,9 +21,9 @@ class Reports:
     """The reports of models, each made once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], Report] = {}
+        self._made: dict[tuple[Any, ...], ModelReport] = {}
 
-    def __call__(self, config: EngineConfig) -> Report:
+    def __call__(self, config: EngineConfig) -> ModelReport:
         key = (config.model, config.device, config.rules == "quantised")
         if key not in self._made:
             self._made[key] = report_of(config)
@@ -109,7 +109,7 @@ def test_flags_that_are_given_stay(reports: Reports) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_does_not_fit() -> None:
-    def refused(config: EngineConfig) -> Report:
+    def refused(config: EngineConfig) -> ModelReport:
         raise CheckpointError("quantised with AWQ")
 
     found = fit(EngineConfig(), machine(64, 24), refused, device=None, fixed=())

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, StoredTensor
-from ktqueue.loading.gguf import rope_factors
-from ktqueue.loading.gguf.families import Family, config_from_metadata, family_of_metadata
+from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.gguf.families import ModelFamily, config_from_metadata, family_of_metadata
 from ktqueue.loading.gguf.header import GgufHeader, read_header
-from ktqueue.loading.gguf.latent_tensors import join_latent_tensors
+from ktqueue.loading.gguf.latent import join_latent_tensors
+from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
 from ktqueue.loading.gguf.tensor_names import gguf_names, split_expert_name
-from ktqueue.loading.gguf.writer import type_name
+from ktqueue.loading.gguf.tensor_types import type_name
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights
 
@@ -63,20 +63,20 @@ def read_parts(path: Path) -> list[GgufHeader]:
     return parts
 
 
-def open_gguf(path: Path) -> StoredCheckpoint:
+def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF model. Raises CheckpointError naming the file, key or tensor at fault."""
     parts = read_parts(path)
-    return assemble(str(path), parts[0].metadata, _stored(path, parts), [part.data for part in parts])
+    return build_checkpoint(str(path), parts[0].metadata, _stored(path, parts), [part.data for part in parts])
 
 
-def assemble(
-    path: str, metadata: dict[str, Any], stored: dict[str, StoredTensor], files: Iterable[Bytes] = ()
-) -> StoredCheckpoint:
+def build_checkpoint(
+    path: str, metadata: dict[str, Any], stored: dict[str, CheckpointTensor], files: Iterable[Bytes] = ()
+) -> Checkpoint:
     """The checkpoint of GGUF metadata and tensors by GGUF name; `stored` is changed, `files` are the maps that its
     tensors view. Raises CheckpointError, whose messages begin with `path`."""
     family = family_of_metadata(metadata, path)
     config = config_from_metadata(family, metadata, path)
-    if family.rope_factors and (factors := stored.pop(rope_factors.TENSOR, None)):
+    if family.rope_factors and (factors := stored.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _divided(path, config, factors)
     if family.latent:
         join_latent_tensors(path, stored)
@@ -84,22 +84,22 @@ def assemble(
     dense, stacks = _named(path, family, config, stored, layers)
     _finish_config(path, config, metadata, dense)
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
-    return StoredCheckpoint(path, config, dense, experts, files)
+    return Checkpoint(path, config, dense, experts, files)
 
 
-def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
+def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
+    stored: dict[str, CheckpointTensor] = {}
     for part in parts:
         for info in part.tensors:
             if info.name in stored:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
-            stored[info.name] = StoredTensor.of_file(
+            stored[info.name] = CheckpointTensor.of_file(
                 part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
             )
     return stored
 
 
-def _divided(path: str, config: dict[str, Any], stored: StoredTensor) -> dict[str, Any]:
+def _divided(path: str, config: dict[str, Any], stored: CheckpointTensor) -> dict[str, Any]:
     rope, head_dim = config["rope_parameters"], config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
     factors = stored.tensor(torch.float32).numpy()
@@ -109,10 +109,10 @@ def _divided(path: str, config: dict[str, Any], stored: StoredTensor) -> dict[st
         )
     if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
         raise CheckpointError(f"{path}: tensor {stored.name!r} must hold {head_dim // 2} positive numbers")
-    return rope_factors.with_factors(rope, factors, config["max_position_embeddings"])
+    return longrope_parameters(rope, factors, config["max_position_embeddings"])
 
 
-def _check_layers(path: str, layers: int, stored: dict[str, StoredTensor]) -> int:
+def _check_layers(path: str, layers: int, stored: dict[str, CheckpointTensor]) -> int:
     """A wrong layer count would build a skeleton of any size, so it must agree with the tensors."""
     found = {int(match[1]) for name in stored if (match := _BLOCK.match(name)) and len(match[1]) < 8}
     if layers > MAX_LAYERS or found != set(range(layers)):
@@ -121,11 +121,11 @@ def _check_layers(path: str, layers: int, stored: dict[str, StoredTensor]) -> in
 
 
 def _named(
-    path: str, family: Family, config: dict[str, Any], stored: dict[str, StoredTensor], layers: int
-) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+    path: str, family: ModelFamily, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: int
+) -> tuple[dict[str, CheckpointTensor], dict[str, dict[str, CheckpointTensor]]]:
     names = gguf_names(family, layers)
-    dense: dict[str, StoredTensor] = {}
-    stacks: dict[str, dict[str, StoredTensor]] = {}
+    dense: dict[str, CheckpointTensor] = {}
+    stacks: dict[str, dict[str, CheckpointTensor]] = {}
     for stored_name, tensor in stored.items():
         name = names.get(stored_name)
         if name is None:
@@ -140,7 +140,9 @@ def _named(
     return dense, stacks
 
 
-def _fitted(path: str, tensor: StoredTensor, name: str, family: Family, config: dict[str, Any]) -> StoredTensor:
+def _fitted(
+    path: str, tensor: CheckpointTensor, name: str, family: ModelFamily, config: dict[str, Any]
+) -> CheckpointTensor:
     """What GGUF stores otherwise than transformers: rotary order, and the shared expert's gate as a vector."""
     shape, heads = tensor.shape, 0
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
@@ -154,7 +156,7 @@ def _fitted(path: str, tensor: StoredTensor, name: str, family: Family, config: 
     return replace(tensor, shape=shape, heads=heads)
 
 
-def _experts(path: str, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
+def _experts(path: str, module: str, parts: dict[str, CheckpointTensor]) -> ExpertWeights:
     if missing := {"gate", "up", "down"} - set(parts):
         raise CheckpointError(f"{path}: {module} has no {' and no '.join(sorted(missing))} weights")
     for tensor in parts.values():
@@ -165,7 +167,9 @@ def _experts(path: str, module: str, parts: dict[str, StoredTensor]) -> ExpertWe
     return ExpertWeights(**{part: t.stack() for part, t in parts.items()})
 
 
-def _finish_config(path: str, config: dict[str, Any], metadata: dict[str, Any], dense: dict[str, StoredTensor]) -> None:
+def _finish_config(
+    path: str, config: dict[str, Any], metadata: dict[str, Any], dense: dict[str, CheckpointTensor]
+) -> None:
     embedding = dense.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.latent_keys import SIGMOID, latent_config, latent_metadata
-from ktqueue.loading.gguf.metadata_numbers import count, number
-from ktqueue.loading.gguf.rope_metadata import rope_from_metadata, rope_to_metadata
+from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.gguf.rope import rope_from_metadata, rope_to_metadata
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -20,7 +20,7 @@ _SHARED = tuple(f"mlp.shared_expert{part}" for part in (".gate_proj", ".up_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class MetadataField:
     """A config key and the GGUF key, after `{architecture}.`, that carries it. `aliases`: other spellings in
     config files. A field that is not `required` is left to transformers' default where the file lacks it."""
 
@@ -32,7 +32,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
     weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order.
     `rope_factors`: files may hold divisors of the rotary frequencies. `latent`: its attention is multi-head latent
@@ -42,7 +42,7 @@ class Family:
     architecture: str
     model_type: str
     class_name: str
-    fields: tuple[Field, ...]
+    fields: tuple[MetadataField, ...]
     layer_modules: tuple[str, ...]
     implied: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
@@ -59,26 +59,26 @@ class Family:
 
 _EXPERT_KEY = "expert_count"
 _DENSE = (
-    Field("max_position_embeddings", "context_length"),
-    Field("hidden_size", "embedding_length"),
-    Field("num_hidden_layers", "block_count"),
-    Field("num_attention_heads", "attention.head_count"),
-    Field("num_key_value_heads", "attention.head_count_kv"),
-    Field("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+    MetadataField("max_position_embeddings", "context_length"),
+    MetadataField("hidden_size", "embedding_length"),
+    MetadataField("num_hidden_layers", "block_count"),
+    MetadataField("num_attention_heads", "attention.head_count"),
+    MetadataField("num_key_value_heads", "attention.head_count_kv"),
+    MetadataField("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
-_COMMON = (*_DENSE, Field("num_experts_per_tok", "expert_used_count"))
-_EXPERT_COUNT = Field("num_experts", _EXPERT_KEY, aliases=("num_local_experts",))
-_EXPERT_WIDTH = Field("moe_intermediate_size", "expert_feed_forward_length")
-_WIDTH = Field("intermediate_size", "feed_forward_length")
-_HEAD_DIM = Field("head_dim", "attention.key_length", required=False)
+_COMMON = (*_DENSE, MetadataField("num_experts_per_tok", "expert_used_count"))
+_EXPERT_COUNT = MetadataField("num_experts", _EXPERT_KEY, aliases=("num_local_experts",))
+_EXPERT_WIDTH = MetadataField("moe_intermediate_size", "expert_feed_forward_length")
+_WIDTH = MetadataField("intermediate_size", "feed_forward_length")
+_HEAD_DIM = MetadataField("head_dim", "attention.key_length", required=False)
 _LATENT = (
     *(one for one in _COMMON if one.config != "num_key_value_heads"),
-    Field("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    MetadataField("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
     _EXPERT_WIDTH,
     _WIDTH,
-    Field("n_shared_experts", "expert_shared_count"),
-    Field("routed_scaling_factor", "expert_weights_scale", float, required=False),
-    Field("kv_lora_rank", "attention.kv_lora_rank"),
+    MetadataField("n_shared_experts", "expert_shared_count"),
+    MetadataField("routed_scaling_factor", "expert_weights_scale", float, required=False),
+    MetadataField("kv_lora_rank", "attention.kv_lora_rank"),
 )
 _LATENT_MODULES = (
     *_NORMS,
@@ -90,7 +90,7 @@ _LATENT_MODULES = (
 )
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="qwen3moe",
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
@@ -99,12 +99,12 @@ FAMILIES = (
             _EXPERT_COUNT,
             _EXPERT_WIDTH,
             _HEAD_DIM,
-            Field("intermediate_size", "feed_forward_length", required=False),
+            MetadataField("intermediate_size", "feed_forward_length", required=False),
         ),
         layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS, *_MLP),
         implied={"norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False},
     ),
-    Family(
+    ModelFamily(
         architecture="qwen2moe",
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
@@ -112,19 +112,19 @@ FAMILIES = (
             *_COMMON,
             _EXPERT_COUNT,
             _EXPERT_WIDTH,
-            Field("intermediate_size", "feed_forward_length", required=False),
-            Field("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+            MetadataField("intermediate_size", "feed_forward_length", required=False),
+            MetadataField("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
         ),
         layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED, *_MLP),
         implied={"norm_topk_prob": False, "hidden_act": "silu", "qkv_bias": True},
     ),
-    Family(
+    ModelFamily(
         architecture="llama",
         model_type="mixtral",
         class_name="MixtralForCausalLM",
         fields=(
             *_COMMON,
-            Field("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
             _WIDTH,
             _HEAD_DIM,
         ),
@@ -132,7 +132,7 @@ FAMILIES = (
         implied={"hidden_act": "silu", "sliding_window": None},
         permuted=True,
     ),
-    Family(
+    ModelFamily(
         architecture="olmoe",
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
@@ -140,7 +140,7 @@ FAMILIES = (
         layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS),
         implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     ),
-    Family(
+    ModelFamily(
         architecture="deepseek2",
         model_type="deepseek_v2",
         class_name="DeepseekV2ForCausalLM",
@@ -149,7 +149,7 @@ FAMILIES = (
         implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
         latent=True,
     ),
-    Family(
+    ModelFamily(
         architecture="deepseek2",
         model_type="deepseek_v3",
         class_name="DeepseekV3ForCausalLM",
@@ -160,7 +160,7 @@ FAMILIES = (
         latent=True,
         sigmoid=True,
     ),
-    Family(
+    ModelFamily(
         architecture="qwen3",
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
@@ -168,7 +168,7 @@ FAMILIES = (
         layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_MLP),
         implied={"hidden_act": "silu", "attention_bias": False},
     ),
-    Family(
+    ModelFamily(
         architecture="qwen2",
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
@@ -176,7 +176,7 @@ FAMILIES = (
         layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
         implied={"hidden_act": "silu"},
     ),
-    Family(
+    ModelFamily(
         architecture="llama",
         model_type="llama",
         class_name="LlamaForCausalLM",
@@ -190,7 +190,7 @@ FAMILIES = (
 MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 
 
-def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
+def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
     """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known, or
     experts are scored in a way that is not."""
     architecture = metadata.get("general.architecture")
@@ -201,7 +201,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
-    gating = count(metadata, key := f"{architecture}.expert_gating_func", source)
+    gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
     sigmoid = gating == SIGMOID
     if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in found)):
         raise CheckpointError(f"{source}: {key} {gating} is not supported")
@@ -209,7 +209,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
     return next(fitting, found[0])
 
 
-def family_of_model_type(model_type: str, source: str) -> Family:
+def family_of_model_type(model_type: str, source: str) -> ModelFamily:
     """The family of a transformers `model_type`. Raises CheckpointError listing the known ones."""
     for family in FAMILIES:
         if family.model_type == model_type:
@@ -218,7 +218,7 @@ def family_of_model_type(model_type: str, source: str) -> Family:
     raise CheckpointError(f"{source}: no GGUF architecture is known for model_type {model_type!r}; known: {known}")
 
 
-def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
 
     Raises CheckpointError naming the key that is missing or wrong.
@@ -230,7 +230,7 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
             if one.required:
                 raise CheckpointError(f"{source}: metadata key {key} is missing")
             continue
-        config[one.config] = number(metadata[key], one.kind, key, source)
+        config[one.config] = metadata_number(metadata[key], one.kind, key, source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
     else:
@@ -243,7 +243,7 @@ def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mappin
     """Whole heads are turned by their position, whatever else a file may say."""
     key = f"{architecture}.rope.dimension_count"
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if (stated := count(metadata, key, source)) and stated != width:
+    if (stated := metadata_count(metadata, key, source)) and stated != width:
         raise CheckpointError(
             f"{source}: metadata key {key} must be the width of a head, {width}, got {stated}",
             param=key,
@@ -252,7 +252,7 @@ def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mappin
         )
 
 
-def metadata_from_config(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot say."""
     for key, value in family.implied.items():
         if config.get(key, value) != value:

@@ -5,9 +5,9 @@ of it, so a damaged file gives a CheckpointError and never a crash, a hang or a 
 Format: the GGUF specification in ggml's docs/gguf.md. Knows no tensor types and no names.
 """
 
-import mmap
-import os
+import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.mapped_file import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -22,7 +23,6 @@ MAX_DIMENSIONS = 4
 MAX_NAME = 64 << 10  # bytes; keys and tensor names are far shorter in practice
 DEFAULT_ALIGNMENT = 32
 
-_POINTER = b"version https://git-lfs"  # what a repository has in the place of a large file
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 
@@ -46,25 +46,6 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: list[TensorInfo]
     data: np.ndarray[Any, np.dtype[np.uint8]]  # [file bytes]
-
-
-def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The file's bytes, mapped read-only; the map lives as long as a view of it. Raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise CheckpointError(f"{path}: the file is empty")
-            if file.read(len(_POINTER)) == _POINTER:
-                raise CheckpointError(f"{path}: a pointer of Git LFS, not the file itself: git lfs pull fetches that")
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-
-
-def release_pages(data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Count none of the pages of a file mapped by `map_file` as this process's memory any more; views stay valid, and
-    what is read again comes back from the file or the system's cache of it."""
-    data.base.obj.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -196,3 +177,21 @@ class _Cursor:
             raise CheckpointError(f"{self.path}: truncated or corrupt: {what}: {error}") from error
         self.position = position
         return values
+
+
+def metadata_number(value: Any, kind: type, key: str, source: str) -> int | float:
+    """`value` of metadata key `key` as a positive `kind`, int (below 2^31) or float. Raises CheckpointError."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        good = good and isinstance(value, int) and 0 < value < 1 << 31
+    elif good:
+        good = 0 < value < 1e30
+    if not good:
+        raise CheckpointError(f"{source}: metadata key {key} must be a positive number, got {value!r}")
+    return int(value) if kind is int else float(value)
+
+
+def metadata_count(metadata: Mapping[str, Any], key: str, source: str) -> int:
+    """The count under `key`, 0 where there is none. Raises CheckpointError."""
+    value = metadata.get(key, 0)
+    return 0 if value == 0 and not isinstance(value, bool) else int(metadata_number(value, int, key, source))

@@ -1,17 +1,32 @@
 """transformers parameter names to GGUF tensor names and back, through the gguf library's maps."""
 
-from ktqueue.loading.gguf.families import MODEL_MODULES, Family
-from ktqueue.loading.gguf.writer import NameMap
+import gguf
 
+from ktqueue.loading.gguf.families import MODEL_MODULES, ModelFamily
+
+_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def gguf_names(family: Family, layers: int) -> dict[str, str]:
+class TensorNameMap:
+    """HF module names to GGUF tensor names for one architecture, through the library's own tables."""
+
+    def __init__(self, architecture: str, layers: int) -> None:
+        self._map = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
+
+    def find(self, name: str) -> str | None:
+        """`model.norm.weight` to `output_norm.weight`; None where the architecture has no such tensor."""
+        spelt = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as its tables have it
+        found: str | None = self._map.get_name(spelt, try_suffixes=(".weight", ".bias"))
+        return found
+
+
+def gguf_names(family: ModelFamily, layers: int) -> dict[str, str]:
     """GGUF tensor name to transformers name for all that a model of `layers` layers may hold.
 
     The three stacks of an experts module appear as `...experts.gate_proj.weight` and so on.
     """
-    names = NameMap(family.architecture, layers)
+    names = TensorNameMap(family.architecture, layers)
     modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in family.layer_modules)]
     found: dict[str, str] = {}
     for module in modules:

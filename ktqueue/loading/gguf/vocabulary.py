@@ -3,14 +3,25 @@
 Read from GGUF metadata and written to it. Knows no tokenizer library; building one is tokenizer/library.py's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.writer import TOKEN_NORMAL
 
 _IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
+
+
+class TokenKind(IntEnum):
+    """Values of `tokenizer.ggml.token_type` (ggml's llama_token_type)."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +32,7 @@ class VocabularyData:
     model: str
     pre: str
     tokens: list[str]
-    kinds: list[int]
+    kinds: Sequence[int]
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
@@ -50,7 +61,7 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
     tokens = strings("tokens")
-    kinds = get("token_type", list, [TOKEN_NORMAL] * len(tokens))
+    kinds = get("token_type", list, [TokenKind.NORMAL] * len(tokens))
     scores = get("scores", list, [])
     if len(kinds) != len(tokens) or not all(isinstance(kind, int) for kind in kinds):
         raise CheckpointError(
@@ -87,7 +98,7 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
         "tokenizer.ggml.model": data.model,
         "tokenizer.ggml.pre": data.pre,
         "tokenizer.ggml.tokens": data.tokens,
-        "tokenizer.ggml.token_type": data.kinds,
+        "tokenizer.ggml.token_type": list(data.kinds),
         "tokenizer.ggml.merges": data.merges,
         "tokenizer.ggml.add_bos_token": data.add_bos,
         "tokenizer.ggml.add_eos_token": data.add_eos,

@@ -11,15 +11,7 @@ from typing import Any, Self
 import gguf
 import numpy as np
 
-from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes, Floats
-
-WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # what the library can quantise among our types
-TOKEN_NORMAL = int(gguf.TokenType.NORMAL)
-TOKEN_UNKNOWN = int(gguf.TokenType.UNKNOWN)
-TOKEN_CONTROL = int(gguf.TokenType.CONTROL)
-TOKEN_USER_DEFINED = int(gguf.TokenType.USER_DEFINED)
-TOKEN_UNUSED = int(gguf.TokenType.UNUSED)
-TOKEN_BYTE = int(gguf.TokenType.BYTE)
+from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes
 
 _FILE_TYPES = {
     "F32": gguf.LlamaFileType.ALL_F32,
@@ -37,38 +29,9 @@ _FILE_TYPES = {
     "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
-_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
-def type_name(type_id: int) -> str:
-    """ggml's number of a tensor type to its name, such as `Q4_K`; an unknown number to `type 99`."""
-    try:
-        return str(gguf.GGMLQuantizationType(type_id).name)
-    except ValueError:
-        return f"type {type_id}"
-
-
-def quantize(values: Floats, quant: str) -> Bytes:
-    """[rows, columns] float32 to [rows, row bytes]. `quant` is one of WRITABLE."""
-    packed = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[quant])
-    result: Bytes = np.ascontiguousarray(packed).view(np.uint8).reshape(values.shape[0], -1)
-    return result
-
-
-class NameMap:
-    """HF module names to GGUF tensor names for one architecture, through the library's own tables."""
-
-    def __init__(self, architecture: str, layers: int) -> None:
-        self._map = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
-
-    def find(self, name: str) -> str | None:
-        """`model.norm.weight` to `output_norm.weight`; None where the architecture has no such tensor."""
-        spelt = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as its tables have it
-        found: str | None = self._map.get_name(spelt, try_suffixes=(".weight", ".bias"))
-        return found
-
-
-class Writer:
+class GgufWriter:
     """Writes one GGUF file: metadata and all tensor infos first, then the data tensor by tensor.
 
     Use as a context manager; the file appears under its name only when all went well.

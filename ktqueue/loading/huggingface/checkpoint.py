@@ -6,16 +6,20 @@ tensors are views into the file's map. Experts may lie one by one (`experts.3.up
 """
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint_tensors import DOWN, GATE_UP, StoredCheckpoint, StoredTensor
-from ktqueue.loading.gguf.header import map_file
-from ktqueue.loading.huggingface.quantization_config import check_quantization
-from ktqueue.loading.huggingface.tensor_names import to_modules
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
+from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.json_file import read_json
+from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
@@ -27,14 +31,14 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 
 
-def open_folder(folder: Path) -> StoredCheckpoint:
+def open_folder(folder: Path) -> Checkpoint:
     """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
     config = read_json(folder / "config.json")
     check_quantization(config, str(folder))
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
     extra = _layers_that_predict_more(config)
-    renamed = to_modules(config)
+    renamed = module_name_function(config)
     for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
@@ -45,7 +49,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
             if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
                 tensors[name] = tensor
     dense, experts = _group(folder, tensors)
-    return StoredCheckpoint(str(folder), config, dense, experts, maps)
+    return Checkpoint(str(folder), config, dense, experts, maps)
 
 
 def _layers_that_predict_more(config: dict[str, Any]) -> range:
@@ -70,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(path: Path, file: Bytes) -> list[StoredTensor]:
+def _read(path: Path, file: Bytes) -> list[CheckpointTensor]:
     size = int.from_bytes(bytes(file[:8]), "little")
     if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{path}: truncated or corrupt: the header is said to be {size} bytes")
@@ -84,7 +88,7 @@ def _read(path: Path, file: Bytes) -> list[StoredTensor]:
     return [_tensor(path, name, entry, 8 + size, file) for name, entry in header.items()]
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredTensor:
+def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> CheckpointTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
@@ -95,7 +99,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredT
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
     if min(shape, default=1) == 0:
         raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
-    tensor = StoredTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
+    tensor = CheckpointTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
     if tensor.data.size != end - begin:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {end - begin} bytes stored, its shape needs {tensor.data.size}"
@@ -103,11 +107,13 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> StoredT
     return tensor
 
 
-def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, ExpertWeights]]:
+def _group(
+    folder: Path, tensors: dict[str, CheckpointTensor]
+) -> tuple[dict[str, CheckpointTensor], dict[str, ExpertWeights]]:
     """Dense tensors, and the experts of each module in expert order."""
-    dense: dict[str, StoredTensor] = {}
-    single: dict[str, dict[str, dict[int, StoredTensor]]] = {}
-    fused: dict[str, dict[str, StoredTensor]] = {}
+    dense: dict[str, CheckpointTensor] = {}
+    single: dict[str, dict[str, dict[int, CheckpointTensor]]] = {}
+    fused: dict[str, dict[str, CheckpointTensor]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if match := _EXPERT.fullmatch(name):
@@ -125,7 +131,7 @@ def _group(folder: Path, tensors: dict[str, StoredTensor]) -> tuple[dict[str, St
     return dense, experts
 
 
-def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTensor]]) -> ExpertWeights:
+def _from_single(folder: Path, module: str, parts: dict[str, dict[int, CheckpointTensor]]) -> ExpertWeights:
     count = max(len(found) for found in parts.values())
     stacks = {}
     for part, found in parts.items():
@@ -144,7 +150,7 @@ def _from_single(folder: Path, module: str, parts: dict[str, dict[int, StoredTen
     return ExpertWeights(**stacks)
 
 
-def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> ExpertWeights:
+def _from_fused(folder: Path, module: str, parts: dict[str, CheckpointTensor]) -> ExpertWeights:
     if missing := {GATE_UP, DOWN} - set(parts):
         raise CheckpointError(f"{folder}: {module} has no {' and no '.join(sorted(missing))}")
     gate_up, down = parts[GATE_UP], parts[DOWN]
@@ -153,7 +159,7 @@ def _from_fused(folder: Path, module: str, parts: dict[str, StoredTensor]) -> Ex
     return split_fused(gate_up, down)
 
 
-def split_fused(gate_up: StoredTensor, down: StoredTensor) -> ExpertWeights:
+def split_fused(gate_up: CheckpointTensor, down: CheckpointTensor) -> ExpertWeights:
     """Fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] to three stacks of views."""
     _, rows, columns = gate_up.shape
     halves = [matrix.reshape(2, -1) for matrix in gate_up.matrices()]
@@ -162,3 +168,25 @@ def split_fused(gate_up: StoredTensor, down: StoredTensor) -> ExpertWeights:
         up=PackedExperts(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
         down=down.stack(),
     )
+
+
+def module_name_function(config: Mapping[str, Any]) -> Callable[[str], str]:
+    """The function from a tensor's name in a file to its name in the causal language model of that config.
+
+    What transformers makes of several tensors is not looked at: experts are put together as they are read, and a tensor
+    that nobody has a place for is refused later.
+    """
+    model_type = config.get("model_type")
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    found: list[Any] | None = None
+    for key in (class_name, model_type):  # in transformers' order
+        if isinstance(key, str) and found is None:
+            found = get_checkpoint_conversion_mapping(key)  # type: ignore[no-untyped-call]
+    steps = [one for one in found or () if isinstance(one, WeightRenaming)]
+
+    def rename(name: str) -> str:
+        for step in steps:
+            name, _ = step.rename_source_key(name)
+        return name
+
+    return rename

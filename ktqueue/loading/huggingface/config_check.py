@@ -7,7 +7,7 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 """Model types whose attention LatentAttention computes."""
 
 _COUNTS = (
@@ -47,9 +47,26 @@ _KINDS = ("full_attention", "sliding_attention")
 """Of layers: what attention of ours computes. The others see other keys, or keep another state between steps."""
 _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 """Of any model: transformers' masks go by these."""
-MADE = "num_key_value_heads"
+DERIVED_KEY = "num_key_value_heads"
 """What GPTBigCode's config makes of another key, by which its model goes even where a file has this one too."""
-_IGNORED = ("sliding_window", "layer_types", "rope_interleave", MADE)
+_IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
+SUPPORTED = "safetensors in F32, F16 or BF16, and GGUF files"
+_METHODS = {
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "FP8 (FBGEMM)",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+}
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def check_values(values: Mapping[str, Any], source: str) -> None:
@@ -93,14 +110,14 @@ def check_config(config: Any, source: str) -> None:
         if bool(stated := getattr(config, name, causal)) is not causal:
             raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and config.model_type not in LATENT and heads % kv_heads:
+    if heads and kv_heads and config.model_type not in LATENT_MODEL_TYPES and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
         raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
     _check_window(config, source)
-    if config.model_type in LATENT:
+    if config.model_type in LATENT_MODEL_TYPES:
         _check_groups(config, source)
 
 
@@ -170,3 +187,35 @@ def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _refusal(source: str, name: str, limit: str, value: Any) -> CheckpointError:
     told = value if isinstance(value, int | float | str) else repr(value)
     return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=told)
+
+
+def check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError naming the method of a checkpoint that is quantised in another way than GGUF's.
+
+    config: the values of config.json. source: what the message begins with.
+    """
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in _QUANTIZATION_KEYS:
+            if stated := values.get(key):
+                method = _method(stated)
+                raise CheckpointError(
+                    f"{source}: {key} says that the weights are quantised with {method}, which is not supported; "
+                    f"supported are {SUPPORTED}: look for a GGUF of the model, or for its original in BF16",
+                    param=key,
+                    limit=SUPPORTED,
+                    value=method,
+                )
+
+
+def _method(stated: Any) -> str:
+    """Its name, and the bits of a weight where they are stated."""
+    if not isinstance(stated, Mapping):
+        return repr(stated)
+    name = stated.get("quant_method") or stated.get("quant_algo")
+    if name is None and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+        name = "bitsandbytes"
+    shown = _METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
+    bits = stated.get("bits") or stated.get("w_bit") or (4 if stated.get("load_in_4bit") else None)
+    bits = bits or (8 if stated.get("load_in_8bit") else None)
+    return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

@@ -18,8 +18,8 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore
 from ktqueue.core.errors import CheckpointError, ConfigError, Unavailable
 from ktqueue.core.hub_model import HubModel
 from ktqueue.core.units import format_bytes
-from ktqueue.loading.huggingface.hub_files import HubFile, Selection, select
-from ktqueue.loading.huggingface.quantization_config import check_quantization
+from ktqueue.loading.huggingface.config_check import check_quantization
+from ktqueue.loading.huggingface.hub_files import HubFile, HubSelection, select
 from ktqueue.loading.json_file import read_json
 
 SMALL_FILE = 16 << 20  # bytes: not worth resuming
@@ -27,10 +27,10 @@ LIST_SECONDS = 20.0  # for the list of a repository's files
 REVISION = "main"
 """The branch that a name means."""
 
-Say = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
-def download(model: HubModel, say: Say) -> Path:
+def download(model: HubModel, say: ShowLine) -> Path:
     """The model's .gguf file (of a split one: the first part) or folder in the cache, downloaded where it is not there.
 
     `say` is given a line before a download. Raises ConfigError, which lists the choices, where the name does not mean
@@ -230,5 +230,5 @@ def _snapshots(model: HubModel) -> Iterator[Path]:
     yield from sorted(known, key=lambda path: (path.name == last, path.stat().st_mtime), reverse=True)
 
 
-def _entry(snapshot: Path, selection: Selection) -> Path:
+def _entry(snapshot: Path, selection: HubSelection) -> Path:
     return snapshot / selection.entry if selection.entry else snapshot

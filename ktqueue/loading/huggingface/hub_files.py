@@ -31,7 +31,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class HubSelection:
     """The files to have, small ones first. `entry`: the path of the GGUF file to open; empty: the folder."""
 
     files: tuple[HubFile, ...]
@@ -43,7 +43,7 @@ class Selection:
         return sum(file.size for file in self.files)
 
 
-def select(model: HubModel, files: Iterable[HubFile]) -> Selection:
+def select(model: HubModel, files: Iterable[HubFile]) -> HubSelection:
     """The files that `model` means, out of all that its repository has.
 
     Raises ConfigError, which lists the choices with their sizes, where there is none or more than one.
@@ -75,13 +75,13 @@ def select(model: HubModel, files: Iterable[HubFile]) -> Selection:
     )
 
 
-def _choices(files: Sequence[HubFile]) -> dict[str, Selection]:
+def _choices(files: Sequence[HubFile]) -> dict[str, HubSelection]:
     """Each model of a repository by name: the path of its GGUF file without ending and part number; the folder."""
     by_stem: dict[str, list[HubFile]] = {}
     for file in files:
         if file.path.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file.path).stem):
             by_stem.setdefault(PART.sub("", file.path.removesuffix(".gguf")), []).append(file)
-    choices = {stem: Selection(tuple(parts), parts[0].path) for stem, parts in by_stem.items()}
+    choices = {stem: HubSelection(tuple(parts), parts[0].path) for stem, parts in by_stem.items()}
     top = {file.path: file for file in files if "/" not in file.path}
     weights = [file for file in top.values() if _SHARD.match(file.path) and file.path.endswith(".safetensors")]
     if _WHOLE in top:
@@ -92,11 +92,11 @@ def _choices(files: Sequence[HubFile]) -> dict[str, Selection]:
         weights = []
     if weights and "config.json" in top:
         small = [top[name] for name in sorted(_FOLDER_FILES & top.keys())]
-        choices[SAFETENSORS] = Selection((*small, *weights), "")
+        choices[SAFETENSORS] = HubSelection((*small, *weights), "")
     return choices
 
 
-def _fits(variant: str, name: str, choice: Selection) -> bool:
+def _fits(variant: str, name: str, choice: HubSelection) -> bool:
     """Whether a variant as typed means the choice: a quantisation in any case, or a file."""
     if variant in (choice.entry, PurePosixPath(choice.entry).name, name, PurePosixPath(name).name):
         return True
@@ -109,7 +109,7 @@ def _quantisation(name: str) -> str:
     return match["quant"] if match else ""
 
 
-def _short(choices: dict[str, Selection]) -> dict[str, Selection]:
+def _short(choices: dict[str, HubSelection]) -> dict[str, HubSelection]:
     """By what is to be typed: the quantisation where that is one choice's alone, else the file."""
     quants = [_quantisation(name) for name in choices]
     return {
@@ -118,7 +118,7 @@ def _short(choices: dict[str, Selection]) -> dict[str, Selection]:
     }
 
 
-def _complete(model: HubModel, selection: Selection) -> Selection:
+def _complete(model: HubModel, selection: HubSelection) -> HubSelection:
     """The selection, of which no part may be missing, nor the tokenizer of a folder. Raises ConfigError."""
     parts: dict[int, set[int]] = {}
     for file in selection.files:

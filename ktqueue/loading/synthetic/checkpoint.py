@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint_tensors import StoredCheckpoint, StoredTensor
-from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, assemble
+from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, build_checkpoint
 from ktqueue.loading.gguf.families import family_of_model_type, metadata_from_config
-from ktqueue.loading.gguf.vocabulary import VocabularyData, byte_alphabet, to_metadata
-from ktqueue.loading.gguf.writer import TOKEN_CONTROL, TOKEN_NORMAL, Writer, quantize
-from ktqueue.loading.model_path import SYNTHETIC
+from ktqueue.loading.gguf.tensor_types import quantize
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, to_metadata
+from ktqueue.loading.gguf.writer import GgufWriter
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX
 from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
-from ktqueue.loading.synthetic.shapes import MIX, SHAPES, Tensor, tensors_of
+from ktqueue.loading.synthetic.shapes import MIX, SHAPES, SyntheticTensor, tensors_of
 from ktqueue.loading.weight_formats import BLOCKS, Bytes
 
-PREFIX = SYNTHETIC
 Progress = Callable[[int, int, str], None]  # as convert's
 
 # Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as
@@ -38,7 +38,7 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Views(StoredTensor):
+class _Views(CheckpointTensor):
     """Experts that are views into one pool: `data` is that of the first."""
 
     views: tuple[Bytes, ...] = ()
@@ -47,20 +47,20 @@ class _Views(StoredTensor):
         return list(self.views)
 
 
-def open_synthetic(name: str) -> StoredCheckpoint:
+def open_synthetic(name: str) -> Checkpoint:
     """The model that `name` stands for, in memory. Its experts share a pool of weights, so that it takes little memory
     and time however large it is; whoever packs them takes what a file of that size would. Raises CheckpointError."""
     config, quant, metadata = _model(name)
     draw = _Draw()
-    return assemble(name, metadata, {tensor.name: draw.stored(tensor) for tensor in tensors_of(config, quant)})
+    return build_checkpoint(name, metadata, {tensor.name: draw.stored(tensor) for tensor in tensors_of(config, quant)})
 
 
 def synthetic_vocabulary(name: str) -> VocabularyData:
     """The vocabulary of the model that `name` stands for. Raises CheckpointError."""
-    return vocabulary(_model(name)[0]["vocab_size"])
+    return build_vocabulary(_model(name)[0]["vocab_size"])
 
 
-def write(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
+def write_synthetic(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
     """Write the model that `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) stands for as `target`.
 
     QUANT is q4_k_m (llama.cpp's mix) or a storage format, such as q8_0, for all matrices; norms and routers are f32.
@@ -69,7 +69,7 @@ def write(name: str, target: Path, *, layers: int | None = None, progress: Progr
     config, quant, metadata = _model(name, layers)
     tensors = list(tensors_of(config, quant))
     draw = _Draw()
-    with Writer(target, metadata["general.architecture"], quant) as writer:
+    with GgufWriter(target, metadata["general.architecture"], quant) as writer:
         writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
         for tensor in tensors:
             writer.add_tensor(tensor.name, tensor.quant, tensor.shape)
@@ -84,7 +84,7 @@ def write(name: str, target: Path, *, layers: int | None = None, progress: Progr
 
 def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Config, quantisation and GGUF metadata of the model that `name` stands for."""
-    shape, _, rest = name.removeprefix(PREFIX).partition(":")
+    shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
     if shape not in SHAPES:
         raise CheckpointError(f"{name}: there is no shape {shape!r}; known: {', '.join(SHAPES)}")
@@ -102,22 +102,22 @@ def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, d
         "general.name": name,
         **metadata_from_config(family, config, name),
         f"{family.architecture}.vocab_size": config["vocab_size"],
-        **to_metadata(vocabulary(config["vocab_size"])),
+        **to_metadata(build_vocabulary(config["vocab_size"])),
     }
     return config, quant.upper(), metadata
 
 
-def vocabulary(size: int) -> VocabularyData:
+def build_vocabulary(size: int) -> VocabularyData:
     """Bytes, a few merges, three control tokens, then words ` w0`, ` w1` and so on that no text is split into."""
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES), *_CONTROL]
     ids = {token: len(tokens) - len(_CONTROL) + i for i, token in enumerate(_CONTROL)}
-    kinds = [TOKEN_CONTROL if token in ids else TOKEN_NORMAL for token in tokens]
+    kinds = [TokenKind.CONTROL if token in ids else TokenKind.NORMAL for token in tokens]
     words = size - len(tokens)
     return VocabularyData(
         model="gpt2",
         pre="qwen2",
         tokens=[*tokens, *(f"Ġw{i}" for i in range(words))],
-        kinds=kinds + [TOKEN_NORMAL] * words,
+        kinds=kinds + [TokenKind.NORMAL] * words,
         merges=list(_MERGES),
         ids={"eos": ids["<|endoftext|>"], "pad": ids["<|endoftext|>"], "eot": ids["<|im_end|>"]},
         chat_template=_TEMPLATE,
@@ -132,7 +132,7 @@ class _Draw:
         self._next: dict[tuple[str, float, int], int] = {}
         self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools that go on from their start by one expert's blocks
 
-    def __call__(self, tensor: Tensor) -> Bytes:
+    def __call__(self, tensor: SyntheticTensor) -> Bytes:
         random = np.random.default_rng(list(tensor.name.encode()))
         if len(tensor.shape) == 1:
             values = 1 + tensor.deviation * random.standard_normal((1, *tensor.shape))
@@ -140,10 +140,10 @@ class _Draw:
         pool, start, count = self._take(tensor, random)
         return _cut(pool, start, count)
 
-    def stored(self, tensor: Tensor) -> StoredTensor:
+    def stored(self, tensor: SyntheticTensor) -> CheckpointTensor:
         """The same weights as of a call; of experts views, which share their memory."""
         if len(tensor.shape) < 3:
-            return StoredTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
+            return CheckpointTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
         pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
         experts = tensor.shape[0]
         each = count // experts
@@ -155,7 +155,7 @@ class _Draw:
         views = tuple(whole[at : at + each].reshape(-1) for at in starts)
         return _Views(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
 
-    def _take(self, tensor: Tensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
+    def _take(self, tensor: SyntheticTensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
         """The pool of a matrix, its first block and the number of its blocks."""
         count = int(np.prod(tensor.shape)) // max(BLOCKS[tensor.quant][0], GROUP)
         size = next((size for size in _POOLS if count <= 8 * size), _POOLS[-1])

@@ -55,7 +55,7 @@ _ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0  # of what layers add to the residual, to
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class SyntheticTensor:
     """One tensor of a file; `deviation` of its weights."""
 
     name: str
@@ -73,16 +73,16 @@ class _Maker:
         self._layers = config["num_hidden_layers"]
         self.share = (2 * self._layers) ** -0.5
 
-    def norm(self, name: str, size: int) -> Tensor:
-        return Tensor(f"{name}.weight", "F32", (size,), 0.1)
+    def norm(self, name: str, size: int) -> SyntheticTensor:
+        return SyntheticTensor(f"{name}.weight", "F32", (size,), 0.1)
 
-    def matrix(self, name: str, *shape: int, layer: int = 0, gain: float = 1.0) -> Tensor:
+    def matrix(self, name: str, *shape: int, layer: int = 0, gain: float = 1.0) -> SyntheticTensor:
         wanted = _choose(self._quant, name.rpartition(".")[2], layer, self._layers)
         fitting = (quant for quant in (wanted, "Q8_0") if shape[-1] % BLOCKS[quant][0] == 0)
-        return Tensor(f"{name}.weight", next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
+        return SyntheticTensor(f"{name}.weight", next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
 
 
-def tensors_of(config: dict[str, Any], quant: str) -> Iterator[Tensor]:
+def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     """All tensors of a model of that config, in the order of a file. `quant`: MIX or a storage format; what its blocks
     do not divide is Q8_0, or F16."""
     make = _Maker(config, quant)
@@ -100,7 +100,7 @@ def tensors_of(config: dict[str, Any], quant: str) -> Iterator[Tensor]:
     yield make.matrix("output", vocab, hidden, gain=_HEAD_GAIN)
 
 
-def _grouped_attention(make: _Maker, i: int) -> Iterator[Tensor]:
+def _grouped_attention(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
     config, at = make.config, f"blk.{i}"
     hidden = config["hidden_size"]
     queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
@@ -113,7 +113,7 @@ def _grouped_attention(make: _Maker, i: int) -> Iterator[Tensor]:
         yield make.norm(f"{at}.attn_k_norm", config["head_dim"])
 
 
-def _latent_attention(make: _Maker, i: int) -> Iterator[Tensor]:
+def _latent_attention(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
     config, at = make.config, f"blk.{i}"
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -124,12 +124,12 @@ def _latent_attention(make: _Maker, i: int) -> Iterator[Tensor]:
     yield make.matrix(f"{at}.attn_output", hidden, heads * value, layer=i, gain=_ATTENTION_GAIN * make.share)
 
 
-def _experts(make: _Maker, i: int) -> Iterator[Tensor]:
+def _experts(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
     config, at = make.config, f"blk.{i}"
     hidden = config["hidden_size"]
     experts = next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config)
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield Tensor(f"{at}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
+    yield SyntheticTensor(f"{at}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
     yield make.matrix(f"{at}.ffn_gate_exps", experts, width, hidden, layer=i)
     yield make.matrix(f"{at}.ffn_up_exps", experts, width, hidden, layer=i)
     yield make.matrix(f"{at}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
@@ -137,7 +137,7 @@ def _experts(make: _Maker, i: int) -> Iterator[Tensor]:
         yield from _mlp(make, i, "_shexp", shared * width)
 
 
-def _mlp(make: _Maker, i: int, suffix: str, width: int) -> Iterator[Tensor]:
+def _mlp(make: _Maker, i: int, suffix: str, width: int) -> Iterator[SyntheticTensor]:
     at, hidden = f"blk.{i}", make.config["hidden_size"]
     yield make.matrix(f"{at}.ffn_gate{suffix}", width, hidden, layer=i)
     yield make.matrix(f"{at}.ffn_up{suffix}", width, hidden, layer=i)

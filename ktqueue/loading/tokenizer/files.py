@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.vocabulary import VocabularyData
-from ktqueue.loading.gguf.writer import (
-    TOKEN_BYTE,
-    TOKEN_CONTROL,
-    TOKEN_NORMAL,
-    TOKEN_UNKNOWN,
-    TOKEN_UNUSED,
-    TOKEN_USER_DEFINED,
-)
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
@@ -50,17 +42,17 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
         listed = entries.items() if isinstance(entries, dict) else ((entry[0], i) for i, entry in enumerate(entries))
         by_id: dict[int, str] = {token_id: token for token, token_id in listed}
         fallback = bool(model.get("byte_fallback"))
-        kinds = {i: TOKEN_BYTE for i, token in by_id.items() if fallback and token in _BYTE_TOKENS}
+        kinds = {i: TokenKind.BYTE for i, token in by_id.items() if fallback and token in _BYTE_TOKENS}
         if model.get("unk_token") is not None:
-            kinds.update({i: TOKEN_UNKNOWN for i, token in by_id.items() if token == model["unk_token"]})
+            kinds.update({i: TokenKind.UNKNOWN for i, token in by_id.items() if token == model["unk_token"]})
         for entry in added:
             by_id[entry["id"]] = entry["content"]
-            kinds[entry["id"]] = TOKEN_CONTROL if entry["special"] else TOKEN_USER_DEFINED
+            kinds[entry["id"]] = TokenKind.CONTROL if entry["special"] else TokenKind.USER_DEFINED
         size = max(by_id, default=-1) + 1
         if not 0 < size < 1 << 24 or min(by_id) < 0:
             raise CheckpointError(f"{path}: token ids must run from 0, got {size} at most")
         tokens = [by_id.get(i, "") for i in range(size)]
-        plain = [TOKEN_NORMAL if i in by_id else TOKEN_UNUSED for i in range(size)]
+        plain = [TokenKind.NORMAL if i in by_id else TokenKind.UNUSED for i in range(size)]
         byte_level = _has_byte_level(document.get("decoder")) or _has_byte_level(document.get("pre_tokenizer"))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: not a tokenizer file: {error!r}") from error
@@ -126,7 +118,7 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
             f"{file.path}: token id {len(file.tokens) - 1} is outside the model's vocabulary of {vocab_size}"
         )
     spare = vocab_size - len(file.tokens)
-    kinds = [*file.kinds, *([TOKEN_UNUSED] * spare)]
+    kinds = [*file.kinds, *([TokenKind.UNUSED] * spare)]
     tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * spare)])]
     special = special_tokens(settings)
     ids = {

@@ -10,8 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.vocabulary import VocabularyData
-from ktqueue.loading.gguf.writer import TOKEN_CONTROL, TOKEN_USER_DEFINED
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 Model = tokenizers.Tokenizer
@@ -62,7 +61,7 @@ def shrinkage(model: Model) -> int | None:
     return 3 if "NFC" in kinds else 1  # composing makes UTF-8 at most three times shorter (Unicode FAQ, normalization)
 
 
-def least_tokens(model: Model, beginning: str) -> int:
+def min_tokens(model: Model, beginning: str) -> int:
     """How many tokens any text has at least that begins so, where `shrinkage` is known.
 
     Words at the cut are left out, since what follows may change them; a tokenizer without words says 0.
@@ -102,10 +101,10 @@ def build(data: VocabularyData, source: str) -> Model:
         tokenizer = _byte_level(data, source) if data.model == "gpt2" else _sentence_piece(data)
         kinds = list(zip(data.tokens, data.kinds, strict=True))  # the tokens keep their ids: all are in the vocabulary
         tokenizer.add_special_tokens(
-            [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == TOKEN_CONTROL]
+            [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == TokenKind.CONTROL]
         )
         tokenizer.add_tokens(
-            [AddedToken(token, normalized=False) for token, kind in kinds if kind == TOKEN_USER_DEFINED]
+            [AddedToken(token, normalized=False) for token, kind in kinds if kind == TokenKind.USER_DEFINED]
         )
         _add_ends(tokenizer, data)
     except CheckpointError:

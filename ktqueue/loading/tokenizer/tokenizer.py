@@ -9,14 +9,13 @@ from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.gguf.vocabulary import VocabularyData, byte_alphabet, from_metadata
-from ktqueue.loading.gguf.writer import TOKEN_BYTE, TOKEN_NORMAL, TOKEN_USER_DEFINED
-from ktqueue.loading.model_path import resolve
-from ktqueue.loading.synthetic.checkpoint import PREFIX, synthetic_vocabulary
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, from_metadata
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
+from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 
-BEGINNING = 6  # characters for each token of the context; plain text has three to five
+CHARACTERS_PER_TOKEN = 6  # characters for each token of the context; plain text has three to five
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -115,10 +114,10 @@ class Tokenizer:
         return self._within(self.encode(text, add_special_tokens=request.prompt is not None), field)
 
     def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
-        beginning = text[: BEGINNING * max_model_len]
+        beginning = text[: CHARACTERS_PER_TOKEN * max_model_len]
         if self.longest_token is not None and len(text) > 2 * len(beginning):
             _check_characters(text)
-            check_tokens(library.least_tokens(self._model, beginning), max_model_len, field, at_least=True)
+            check_tokens(library.min_tokens(self._model, beginning), max_model_len, field, at_least=True)
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         if ids and max(ids) >= self._size:
@@ -151,12 +150,12 @@ class Tokenizer:
         if not 0 <= token_id < len(self._tokens):
             return b""
         token, kind = self._tokens[token_id], self._kinds[token_id]
-        if kind == TOKEN_USER_DEFINED:
+        if kind == TokenKind.USER_DEFINED:
             return token.encode()
-        if kind == TOKEN_BYTE:
+        if kind == TokenKind.BYTE:
             match = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(match[1], 16)]) if match else b""
-        if kind != TOKEN_NORMAL:
+        if kind != TokenKind.NORMAL:
             return b""
         if self._alphabet is None:
             return token.replace(library.SPACE, " ").encode()
@@ -178,7 +177,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     Raises CheckpointError.
     """
-    if path.startswith(PREFIX):
+    if path.startswith(SYNTHETIC_PREFIX):
         return _from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
     return _from_folder(found) if found.is_dir() else _from_gguf(found)

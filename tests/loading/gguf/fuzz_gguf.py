@@ -56,11 +56,11 @@ def main(file: str, unit: str, count: str, last: str) -> None:
         import atheris
 
         with atheris.instrument_imports(include=["ktqueue.loading"]):
-            from ktqueue.loading.checkpoint import open_checkpoint
             from ktqueue.loading.gguf.header import read_header
+            from ktqueue.loading.load import open_checkpoint
     else:
-        from ktqueue.loading.checkpoint import open_checkpoint
         from ktqueue.loading.gguf.header import read_header
+        from ktqueue.loading.load import open_checkpoint
     from ktqueue.core.errors import CheckpointError
 
     raw = Path(file).read_bytes()

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 
 from ktqueue.core.errors import CheckpointError, RuleError
-from ktqueue.loading.checkpoint import open_checkpoint
-from ktqueue.loading.checkpoint_tensors import StoredTensor
+from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.gguf.checkpoint import read_parts
 from ktqueue.loading.gguf.families import (
     config_from_metadata,
@@ -21,10 +20,10 @@ from ktqueue.loading.gguf.families import (
     family_of_model_type,
     metadata_from_config,
 )
-from ktqueue.loading.gguf.latent_tensors import join_latent_tensors
-from ktqueue.loading.gguf.writer import Writer
+from ktqueue.loading.gguf.latent import join_latent_tensors
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.inspect import inspect
-from ktqueue.loading.load import load_model
+from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.skeleton import build_config
 from ktqueue.operators.kv_cache import KVLayout
@@ -114,7 +113,7 @@ def test_files_with_keys_and_values_in_two_tensors(
         else:
             tensors[info.name] = data
     path = tmp_path / "split.gguf"
-    with Writer(path, "deepseek2", "F32") as writer:
+    with GgufWriter(path, "deepseek2", "F32") as writer:
         writer.add_metadata(metadata)
         for name, data in tensors.items():
             writer.add_tensor(name, "F32", data.shape)
@@ -129,7 +128,7 @@ def test_files_with_keys_and_values_in_two_tensors(
 
 def test_a_half_of_the_two_tensors_is_refused(make_gguf: Callable[..., Path]) -> None:
     (header,) = read_parts(make_gguf(model_type="deepseek_v2"))
-    stored = {"blk.0.attn_k_b.weight": StoredTensor("k", "F32", (4, 32, 16), header.data[: 4 * 4 * 32 * 16])}
+    stored = {"blk.0.attn_k_b.weight": CheckpointTensor("k", "F32", (4, 32, 16), header.data[: 4 * 4 * 32 * 16])}
     with pytest.raises(CheckpointError, match="attn_v_b beside it must have three dimensions"):
         join_latent_tensors("file", stored)
 

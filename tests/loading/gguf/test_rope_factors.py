@@ -11,8 +11,8 @@ from rope_parameters import LLAMA3_ROPE
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.rope_factors import TENSOR, factors_of
-from ktqueue.loading.gguf.writer import Writer
+from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
 
@@ -37,7 +37,7 @@ def model_file(make_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 def _overwrite(path: Path, factors: list[float]) -> None:
     """Put other divisors into the file's tensor."""
-    (info,) = [one for one in read_header(path).tensors if one.name == TENSOR]
+    (info,) = [one for one in read_header(path).tensors if one.name == FACTORS_TENSOR]
     data = np.array(factors, "<f4").tobytes()
     raw = path.read_bytes()
     path.write_bytes(raw[: info.offset] + data + raw[info.offset + len(data) :])
@@ -66,7 +66,7 @@ def test_logits_equal_transformers(
 
 def test_divisors_go_from_one_to_the_factor() -> None:
     """head_dim 16, theta 10,000: 10.2, 3.2, 1.02 and fewer periods in 64 positions; 4 or more stay, 1 or fewer go."""
-    got = factors_of(LLAMA3_ROPE, 16, "here")
+    got = llama3_factors(LLAMA3_ROPE, 16, "here")
     periods = 64 / (2 * np.pi) * 10.0 ** (-np.arange(8) / 2)
     kept = (periods[1:3] - 1) / 3
     np.testing.assert_allclose(got[1:3], 1 / ((1 - kept) / 8 + kept), rtol=1e-6)
@@ -83,7 +83,7 @@ def test_damaged_divisors(value: float, model_file: Path, rules: str) -> None:
 def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path: Path) -> None:
     header, target = read_header(model_file), tmp_path / "both.gguf"
     kept = {key: value for key, value in header.metadata.items() if not key.startswith("general.")}
-    with Writer(target, "llama", "F32") as writer:
+    with GgufWriter(target, "llama", "F32") as writer:
         writer.add_metadata({**kept, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0})
         for info in header.tensors:
             writer.add_tensor(info.name, "F32", info.shape)
@@ -97,6 +97,6 @@ def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path:
 @pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.0}])
 def test_parameters_that_say_nothing(change: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="here: rope_type llama3"):
-        factors_of({**LLAMA3_ROPE, **change}, 16, "here")
+        llama3_factors({**LLAMA3_ROPE, **change}, 16, "here")
     with pytest.raises(CheckpointError, match="low_freq_factor"):
-        factors_of({key: value for key, value in LLAMA3_ROPE.items() if key != "low_freq_factor"}, 16, "here")
+        llama3_factors({key: value for key, value in LLAMA3_ROPE.items() if key != "low_freq_factor"}, 16, "here")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.rope_metadata import rope_from_metadata, rope_to_metadata
+from ktqueue.loading.gguf.rope import rope_from_metadata, rope_to_metadata
 from ktqueue.loading.load import load_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}

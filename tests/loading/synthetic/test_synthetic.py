@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import open_checkpoint
-from ktqueue.loading.checkpoint_tensors import decode
+from ktqueue.loading.checkpoint import decode_rows
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.writer import type_name
-from ktqueue.loading.load import load_model
-from ktqueue.loading.synthetic.checkpoint import vocabulary, write
+from ktqueue.loading.gguf.tensor_types import type_name
+from ktqueue.loading.load import load_model, open_checkpoint
+from ktqueue.loading.synthetic.checkpoint import build_vocabulary, write_synthetic
 from ktqueue.loading.synthetic.random_blocks import random_blocks
 from ktqueue.loading.synthetic.shapes import SHAPES, tensors_of
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -25,7 +24,7 @@ def test_random_blocks_have_the_deviation_asked_for(quant: str) -> None:
     blocks = random_blocks(quant, 2000, 0.03, np.random.default_rng(3))
     elements, size = BLOCKS[quant]
     assert blocks.shape == (2000, size * max(1, 32 // elements))
-    values = decode(blocks.reshape(-1), quant, max(elements, 32))
+    values = decode_rows(blocks.reshape(-1), quant, max(elements, 32))
     assert np.isfinite(values).all()
     assert values.std() == pytest.approx(0.03, rel=0.03)
     assert abs(values.mean()) < 0.001
@@ -40,7 +39,7 @@ def test_activations_keep_their_size(
     shape: str, quant: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]
 ) -> None:
     path = tmp_path / "model.gguf"
-    write(f"synthetic:{shape}:{quant}", path, layers=4)
+    write_synthetic(f"synthetic:{shape}:{quant}", path, layers=4)
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("The fox and the crow went into the forest.")
     assert b"".join(tokenizer.token_bytes(one) for one in ids) == b"The fox and the crow went into the forest."
@@ -54,7 +53,7 @@ def test_activations_keep_their_size(
 
 
 def test_the_mix_is_llama_cpps(tmp_path: Path) -> None:
-    write("synthetic:tiny:q4_k_m", tmp_path / "model.gguf", layers=16)
+    write_synthetic("synthetic:tiny:q4_k_m", tmp_path / "model.gguf", layers=16)
     types = {info.name: type_name(info.type_id) for info in read_header(tmp_path / "model.gguf").tensors}
     assert types["output.weight"] == "Q6_K" and types["token_embd.weight"] == "Q4_K"
     for name in ("ffn_down_exps", "attn_v"):
@@ -67,7 +66,7 @@ def test_the_mix_is_llama_cpps(tmp_path: Path) -> None:
 
 def test_the_same_call_writes_the_same_bytes_and_no_two_experts_are_equal(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write("synthetic:tiny:q4_0", tmp_path / name)
+        write_synthetic("synthetic:tiny:q4_0", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     header = read_header(tmp_path / "a")
     matrices = []
@@ -94,14 +93,14 @@ def test_mixtral_loads(
     small = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     changed = {**SHAPES["mixtral-8x7b"], **small, "head_dim": 64, "vocab_size": 512}
     monkeypatch.setitem(SHAPES, "mixtral-8x7b", changed)
-    write("synthetic:mixtral-8x7b:q4_k_m", tmp_path / "m", layers=2)
+    write_synthetic("synthetic:mixtral-8x7b:q4_k_m", tmp_path / "m", layers=2)
     model = load_model(str(tmp_path / "m"))
     assert model.config.model_type == "mixtral" and model.config.num_local_experts == 8
     assert torch.isfinite(run_logits(model.module, model.kv_layout(16), [1, 2, 3])).all()
 
 
 def test_the_vocabulary_fills_the_model() -> None:
-    data = vocabulary(151936)
+    data = build_vocabulary(151936)
     assert len(data.tokens) == len(set(data.tokens)) == len(data.kinds) == 151936
 
 
@@ -113,14 +112,14 @@ def test_the_vocabulary_fills_the_model() -> None:
 )  # fmt: skip
 def test_unknown_names_are_refused(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is") as caught:
-        write(name, tmp_path / "model.gguf")
+        write_synthetic(name, tmp_path / "model.gguf")
     assert says in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_model_in_memory_is_the_one_that_would_be_written(tmp_path: Path) -> None:
     name = "synthetic:tiny:q4_k_m:3"
-    write(name, tmp_path / "tiny.gguf")
+    write_synthetic(name, tmp_path / "tiny.gguf")
     ours, written = open_checkpoint(name), open_checkpoint(str(tmp_path / "tiny.gguf"))
     assert ours.config() == written.config()
     assert ours.config()["num_hidden_layers"] == 3
@@ -142,5 +141,5 @@ def test_layers_of_a_name_are_checked(layers: str) -> None:
 @pytest.mark.parametrize("layers", [0, -1, 5000])
 def test_layers_that_could_not_be_loaded_are_not_written(layers: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"layers must be a number from 1 to 4096, got '{layers}'"):
-        write("synthetic:tiny:q8_0:2", tmp_path / "model.gguf", layers=layers)
+        write_synthetic("synthetic:tiny:q8_0:2", tmp_path / "model.gguf", layers=layers)
     assert not list(tmp_path.iterdir())

@@ -236,7 +236,7 @@ def test_a_beginning_has_no_more_tokens_than_the_whole():
     counted = 0
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=120))
-        least = library.least_tokens(tokenizer._model, text[: draw.randrange(len(text))])
+        least = library.min_tokens(tokenizer._model, text[: draw.randrange(len(text))])
         assert least <= len(tokenizer.encode(text))
         counted += least
     assert counted > 10_000

@@ -1,11 +1,16 @@
-"""Rotary parameters: transformers' `rope_parameters` and the GGUF keys after `{architecture}.rope.`, both ways."""
+"""Rotary position parameters: transformers' `rope_parameters` and the GGUF keys after `{architecture}.rope.`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.metadata_numbers import number
+import numpy as np
 
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.header import metadata_number
+from ktqueue.loading.weight_formats import Floats
+
+FACTORS_TENSOR = "rope_freqs.weight"  # [head_dim / 2]
 _ROPE_THETA = 10_000.0  # where the file states none (llama.cpp's default)
 _BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
 _FACTORS = ("scaling.attn_factor", "scaling.yarn_attn_factor")  # 1 does nothing
@@ -30,7 +35,7 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:
     """`latent`: the model has multi-head latent attention, whose yarn has more parameters. Raises CheckpointError."""
     prefix = f"{architecture}.rope."
-    theta = number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
+    theta = metadata_number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = metadata.get(prefix + "scaling.type", "none")
     if kind not in (*_HARMLESS,):  # it may be of any type
@@ -42,17 +47,19 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
             raise CheckpointError(f"{source}: {prefix}{name} {metadata[prefix + name]!r} is not supported")
     if kind != "none":
         rope["rope_type"] = kind
-        rope["factor"] = number(metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source)
+        rope["factor"] = metadata_number(
+            metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source
+        )
         if kind == "yarn":
             key = prefix + "scaling.original_context_length"
-            rope["original_max_position_embeddings"] = number(metadata.get(key), int, key, source)
+            rope["original_max_position_embeddings"] = metadata_number(metadata.get(key), int, key, source)
             rope |= {
-                name: number(metadata.get(prefix + beta, default), float, prefix + beta, source)
+                name: metadata_number(metadata.get(prefix + beta, default), float, prefix + beta, source)
                 for name, (beta, default) in _BETAS.items()
             }
             if latent and metadata.get(key := prefix + _LOG_MULTIPLIER):
                 # Stored as a float32: six digits are what a config has.
-                scale = round(float(number(metadata[key], float, key, source)) / 0.1, 6)
+                scale = round(float(metadata_number(metadata[key], float, key, source)) / 0.1, 6)
                 rope |= {"mscale": scale, "mscale_all_dim": scale}
     return rope
 
@@ -92,3 +99,50 @@ def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: boo
     if not latent and mscale and of_all:
         raise CheckpointError(f"{source}: rope mscale {mscale!r}, mscale_all_dim {of_all!r} cannot be written to GGUF")
     return found | ({prefix + _LOG_MULTIPLIER: 0.1 * float(of_all)} if latent and of_all else {})
+
+
+def llama3_factors(rope: Mapping[str, Any], head_dim: int, source: str) -> Floats:
+    """The divisors, [head_dim / 2], of `rope_type` llama3. Formula: Meta's Llama 3.1 reference.
+
+    Frequencies with many periods in the original context stay, those with few are divided by `factor`, between the two
+    bounds the frequency goes from one to the other in proportion. Raises CheckpointError.
+    """
+    try:
+        factor, low, high, theta, context = (
+            float(rope[key])
+            for key in (
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "rope_theta",
+                "original_max_position_embeddings",
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: rope_type llama3 lacks a number: {error}") from error
+    if not (factor > 0 and theta > 0 and high > low):
+        raise CheckpointError(
+            f"{source}: rope_type llama3 needs factor > 0, rope_theta > 0 and high_freq_factor > low_freq_factor"
+        )
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    periods = context * frequencies / (2 * math.pi)
+    kept = np.clip((periods - low) / (high - low), 0.0, 1.0)
+    factors: Floats = (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
+    return factors
+
+
+def longrope_parameters(rope: Mapping[str, Any], factors: Floats, positions: int) -> dict[str, Any]:
+    """transformers' `rope_parameters` for plain `rope` whose frequencies are divided by `factors`.
+
+    `positions`: the longest context, so that one list of the two that longrope has serves all lengths.
+    """
+    listed = [float(factor) for factor in factors]
+    return {
+        **rope,
+        "rope_type": "longrope",
+        "short_factor": listed,
+        "long_factor": listed,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": positions,
+    }

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError, RuleError
-from ktqueue.loading.dummy_weights import made_up, rehearse_hollow
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import kv_layout, load_model
 from ktqueue.loading.plan import make_plan
+from ktqueue.loading.rehearsal import dummy_values, rehearse_without_weights
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import build_config, build_skeleton
 from ktqueue.operators.base import registry
@@ -85,9 +85,9 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
     (rules := tmp_path / "rules.yaml").write_text(KEEP)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     plan = make_plan(modules, load_rules(rules, registry), "cpu")
-    assert rehearse_hollow(skeleton, plan, kv_layout(config, 1, torch.bfloat16), "folder") == plan
-    assert made_up(150_000, 5120).untyped_storage().nbytes() < 1 << 20
-    assert made_up(160, 5120, 3072)[::16, ::64, ::64].unique().numel() > 400
+    assert rehearse_without_weights(skeleton, plan, kv_layout(config, 1, torch.bfloat16), "folder") == plan
+    assert dummy_values(150_000, 5120).untyped_storage().nbytes() < 1 << 20
+    assert dummy_values(160, 5120, 3072)[::16, ::64, ::64].unique().numel() > 400
 
 
 def test_several_models_in_one_are_refused() -> None:
