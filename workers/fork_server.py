@@ -77,7 +77,8 @@ class ForkServer:
     def _fork(self, log_path: str) -> int:
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads; those of the kernels are made anew in the child (csrc/thread_pool.cpp).
+            # Python 3.12 warns of threads; those of the kernels are made anew in the child
+            # (csrc/threads/thread_pool.cpp).
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:

@@ -197,8 +197,8 @@ class ExpertLayer:
         """(address, bytes) of the packed memory of one expert, to be copied one after the other.
 
         Together: (panel p of gate, panel p of up) for every p, then every panel of down, in the layout of
-        csrc/panel_layout.h. Two ranges, or more where panels are divided among NUMA nodes. Read only, and only while
-        this object lives. Raises ValueError if there is no such expert.
+        csrc/formats/panel_layout.h. Two ranges, or more where panels are divided among NUMA nodes. Read only, and only
+        while this object lives. Raises ValueError if there is no such expert.
         """
         if expert < 0:
             raise ValueError(f"expert must not be negative, got {expert}")
@@ -239,8 +239,8 @@ class Linear:
 
     @property
     def range(self) -> tuple[int, int]:
-        """(address, bytes) of the packed memory: panel after panel, in the layout of csrc/panel_layout.h. Read only,
-        and only while this object lives."""
+        """(address, bytes) of the packed memory: panel after panel, in the layout of csrc/formats/panel_layout.h. Read
+        only, and only while this object lives."""
         return int(self._linear.address), self.bytes
 
     def forward(self, x: Floats, out: Floats) -> None:

@@ -13,7 +13,7 @@ NONE = np.empty(0, np.float32)  # no such norm
 
 
 class Decoder:
-    """Token ids to logits through embedding, layers, final norm and head; see csrc/decoder.h.
+    """Token ids to logits through embedding, layers, final norm and head; see csrc/model/decoder.h.
 
     `embedding` is read in place and kept alive; `head`: [vocabulary, hidden]. `scaling` is of attention scores,
     `epsilon` of all norms. Raises ValueError if shapes disagree.

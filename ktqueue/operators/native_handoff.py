@@ -1,6 +1,6 @@
 """Typed wrapper of the compiled hand-off: a service that runs expert layers on request words in shared memory.
 
-The protocol, the layout of the input and the argument why nobody reads too early are in csrc/handoff.h.
+The protocol, the layout of the input and the argument why nobody reads too early are in csrc/handoff/handoff.h.
 Knows no GPU: whoever writes the words may be a stream, a host function or a test.
 """
 
@@ -63,7 +63,7 @@ class HandoffService:
     function.
 
     deferred_experts: the last of each token, which a task that defers leaves for later; such a task and the next one
-    need slots of their own (csrc/handoff.h says why).
+    need slots of their own (csrc/handoff/handoff.h says why).
     An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two looks. A task that has not ended after
     `stuck_seconds` breaks the service: all requests are then answered without being run, and `take_error` says so from
     then on. Memory of slots and layers are kept alive. Raises ValueError.

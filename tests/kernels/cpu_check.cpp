@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu_budget.h"
-#include "thread_placement.h"
+#include "threads/cpu_budget.h"
+#include "threads/thread_placement.h"
 
 using namespace ktqueue;
 

@@ -1,4 +1,4 @@
-// Arithmetic of 32 IEEE halves in a register, for bf16_weights.h, on CPUs without AVX512-FP16: rounded once, to nearest.
+// Arithmetic of 32 IEEE halves in a register, for kernels/bf16_weights.h, on CPUs without AVX512-FP16: rounded once, to nearest.
 #pragma once
 
 #include <immintrin.h>

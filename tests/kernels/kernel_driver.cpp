@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "cpu_features.h"
+#include "isa/cpu_features.h"
 #include "driver/cases.h"
 
 namespace ktqueue {

@@ -124,7 +124,7 @@ def panel_ranges(layer: native.ExpertLayer, expert: int, weights: ExpertWeights)
 
 
 def tasks(panels: list[Ranges], nodes: int, step: int) -> list[Ranges]:
-    """Tasks over the experts' `panels` as csrc/node_slices.h numbers them: node by node, expert by expert."""
+    """Tasks over the experts' `panels` as csrc/experts/node_slices.h numbers them: node by node, expert by expert."""
     count = len(panels[0])
     edges = [count * node // nodes // 2 * 2 for node in range(nodes)] + [count]
     return [
@@ -136,7 +136,7 @@ def tasks(panels: list[Ranges], nodes: int, step: int) -> list[Ranges]:
 
 
 def share(of: list[Ranges], thread: int, threads: int) -> Ranges:
-    """What the pool gives to one thread, as csrc/thread_pool.h says."""
+    """What the pool gives to one thread, as csrc/threads/thread_pool.h says."""
     begin, end = (-(-len(of) * one // threads) for one in (thread, thread + 1))
     return list(chain.from_iterable(of[begin:end]))
 

@@ -14,7 +14,7 @@ import torch
 from ktqueue.operators import native
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "csrc" / f"{name}.cpp" for name in ("thread_placement", "topology", "cpu_budget")]
+SOURCES = [ROOT / "csrc" / "threads" / f"{name}.cpp" for name in ("thread_placement", "topology", "cpu_budget")]
 
 
 def build(name: str, target: Path, *flags: str) -> Path:

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = [
-    *(ROOT / "csrc" / f"{name}.cpp" for name in ("cpu_features", "dequantize", "pack")),
-    *(ROOT / "csrc" / f"{name}.cpp" for name in ("prepared_rows", "quant_format")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("isa/cpu_features", "formats/dequantize", "formats/pack")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("kernels/prepared_rows", "formats/quant_format")),
     HERE / "tile_kernels_check.cpp",
 ]
 FLAGS = ["-ffp-contract=off", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"]

@@ -12,7 +12,7 @@
 #include <string>
 #include <system_error>
 
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 namespace {
 
@@ -28,7 +28,7 @@ void dawdle() {
 
 // The pool itself, with a pause put before each claim.
 #define compare_exchange_weak(word, ...) compare_exchange_weak((dawdle(), word), __VA_ARGS__)
-#include "thread_pool.cpp"
+#include "threads/thread_pool.cpp"
 #undef compare_exchange_weak
 
 using namespace ktqueue;

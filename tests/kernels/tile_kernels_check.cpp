@@ -7,21 +7,21 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_features.h"
-#include "half.h"
+#include "isa/cpu_features.h"
+#include "formats/half.h"
 #include "half_emulated.h"
-#include "kernel_table.h"
-#include "lanes_avx512.h"
-#include "packed_matrix.h"
-#include "prepared_rows.h"
+#include "kernels/kernel_table.h"
+#include "isa/lanes_avx512.h"
+#include "formats/packed_matrix.h"
+#include "kernels/prepared_rows.h"
 #include "tiles_emulated.h"
-#include "vector_avx512.h"
+#include "isa/vector_avx512.h"
 // What is written in lanes and vectors comes after them.
-#include "tile_rows.h"
+#include "kernels/tile_rows.h"
 // Uses the rows.
-#include "block_tiles.h"
-#include "half_avx512.h"
-#include "tiles_amx.h"
+#include "kernels/block_tiles.h"
+#include "isa/half_avx512.h"
+#include "isa/tiles_amx.h"
 
 using namespace ktqueue;
 

@@ -1,4 +1,4 @@
-// The eight tiles of AMX in plain C++, for bf16_tiles.h: configuration, loads, stores and the product as the
+// The eight tiles of AMX in plain C++, for kernels/bf16_tiles.h: configuration, loads, stores and the product as the
 // operation sections of Intel's Software Developer's Manual, volume 2, spell them out. What would be an
 // illegal-instruction fault there ends the program here.
 #pragma once

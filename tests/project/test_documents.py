@@ -103,6 +103,6 @@ def test_environment_variables_in_the_code_are_told() -> None:
     page = (REFERENCE / "configuration.md").read_text()
     for name in STANDALONE:
         assert f"| `{name}` |" in page
-    for path in [*(ROOT / "ktqueue").rglob("*.py"), *(ROOT / "workers").rglob("*.py"), *(ROOT / "csrc").glob("*.*")]:
+    for path in [*(ROOT / "ktqueue").rglob("*.py"), *(ROOT / "workers").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]:
         for name in re.findall(r"\"(KTQUEUE_[A-Z_]+[A-Z])\"", path.read_text()):
             assert f"`{name}`" in page, f"{path.name} reads {name}"

@@ -3,8 +3,8 @@
 #include <limits>
 
 #include "cases.h"
-#include "paged_attention.h"
-#include "thread_pool.h"
+#include "model/paged_attention.h"
+#include "threads/thread_pool.h"
 
 namespace ktqueue {
 

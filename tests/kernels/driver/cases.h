@@ -1,7 +1,7 @@
 // What kernel_driver runs. Each case throws where the kernels break a promise.
 #pragma once
 
-#include "kernel_table.h"
+#include "kernels/kernel_table.h"
 #include "random.h"
 
 namespace ktqueue {

@@ -2,13 +2,13 @@
 // with the flags of AVX-512, so nothing compiled here may be shared with other files.
 #include "../half_emulated.h"
 #include "../tiles_emulated.h"
-#include "kernel_table.h"
-#include "lanes_avx512.h"
-#include "vector_avx512.h"
+#include "kernels/kernel_table.h"
+#include "isa/lanes_avx512.h"
+#include "isa/vector_avx512.h"
 // What is written in lanes and vectors comes after them.
-#include "tile_rows.h"
+#include "kernels/tile_rows.h"
 // Uses the rows.
-#include "block_tiles.h"
+#include "kernels/block_tiles.h"
 
 namespace ktqueue {
 

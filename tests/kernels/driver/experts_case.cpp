@@ -7,11 +7,11 @@
 #include <thread>
 
 #include "cases.h"
-#include "expert_layer.h"
-#include "handoff.h"
+#include "experts/expert_layer.h"
+#include "handoff/handoff.h"
 #include "matrices.h"
-#include "prepared_rows.h"
-#include "thread_pool.h"
+#include "kernels/prepared_rows.h"
+#include "threads/thread_pool.h"
 
 namespace ktqueue {
 

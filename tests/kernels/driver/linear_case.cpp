@@ -5,9 +5,9 @@
 #include <thread>
 
 #include "cases.h"
-#include "linear.h"
+#include "model/linear.h"
 #include "matrices.h"
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 namespace ktqueue {
 

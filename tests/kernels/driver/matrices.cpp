@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <limits>
 
-#include "kernel_table.h"
+#include "kernels/kernel_table.h"
 
 namespace ktqueue {
 

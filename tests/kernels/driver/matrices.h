@@ -3,8 +3,8 @@
 
 #include <set>
 
-#include "packed_matrix.h"
-#include "prepared_rows.h"
+#include "formats/packed_matrix.h"
+#include "kernels/prepared_rows.h"
 #include "random.h"
 
 namespace ktqueue {
@@ -27,7 +27,7 @@ class Matrix {
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
     // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much; it has a
-    // small share of the matrix's largest weight, for weights of 0 in tiles (see bf16_weights.h).
+    // small share of the matrix's largest weight, for weights of 0 in tiles (see kernels/bf16_weights.h).
     struct Product {
         double value, size;
         double

@@ -8,11 +8,11 @@
 #include <set>
 #include <thread>
 
-#include "aligned_buffer.h"
+#include "formats/aligned_buffer.h"
 #include "cases.h"
-#include "expert_layer.h"
+#include "experts/expert_layer.h"
 #include "matrices.h"
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 namespace ktqueue {
 

@@ -1,8 +1,8 @@
 """Handoff: tokens routed to the CPU's experts go there and their results come back, in stream order, without a sync.
 
-What a step enqueues can be captured in a CUDA graph and replayed. The protocol is in csrc/handoff.h; signals.py has
-the three ways to follow it. Rows are not moved here: kernels that make them anyway write them straight to where the CPU
-reads them, and read its result from where it writes it.
+What a step enqueues can be captured in a CUDA graph and replayed. The protocol is in csrc/handoff/handoff.h; signals.py
+has the three ways to follow it. Rows are not moved here: kernels that make them anyway write them straight to where the
+CPU reads them, and read its result from where it writes it.
 """
 
 from typing import NamedTuple, get_args
@@ -133,12 +133,11 @@ class Handoff:
         """The memory of the slot's next task: its input is to be written by what is enqueued on the current stream
         before `request`, by one kernel or by several; its result is to be read by what is enqueued behind `settle`.
 
-        Nothing but stream order is needed (csrc/handoff.h has the argument): a kernel's stores are done when it ends,
-        and the request is written behind a fence for the whole system; the task before has read its input, and what
-        is enqueued before `request` has read its result, when the CPU sees this one.
-        A task of the slot that was requested and not settled, as an exception between the two leaves it, is waited for
-        first. Raises ValueError for a number of tokens that does not fit; RuntimeError if there is such a task and a
-        graph is being captured.
+        Nothing but stream order is needed (csrc/handoff/handoff.h has the argument): a kernel's stores are done when it
+        ends, and the request is written behind a fence for the whole system; the task before has read its input, and
+        what is enqueued before `request` has read its result, when the CPU sees this one. A task of the slot that was
+        requested and not settled, as an exception between the two leaves it, is waited for first. Raises ValueError for
+        a number of tokens that does not fit; RuntimeError if there is such a task and a graph is being captured.
         """
         hidden, experts_per_token, max_tokens = self._shape
         if not 1 <= tokens <= max_tokens:
@@ -219,7 +218,8 @@ class Handoff:
 def _input(
     memory: torch.Tensor, tokens: int, experts_per_token: int, hidden: int, x_offset: int, predicted_offset: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, cpu_ids, weights and predicted ids of a task, views of memory [bytes] uint8, where csrc/handoff.h has them."""
+    """x, cpu_ids, weights and predicted ids of a task, views of memory [bytes] uint8, where csrc/handoff/handoff.h has
+    them."""
     pairs = tokens * experts_per_token
     return (
         memory[x_offset : x_offset + 4 * tokens * hidden].view(torch.float32).view(tokens, hidden),

@@ -7,8 +7,8 @@ SLOTS = 2
 
 
 def input_bytes(hidden: int, experts_per_token: int, max_tokens: int) -> int:
-    """Of a slot's input, as csrc/handoff.h lays it out: of each pair its expert's id and weight and a guess of the next
-    layer's, of each token x in float32; and what may lie between, since x and the guesses begin on a line."""
+    """Of a slot's input, as csrc/handoff/handoff.h lays it out: of each pair its expert's id and weight and a guess of
+    the next layer's, of each token x in float32; and what may lie between, since x and the guesses begin on a line."""
     return 20 * max_tokens * experts_per_token + 128 + 4 * max_tokens * hidden
 
 

@@ -47,12 +47,12 @@ class Flags:
         ]
 
     def request(self, slot: int, word: int) -> None:
-        """G2 and G3 of csrc/handoff.h."""
+        """G2 and G3 of csrc/handoff/handoff.h."""
         request, done = self._words[slot]
         self._enqueue(MemoryOperation("write", done, 0), MemoryOperation("write", request, word))
 
     def settle(self, slot: int, word: int) -> None:
-        """G4 of csrc/handoff.h."""
+        """G4 of csrc/handoff/handoff.h."""
         self._enqueue(MemoryOperation("wait", self._words[slot][1], word))
 
     def _enqueue(self, *operations: MemoryOperation) -> None:

@@ -1,9 +1,9 @@
 """Integer dot products of packed weights with int8 activations, for Triton kernels: four weights an instruction.
 
 A tile is [S, N]: S slabs of 32 columns by N rows. Of a slab the packed planes hold, for each row, the words of eight
-lines: line l has the codes of columns 4l .. 4l + 3, a byte each once unpacked (csrc/panel_layout.h), which is one
-operand of dp4a; the other are the codes of the same columns of x. A thread has whole slabs of its rows, so scales are
-decoded once for 32 weights. Codes are unsigned, or signed where they come from a table; what an offset or a minimum
+lines: line l has the codes of columns 4l .. 4l + 3, a byte each once unpacked (csrc/formats/panel_layout.h), which is
+one operand of dp4a; the other are the codes of the same columns of x. A thread has whole slabs of its rows, so scales
+are decoded once for 32 weights. Codes are unsigned, or signed where they come from a table; what an offset or a minimum
 adds comes from the sum of x's codes (int8_rows.py).
 """
 

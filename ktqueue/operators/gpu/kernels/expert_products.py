@@ -1,4 +1,4 @@
-"""Experts that stay packed in GPU memory, in the CPU kernels' own layout (csrc/panel_layout.h).
+"""Experts that stay packed in GPU memory, in the CPU kernels' own layout (csrc/formats/panel_layout.h).
 
 One expert is a *record* of bytes in a pool: panel 0 of gate, panel 0 of up, panel 1 of gate and so on, then the panels
 of down. A *pair* is a token and one of the experts it chose. Each function runs the Triton kernels for CUDA tensors and

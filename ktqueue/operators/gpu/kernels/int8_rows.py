@@ -1,8 +1,8 @@
 """Activations as int8 with one scale for each slab of 32 columns, as the integer dot products of experts want them.
 
-x[column] = scale * code up to rounding, scale = max |x| / 127 of the slab, as csrc/activations.h has it for the CPU. A
-slab with an infinity or a NaN has the scale NaN, which poisons the results of that row and of no other. Sums are of
-codes, not of x, for minimums too: what is multiplied is one row of rounded activations, so that rounding errors meet
+x[column] = scale * code up to rounding, scale = max |x| / 127 of the slab, as csrc/formats/activations.h has it for the
+CPU. A slab with an infinity or a NaN has the scale NaN, which poisons the results of that row and of no other. Sums are
+of codes, not of x, for minimums too: what is multiplied is one row of rounded activations, so that rounding errors meet
 whole weights (whose mean is near zero) and not their codes.
 """
 

@@ -1,7 +1,7 @@
 """Weights packed as the CPU's kernels read them: sizes, and what the bytes mean.
 
-The layout is described in csrc/panel_layout.h: *panels* of 16 rows, runs of *superblocks* of up to eight *slabs* of 32
-columns. Here it is read with plain torch on any device: the twin of formats.py. Knows no expert.
+The layout is described in csrc/formats/panel_layout.h: *panels* of 16 rows, runs of *superblocks* of up to eight
+*slabs* of 32 columns. Here it is read with plain torch on any device: the twin of formats.py. Knows no expert.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A matrix in GPU memory as the CPU's kernels pack it (csrc/panel_layout.h): made, decoded, multiplied.
+"""A matrix in GPU memory as the CPU's kernels pack it (csrc/formats/panel_layout.h): made, decoded, multiplied.
 
 Each has a Triton kernel for CUDA tensors and a torch twin for all others. Knows no layer.
 """

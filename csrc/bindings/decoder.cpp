@@ -1,0 +1,172 @@
+#include "bindings/decoder.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/weights.h"
+#include "model/decoder.h"
+
+namespace ktqueue {
+namespace {
+
+std::vector<float> vector_of(const ReadOnly& array, const char* name) {
+    require<float>(array, name, {kAny});
+    return {data<float>(array), data<float>(array) + array.size()};
+}
+
+// A decoder with what it reads in a step: its embedding, the cache and the rotary table, all Python's arrays.
+class BoundDecoder {
+  public:
+    BoundDecoder(size_t hidden, size_t heads, size_t kv_heads, size_t head_dim, float scaling, float epsilon,
+                 const std::string& quant, const ReadOnly& embedding, const ReadOnly& norm, const BoundLinear& head,
+                 const std::string& isa)
+        : embedding_(embedding),
+          decoder_({hidden, {heads, kv_heads, head_dim}, scaling, epsilon},
+                   stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
+                   kernels_named(isa)) {}
+
+    void add_layer(const ReadOnly& attention_norm, const BoundLinear& q, const BoundLinear& k, const BoundLinear& v,
+                   const BoundLinear& o, const ReadOnly& q_norm, const ReadOnly& k_norm, float clip,
+                   size_t sliding_window, const ReadOnly& mlp_norm, const BoundLayer* mlp,
+                   const BoundLinear* shared_gate, const BoundLinear* router, const BoundLayer* experts,
+                   size_t experts_per_token, bool renormalise) {
+        const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
+        decoder_.add_layer({
+            .attention_norm = vector_of(attention_norm, "attention_norm"),
+            .q = &q.linear(),
+            .k = &k.linear(),
+            .v = &v.linear(),
+            .o = &o.linear(),
+            .q_norm = vector_of(q_norm, "q_norm"),
+            .k_norm = vector_of(k_norm, "k_norm"),
+            .clip = clip,
+            .sliding_window = sliding_window,
+            .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
+            .mlp = mlp ? &mlp->layer() : nullptr,
+            .shared_gate = linear(shared_gate),
+            .router = linear(router),
+            .experts = experts ? &experts->layer() : nullptr,
+            .experts_per_token = experts_per_token,
+            .renormalise = renormalise,
+        });
+    }
+
+    void set_rotary(const ReadOnly& cosine, const ReadOnly& sine) {
+        require<float>(cosine, "cosine", {kAny, kAny});
+        const auto positions = static_cast<int64_t>(cosine.shape(0)), half = static_cast<int64_t>(cosine.shape(1));
+        require<float>(sine, "sine", {positions, half});
+        cosine_ = cosine;
+        sine_ = sine;
+        rotary_ = {data<float>(cosine), data<float>(sine), cosine.shape(0), cosine.shape(1)};
+    }
+
+    void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values) {
+        if (keys.size() != decoder_.layers() || values.size() != decoder_.layers())
+            throw std::invalid_argument("the cache must have " + std::to_string(decoder_.layers()) + " layers, got " +
+                                        std::to_string(keys.size()));
+        const auto [heads, kv_heads, head_dim] = decoder_.shape().attention;
+        const auto pages = keys.empty() || keys[0].ndim() != 4 ? kAny : static_cast<int64_t>(keys[0].shape(0));
+        const auto page_size = pages == kAny ? kAny : static_cast<int64_t>(keys[0].shape(1));
+        std::vector<float*> key_data, value_data;
+        for (const auto* arrays : {&keys, &values})
+            for (const Writable& one : *arrays) {
+                require<float>(one, "cache",
+                               {pages, page_size, static_cast<int64_t>(kv_heads), static_cast<int64_t>(head_dim)});
+                (arrays == &keys ? key_data : value_data).push_back(data<float>(one));
+            }
+        cache_ = keys;
+        cache_.insert(cache_.end(), values.begin(), values.end());
+        keys_ = std::move(key_data);
+        values_ = std::move(value_data);
+        pages_ = static_cast<size_t>(pages);
+        page_size_ = static_cast<size_t>(page_size);
+    }
+
+    void forward(const ReadOnly& input_ids, const ReadOnly& position_ids, const ReadOnly& scored,
+                 const ReadOnly& query_starts, const ReadOnly& context_lengths, const ReadOnly& page_table,
+                 const ReadOnly& slot_mapping, const Writable& logits) {
+        if (keys_.empty()) throw std::invalid_argument("the decoder has no layers or no cache yet");
+        require<int64_t>(input_ids, "input_ids", {1, kAny});
+        const auto tokens = static_cast<int64_t>(input_ids.shape(1));
+        require<int64_t>(position_ids, "position_ids", {1, tokens});
+        require<int64_t>(scored, "logits_to_keep", {kAny});
+        require<int32_t>(context_lengths, "context_lengths", {kAny});
+        const auto rows = static_cast<int64_t>(context_lengths.shape(0));
+        require<int32_t>(query_starts, "query_starts", {rows + 1});
+        require<int32_t>(page_table, "page_table", {rows, kAny});
+        require<int64_t>(slot_mapping, "slot_mapping", {tokens});
+        require<float>(logits, "logits",
+                       {static_cast<int64_t>(scored.shape(0)), static_cast<int64_t>(decoder_.vocabulary())});
+        const DecoderStep step = {
+            .ids = data<int64_t>(input_ids),
+            .positions = data<int64_t>(position_ids),
+            .scored = data<int64_t>(scored),
+            .scored_count = scored.shape(0),
+            .paged =
+                {
+                    .query_starts = data<int32_t>(query_starts),
+                    .context_lengths = data<int32_t>(context_lengths),
+                    .page_table = data<int32_t>(page_table),
+                    .slot_mapping = data<int64_t>(slot_mapping),
+                    .tokens = input_ids.shape(1),
+                    .rows = context_lengths.shape(0),
+                    .max_pages = page_table.shape(1),
+                    .pages = pages_,
+                    .page_size = page_size_,
+                },
+            .cache_keys = keys_.data(),
+            .cache_values = values_.data(),
+            .rotary = rotary_,
+            .logits = data<float>(logits),
+        };
+        nb::gil_scoped_release release;
+        decoder_.forward(step);
+    }
+
+    uint64_t expert_layers_run() const { return decoder_.expert_layers_run(); }
+    uint64_t experts_used() const { return decoder_.experts_used(); }
+
+  private:
+    static StoredMatrix stored(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed) {
+        const Quant kind = parse_quant(quant);
+        require<uint8_t>(packed, "embedding", {static_cast<int64_t>(matrix_bytes(kind, rows, columns))});
+        return {kind, rows, columns, data<uint8_t>(packed)};
+    }
+
+    ReadOnly embedding_, cosine_, sine_;
+    std::vector<Writable> cache_;
+    std::vector<float*> keys_, values_;
+    size_t pages_ = 0, page_size_ = 0;
+    RotaryTable rotary_;
+    Decoder decoder_;
+};
+
+}  // namespace
+
+void bind_decoder(nb::module_& module) {
+    nb::class_<BoundDecoder>(module, "Decoder")
+        .def(nb::init<size_t, size_t, size_t, size_t, float, float, const std::string&, const ReadOnly&,
+                      const ReadOnly&, const BoundLinear&, const std::string&>(),
+             nb::kw_only(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+             nb::arg("scaling"), nb::arg("epsilon"), nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"),
+             nb::arg("head"), nb::arg("isa"), nb::keep_alive<1, 11>())
+        .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q"),
+             nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
+             nb::arg("sliding_window"), nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(),
+             nb::arg("router").none(), nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"),
+             nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+             nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>())
+        .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
+        .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
+        .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),
+             nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),
+             nb::arg("logits"))
+        .def_prop_ro("expert_layers_run", &BoundDecoder::expert_layers_run)
+        .def_prop_ro("experts_used", &BoundDecoder::experts_used);
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,113 @@
+#include "bindings/handoff.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/weights.h"
+#include "handoff/handoff.h"
+
+namespace ktqueue {
+namespace {
+
+// Addresses: input, out, request word, done word.
+using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+// `kept`: whatever owns the memory of the slots. It and the layers are given up only when no thread can touch them.
+class BoundHandoff {
+  public:
+    BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, size_t deferred_experts,
+                 const std::vector<Addresses>& slots, nb::object kept, bool serve, double idle_seconds,
+                 double stuck_seconds)
+        : shape_{hidden, experts_per_token, max_tokens, deferred_experts},
+          handoff_(shape_, parse(slots), serve, {idle_seconds, stuck_seconds}) {
+        kept_.push_back(std::move(kept));
+    }
+    BoundHandoff(const BoundHandoff&) = delete;
+
+    ~BoundHandoff() { close(1); }
+
+    size_t add_layer(nb::object layer) {
+        const size_t number = handoff_.add_layer(nb::cast<const BoundLayer&>(layer).layer());
+        kept_.push_back(std::move(layer));
+        return number;
+    }
+
+    bool close(double seconds) {
+        bool ended;
+        {
+            nb::gil_scoped_release release;
+            ended = handoff_.close(seconds);
+        }
+        if (!ended)
+            for (nb::object& one : kept_) one.release();  // for as long as the process lives
+        return ended;
+    }
+
+    Handoff& handoff() { return handoff_; }
+    const HandoffShape& shape() const { return shape_; }
+
+  private:
+    static std::vector<HandoffSlot> parse(const std::vector<Addresses>& slots) {
+        std::vector<HandoffSlot> parsed;
+        for (const auto& [input, out, request, done] : slots)
+            parsed.push_back({reinterpret_cast<uint8_t*>(input), reinterpret_cast<float*>(out),
+                              reinterpret_cast<void*>(request), reinterpret_cast<void*>(done)});
+        return parsed;
+    }
+
+    HandoffShape shape_;
+    std::vector<nb::object> kept_;
+    Handoff handoff_;
+};
+
+}  // namespace
+
+void bind_handoff(nb::module_& module) {
+    nb::class_<BoundHandoff>(module, "Handoff")
+        .def(
+            nb::init<size_t, size_t, size_t, size_t, const std::vector<Addresses>&, nb::object, bool, double, double>(),
+            nb::arg("hidden"), nb::arg("experts_per_token"), nb::arg("max_tokens"), nb::arg("deferred_experts"),
+            nb::arg("slots"), nb::arg("kept"), nb::arg("serve"), nb::arg("idle_seconds"), nb::arg("stuck_seconds"))
+        .def("add_layer", &BoundHandoff::add_layer, nb::arg("layer"))
+        .def(
+            "run",
+            [](BoundHandoff& bound, size_t slot, uint32_t word) {
+                nb::gil_scoped_release release;
+                bound.handoff().run(slot, word);
+            },
+            nb::arg("slot"), nb::arg("word"))
+        .def(
+            "host_task",
+            [](BoundHandoff& bound, size_t slot, uint32_t word) {
+                return reinterpret_cast<uintptr_t>(bound.handoff().host_task(slot, word));
+            },
+            nb::arg("slot"), nb::arg("word"))
+        .def_prop_ro_static("host_function",
+                            [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_host_function); })
+        .def("rest_task", [](BoundHandoff& bound) { return reinterpret_cast<uintptr_t>(bound.handoff().rest_task()); })
+        .def_prop_ro_static("rest_function",
+                            [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_rest_function); })
+        .def(
+            "x_offset", [](const BoundHandoff& bound, size_t tokens) { return bound.shape().x_offset(tokens); },
+            nb::arg("tokens"))
+        .def(
+            "predicted_offset",
+            [](const BoundHandoff& bound, size_t tokens) { return bound.shape().predicted_offset(tokens); },
+            nb::arg("tokens"))
+        .def("take_error", [](BoundHandoff& bound) { return bound.handoff().take_error(); })
+        .def("statistics",
+             [](BoundHandoff& bound) {
+                 const HandoffStatistics now = bound.handoff().statistics();
+                 return std::make_tuple(now.tasks, now.failed, now.busy_seconds, now.experts_used, now.bytes,
+                                        now.predicted, now.predicted_used);
+             })
+        .def("close", &BoundHandoff::close, nb::arg("seconds"));
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,134 @@
+// The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer
+// protocol or DLPack. Every size, type and stride is checked here or by the function called, and a wrong one is a
+// ValueError.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "bindings/arrays.h"
+#include "bindings/decoder.h"
+#include "bindings/handoff.h"
+#include "bindings/probe.h"
+#include "bindings/weights.h"
+#include "kernels/kernel_table.h"
+#include "model/paged_attention.h"
+#include "threads/cpu_budget.h"
+#include "threads/thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace ktqueue {
+namespace {
+
+void bound_dequantize(const std::string& quant, const ReadOnly& packed, const Writable& out) {
+    const Quant kind = parse_quant(quant);
+    require<float>(out, "out", {kAny});
+    const size_t count = out.shape(0);
+    const size_t bytes = count == 0 ? 0 : row_bytes(kind, count);
+    require<uint8_t>(packed, "data", {static_cast<int64_t>(bytes)});
+    nb::gil_scoped_release release;
+    dequantize_kernel(kind)(data<uint8_t>(packed), count, data<float>(out));
+}
+
+void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
+                     const Writable& cache_values, const ReadOnly& query_starts, const ReadOnly& context_lengths,
+                     const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, size_t sliding_window,
+                     const Writable& out, const std::string& isa) {
+    require<float>(query, "query", {kAny, kAny, kAny}, false);
+    const auto heads = static_cast<int64_t>(query.shape(0)), tokens = static_cast<int64_t>(query.shape(1)),
+               head_dim = static_cast<int64_t>(query.shape(2));
+    require<float>(key, "key", {kAny, tokens, head_dim}, false);
+    const auto kv_heads = static_cast<int64_t>(key.shape(0));
+    require<float>(value, "value", {kv_heads, tokens, head_dim}, false);
+    require<float>(cache_keys, "cache_keys", {kAny, kAny, kv_heads, head_dim});
+    const auto pages = static_cast<int64_t>(cache_keys.shape(0)), page_size = static_cast<int64_t>(cache_keys.shape(1));
+    require<float>(cache_values, "cache_values", {pages, page_size, kv_heads, head_dim});
+    require<int32_t>(context_lengths, "context_lengths", {kAny});
+    const auto rows = static_cast<int64_t>(context_lengths.shape(0));
+    require<int32_t>(query_starts, "query_starts", {rows + 1});
+    require<int32_t>(page_table, "page_table", {rows, kAny});
+    require<int64_t>(slot_mapping, "slot_mapping", {tokens});
+    require<float>(out, "out", {tokens, heads, head_dim});
+    const PagedStep step = {
+        .query_starts = data<int32_t>(query_starts),
+        .context_lengths = data<int32_t>(context_lengths),
+        .page_table = data<int32_t>(page_table),
+        .slot_mapping = data<int64_t>(slot_mapping),
+        .tokens = query.shape(1),
+        .rows = context_lengths.shape(0),
+        .max_pages = page_table.shape(1),
+        .pages = cache_keys.shape(0),
+        .page_size = cache_keys.shape(1),
+    };
+    const AttentionShape shape = {query.shape(0), key.shape(0), query.shape(2)};
+    const CacheUpdate update = {
+        .key = data<float>(key),
+        .value = data<float>(value),
+        .key_head_stride = stride(key, 0),
+        .key_token_stride = stride(key, 1),
+        .value_head_stride = stride(value, 0),
+        .value_token_stride = stride(value, 1),
+        .cache_keys = data<float>(cache_keys),
+        .cache_values = data<float>(cache_values),
+    };
+    const AttentionLayer layer = {
+        .query = data<float>(query),
+        .query_head_stride = stride(query, 0),
+        .query_token_stride = stride(query, 1),
+        .cache_keys = update.cache_keys,
+        .cache_values = update.cache_values,
+        .scaling = scaling,
+        .sliding_window = sliding_window,
+        .output = data<float>(out),
+    };
+    const KernelTable& kernels = kernels_named(isa);
+    nb::gil_scoped_release release;
+    check(shape);
+    check(step);
+    AttentionPlan plan;
+    plan_attention(step, shape, nullptr, 0, plan);
+    write_cache(step, shape, update);
+    attend(step, shape, plan, layer, kernels);
+}
+
+}  // namespace
+}  // namespace ktqueue
+
+NB_MODULE(_kernels, module) {
+    using namespace ktqueue;
+    nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
+    module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
+    module.def("isa", [] { return best_kernels().isa; });
+    module.def("isas", &present_kernels);
+    module.def(
+        "tile_rows",
+        [](const std::string& quant, const std::string& isa) {
+            return kernels_named(isa).tile_tokens[static_cast<size_t>(parse_quant(quant))];
+        },
+        nb::arg("quant"), nb::arg("isa"));
+    module.def("set_batch_invariant", &set_batch_invariant, nb::arg("on"));
+    module.def("default_threads", &default_threads);
+    module.def("threads", [] { return shared_pool()->threads(); });
+    module.def("nodes", [] { return shared_pool()->nodes(); });
+    module.def(
+        "set_threads",
+        [](size_t threads, uint32_t spin_microseconds, const std::string& pin, size_t pretend_nodes) {
+            set_shared_pool(threads, spin_microseconds, parse_pin(pin), pretend_nodes);
+        },
+        nb::arg("threads"), nb::arg("spin_microseconds"), nb::arg("pin") = "auto", nb::arg("pretend_nodes") = 0,
+        nb::call_guard<nb::gil_scoped_release>());
+    module.def(
+        "row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
+        nb::arg("quant"), nb::arg("columns"));
+    module.def("dequantize", &bound_dequantize, nb::arg("quant"), nb::arg("data"), nb::arg("out"));
+    module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
+               nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
+               nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),
+               nb::arg("out"), nb::arg("isa") = "");
+    bind_weights(module);
+    bind_decoder(module);
+    bind_handoff(module);
+    bind_probe(module);
+}

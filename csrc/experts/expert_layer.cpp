@@ -1,0 +1,367 @@
+#include "experts/expert_layer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "formats/aligned_buffer.h"
+#include "threads/thread_pool.h"
+
+namespace ktqueue {
+
+namespace {
+
+constexpr size_t kTokensAtOnce = 2048;    // bounds the workspace
+constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
+constexpr size_t kTokensPerPass = 64;     // of one expert; bounds the buffers on a task's stack
+constexpr size_t kTileTokens = 256;       // the same where few panels leave room, for what is unpacked for tiles
+constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task makes whole slabs of mid
+constexpr size_t kPairRows = 2 * kPanelRows;
+constexpr size_t kMaxSlots = 64;  // experts of one token
+constexpr int64_t kNoExpert = -1;
+constexpr size_t kSkipped = SIZE_MAX;  // position of a pair without an expert
+
+void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
+    if (matrices.data.size() != experts || matrices.rows != rows || matrices.columns != columns)
+        throw std::invalid_argument(std::string(name) + " must be " + std::to_string(experts) + " matrices of " +
+                                    std::to_string(rows) + " x " + std::to_string(columns) + ", got " +
+                                    std::to_string(matrices.data.size()) + " of " + std::to_string(matrices.rows) +
+                                    " x " + std::to_string(matrices.columns));
+    if (!matrices.bias.empty() && matrices.bias.size() != experts * rows)
+        throw std::invalid_argument(std::string(name) + " must have " + std::to_string(experts * rows) +
+                                    " biases, got " + std::to_string(matrices.bias.size()));
+}
+
+size_t bytes_of(const ExpertMatrices& matrices) {
+    return panel_bytes(matrices.quant, matrices.columns);
+}
+
+}  // namespace
+
+// The consecutive sorted pairs of one expert.
+struct ExpertLayer::Span {
+    size_t expert, begin, end;
+    size_t size() const { return end - begin; }
+};
+
+// What an expert's rows look like, by how many there are.
+struct ExpertLayer::Forms {
+    RowForm gate, up, down;
+    Forms(const ExpertLayer& layer, size_t tokens)
+        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
+          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
+          down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens, layer.down_unit_)) {}
+};
+
+// A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs that have an expert, expert by
+// expert, in order of pair.
+struct ExpertLayer::Workspace {
+    std::mutex mutex;
+    std::vector<size_t> starts;              // [experts + 1] first position of each expert
+    AlignedBuffer<size_t> position;          // [pairs] where a pair stands in sorted order, or kSkipped
+    std::vector<Span> spans;                 // experts that have pairs
+    std::vector<std::array<bool, 2>> tiled;  // [experts] whether gate, up run on tiles
+    // Prepared for gate (and up, if it wants the same) and for up, else: [tokens], and [pairs] for tiles, sorted.
+    AlignedBuffer<uint8_t> rows[2][2];  // [tiled][gate, up]
+    AlignedBuffer<const void*> x[2];    // [gate, up][pairs] sorted
+    AlignedBuffer<uint8_t> mid;         // [pairs] prepared for down, sorted
+    AlignedBuffer<const void*> mid_x;   // [pairs] sorted
+    AlignedBuffer<float> partial;       // [pairs, hidden up to 16], sorted
+    size_t mid_bytes = 0, partial_stride = 0;
+};
+
+ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
+                         const KernelTable& kernels)
+    : gate_(std::move(gate)),
+      up_(std::move(up)),
+      down_(std::move(down)),
+      options_(options),
+      kernels_(kernels),
+      gate_panel_(bytes_of(gate_)),
+      up_panel_(bytes_of(up_)),
+      mid_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows), gate_panel_ + up_panel_),
+      hidden_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns), bytes_of(down_)) {
+    if (gate_.data.empty() || gate_.rows == 0)
+        throw std::invalid_argument("gate must have at least one expert and one row");
+    check(gate_, "gate", experts(), intermediate(), hidden());
+    check(up_, "up", experts(), intermediate(), hidden());
+    check(down_, "down", experts(), hidden(), intermediate());
+    pack();
+}
+
+void ExpertLayer::pack() {
+    std::atomic<float> mid_bound = 0, down_bound = 0;
+    const auto pack_one = [](const ExpertMatrices& from, const char* name, size_t expert, size_t panel, uint8_t* to) {
+        try {
+            return pack_panel({from.quant, from.rows, from.columns, from.data[expert]}, panel, to);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(std::string(name) + " of expert " + std::to_string(expert) + ": " +
+                                        error.what());
+        }
+    };
+    // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it. A dense
+    // model's layer is one expert: that too is work for all threads.
+    const std::shared_ptr<ThreadPool> pool = shared_pool();
+    const auto job = [&](const ExpertPanels& panels) {
+        const size_t step = std::max<size_t>(2, panels.panels() * experts() / (8 * pool->threads()));
+        return PanelJob{panels, experts(), std::min(panels.panels(), step)};
+    };
+    const PanelJob mid = job(mid_panels_), hidden = job(hidden_panels_);
+    pool->for_each(mid.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = mid.block(task);
+        uint8_t* to = mid_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += mid_panels_.panel_bytes()) {
+            raise(mid_bound, pack_one(gate_, "gate", expert, p, to));
+            raise(mid_bound, pack_one(up_, "up", expert, p, to + gate_panel_));
+        }
+    });
+    pool->for_each(hidden.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = hidden.block(task);
+        uint8_t* to = hidden_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += hidden_panels_.panel_bytes())
+            raise(down_bound, pack_one(down_, "down", expert, p, to));
+    });
+    mid_unit_ = tile_unit(mid_bound);
+    down_unit_ = tile_unit(down_bound);
+    for (ExpertMatrices* one : {&gate_, &up_, &down_}) std::fill(one->data.begin(), one->data.end(), nullptr);
+}
+
+void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
+                          float* out, const SplitSum* split) const {
+    for (size_t pair = 0; pair < tokens * slots; ++pair)
+        if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
+            throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
+                                        " or -1 for none, got " + std::to_string(ids[pair]) + " for token " +
+                                        std::to_string(pair / slots));
+    if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
+    static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
+    std::lock_guard lock(space.mutex);
+    const SplitSum whole = split ? *split : SplitSum{slots, nullptr, nullptr};
+    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
+        const SplitSum some = {whole.first, whole.late ? whole.late + t * hidden() : nullptr,
+                               whole.earlier ? whole.earlier + t * hidden() : nullptr};
+        forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
+                     out + t * hidden(), some, space);
+    }
+}
+
+void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const {
+    space.starts.assign(experts() + 1, 0);
+    for (size_t pair = 0; pair < pairs; ++pair)
+        if (ids[pair] != kNoExpert) ++space.starts[static_cast<size_t>(ids[pair]) + 1];
+    space.spans.clear();
+    for (size_t e = 0; e < experts(); ++e) {
+        space.starts[e + 1] += space.starts[e];
+        if (space.starts[e + 1] > space.starts[e]) space.spans.push_back({e, space.starts[e], space.starts[e + 1]});
+    }
+    space.position.grow(pairs);
+    for (size_t pair = 0; pair < pairs; ++pair)
+        space.position[pair] = ids[pair] == kNoExpert ? kSkipped : space.starts[static_cast<size_t>(ids[pair])]++;
+}
+
+// Rows for gate and up. One a token, shared by its slots; for tiles one a pair, side by side.
+void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots,
+                               Workspace& space) const {
+    struct Rows {
+        RowForm form;
+        size_t bytes, source;  // whose buffer has them: gate's, if up wants the same
+        bool wanted;
+    };
+    const Forms few(*this, 1), many(*this, SIZE_MAX);
+    const auto rows = [&](RowForm form, size_t source) {
+        return Rows{form, row_distance(form, hidden()), source, false};
+    };
+    Rows all[2][2] = {{rows(few.gate, 0), rows(few.up, few.up == few.gate ? 0 : 1)},
+                      {rows(many.gate, 0), rows(many.up, many.up == many.gate ? 0 : 1)}};  // [tiled][gate, up]
+    space.tiled.assign(experts(), {});
+    for (const Span& span : space.spans) {
+        const Forms forms(*this, span.size());
+        space.tiled[span.expert] = {in_order(forms.gate), in_order(forms.up)};
+        for (size_t side : {0, 1}) {
+            Rows(&same)[2] = all[space.tiled[span.expert][side]];
+            same[same[side].source].wanted = true;
+        }
+    }
+    for (size_t tiled : {0, 1})
+        for (size_t side : {0, 1})
+            if (all[tiled][side].wanted)
+                space.rows[tiled][side].grow(tokens * (tiled ? slots : 1) * all[tiled][side].bytes);
+    for (auto& pointers : space.x) pointers.grow(tokens * slots);
+    auto prepare = [&](size_t t) {
+        const float* row = x + t * hidden();
+        const uint8_t* made[2] = {};  // for tiles
+        const size_t* positions = space.position.data() + t * slots;
+        if (std::all_of(positions, positions + slots, [](size_t at) { return at == kSkipped; })) return;
+        for (size_t side : {0, 1}) {
+            const Rows& one = all[0][side];
+            if (one.wanted) prepare_row(kernels_, one.form, row, hidden(), space.rows[0][side].data() + t * one.bytes);
+        }
+        for (size_t slot = 0; slot < slots; ++slot) {
+            const size_t at = positions[slot];
+            if (at == kSkipped) continue;
+            const auto tiled = space.tiled[static_cast<size_t>(ids[t * slots + slot])];
+            for (size_t side : {0, 1}) {
+                const Rows& one = all[1][side];
+                if (!one.wanted || !(tiled[0] || tiled[1])) continue;
+                uint8_t* out = space.rows[1][side].data() + at * one.bytes;
+                if (made[side]) {
+                    std::memcpy(out, made[side], prepared_bytes(one.form, hidden()));
+                } else {
+                    prepare_row(kernels_, one.form, row, hidden(), out);
+                    made[side] = out;
+                }
+            }
+            for (size_t side : {0, 1}) {
+                const Rows& one = all[tiled[side]][side];
+                space.x[side][at] = space.rows[tiled[side]][one.source].data() + (tiled[side] ? at : t) * one.bytes;
+            }
+        }
+    };
+    if (tokens < 8) {
+        for (size_t t = 0; t < tokens; ++t) prepare(t);
+    } else {
+        shared_pool()->for_each(tokens, [&](size_t t) { prepare(t); });
+    }
+}
+
+// What forward() has the pool do for `spans` experts, and prefetch() expects it to.
+ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool tiles) const {
+    const size_t slices = 16 * pool.threads();
+    // What tiles leave of a task's time is mostly its beginning.
+    const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
+    const auto job = [&](const ExpertPanels& panels, size_t most) {
+        const size_t bytes = panels.panel_bytes();
+        const size_t target = std::clamp<size_t>(spans * panels.panels() * bytes / slices, 8192, task_bytes);
+        return PanelJob{panels, spans, std::clamp<size_t>(target / bytes / 2 * 2, 2, most)};
+    };
+    return {job(mid_panels_, kMaxTaskPanels), job(hidden_panels_, hidden_panels_.panels() + 1)};
+}
+
+void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
+                               float* out, const SplitSum& split, Workspace& space) const {
+    sort_by_expert(ids, tokens * slots, space);
+    const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
+    prepare_rows(x, ids, tokens, slots, space);
+    space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // not a multiple of 4 KB: see row_distance()
+    space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
+    for (const Span& span : space.spans)
+        space.mid_bytes = std::max(space.mid_bytes, row_distance(Forms(*this, span.size()).down, intermediate()));
+    space.mid.grow(pairs * space.mid_bytes);
+    space.mid_x.grow(pairs);
+    space.partial.grow(pairs * space.partial_stride);
+    for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
+
+    const std::shared_ptr<ThreadPool> pool = shared_pool();
+    const bool tiles = std::ranges::any_of(space.tiled, [](const auto& one) { return one[0] || one[1]; });
+    const Jobs both = jobs(*pool, space.spans.size(), tiles);
+    pool->for_each(both.mid.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.mid.block(task);
+        gate_up(space.spans[span], first, last, space);
+    });
+    pool->for_each(both.hidden.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.hidden.block(task);
+        down(space.spans[span], first, last, space);
+    });
+    auto merge_token = [&](size_t t) {
+        const size_t row = t * hidden(), pair = t * slots;
+        merge(weights, pair, pair + split.first, split.earlier ? split.earlier + row : nullptr, out + row, space);
+        if (split.late) merge(weights, pair + split.first, pair + slots, nullptr, split.late + row, space);
+    };
+    if (tokens < 4) {
+        for (size_t t = 0; t < tokens; ++t) merge_token(t);
+    } else {
+        pool->for_each(tokens, [&](size_t t) { merge_token(t); });
+    }
+}
+
+// Panels first..last-1 of gate and up, and what they make of mid, ready for down.
+void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
+    const Forms forms(*this, span.size());
+    const size_t pair_bytes = mid_panels_.panel_bytes(), panels = last - first, stride = panels * kPairRows;
+    const uint8_t* weights = mid_panels_.range(span.expert, first, last).data();
+    const float unit = mid_unit_;
+    const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
+    const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
+    const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
+    alignas(64) float both[kTokensPerPass * kMaxTaskPanels * kPairRows];
+    alignas(64) float mid[kMaxTaskPanels * kPanelRows];
+    const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
+    const bool shuffled = forms.gate.kind == RowForm::Kind::Shuffled || forms.up.kind == RowForm::Kind::Shuffled;
+    const size_t room = std::min(kTileTokens, kTokensPerPass * kMaxTaskPanels / panels);
+    const size_t at_once = even_parts(span.size(), shuffled ? room : kTokensPerPass);
+    for (size_t begin = span.begin; begin < span.end; begin += at_once) {
+        const size_t tokens = std::min(at_once, span.end - begin);
+        if (together) {
+            gate_kernel({weights, 2 * panels, gate_panel_, hidden(), &space.x[0][begin], tokens, both, stride, unit});
+        } else {
+            for (size_t p = 0; p < panels; ++p) {
+                const uint8_t* pair = weights + p * pair_bytes;
+                float* y = both + p * kPairRows;
+                gate_kernel({pair, 1, gate_panel_, hidden(), &space.x[0][begin], tokens, y, stride, unit});
+                up_kernel({pair + gate_panel_, 1, up_panel_, hidden(), &space.x[1][begin], tokens, y + kPanelRows,
+                           stride, unit});
+            }
+        }
+        for (size_t t = 0; t < tokens; ++t) {
+            float* row = both + t * stride;
+            for (size_t r = 0; r < count && !gate_.bias.empty(); ++r)
+                row[r / kPanelRows * kPairRows + r % kPanelRows] +=
+                    gate_.bias[span.expert * intermediate() + column + r];
+            for (size_t r = 0; r < count && !up_.bias.empty(); ++r)
+                row[r / kPanelRows * kPairRows + kPanelRows + r % kPanelRows] +=
+                    up_.bias[span.expert * intermediate() + column + r];
+        }
+        const auto activation = static_cast<size_t>(options_.activation);
+        // This task's columns of the rows.
+        uint8_t* out = const_cast<uint8_t*>(space.mid.data()) + begin * space.mid_bytes;
+        const bool tiles = forms.down.kind == RowForm::Kind::Shuffled;
+        if (tiles || forms.down.kind == RowForm::Kind::Slabs) {
+            (tiles ? kernels_.mid_tiles : kernels_.mid)[activation](
+                {both, stride, tokens, panels, out + prepared_bytes(forms.down, column), space.mid_bytes,
+                 forms.down.activation, forms.down.unit, options_.alpha, options_.limit});
+            continue;
+        }
+        for (size_t t = 0; t < tokens; ++t, out += space.mid_bytes) {
+            const float* row = both + t * stride;
+            kernels_.gate[activation]({row, row + kPanelRows, mid, panels, options_.alpha, options_.limit});
+            prepare_columns(kernels_, forms.down, mid, column, count, out);
+        }
+    }
+}
+
+void ExpertLayer::down(const Span& span, size_t first, size_t last, const Workspace& space) const {
+    const Forms forms(*this, span.size());
+    const size_t stride = space.partial_stride, row = first * kPanelRows;
+    float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
+    const uint8_t* weights = hidden_panels_.range(span.expert, first, last).data();
+    panel_kernel(kernels_, down_.quant,
+                 forms.down)({weights, last - first, hidden_panels_.panel_bytes(), intermediate(),
+                              &space.mid_x[span.begin], span.size(), y, stride, forms.down.unit});
+    if (down_.bias.empty()) return;
+    const float* bias = &down_.bias[span.expert * hidden() + row];
+    for (size_t t = 0; t < span.size(); ++t)
+        for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
+}
+
+// out = the sum over pairs first..last-1 of one token, and `earlier`, if there is such a row. It may be `out` itself.
+void ExpertLayer::merge(const float* weights, size_t first, size_t last, const float* earlier, float* out,
+                        const Workspace& space) const {
+    const float* terms[kMaxSlots + 1];
+    float factors[kMaxSlots + 1];
+    size_t count = 0;
+    for (size_t pair = first; pair < last; ++pair) {
+        if (space.position[pair] == kSkipped) continue;
+        terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
+        factors[count++] = weights[pair];
+    }
+    if (earlier) {
+        terms[count] = earlier;
+        factors[count++] = 1;
+    }
+    kernels_.merge({terms, factors, count, out, hidden()});
+}
+
+}  // namespace ktqueue

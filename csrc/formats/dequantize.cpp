@@ -1,0 +1,228 @@
+// GGUF blocks to floats, in plain C++. Layouts: formats/quant_format.h.
+//
+// A decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, values) which
+// gives the 32 weights of a group. Products are taken from left to right as in formats/quant_format.h, so that the values are
+// those of the `gguf` package bit for bit.
+#include <cstring>
+
+#include "formats/half.h"
+#include "kernels/kernel_table.h"
+
+namespace ktqueue {
+
+namespace {
+
+// The 6-bit scale and min of group g of a Q4_K or Q5_K block.
+inline void unpack_scale_min(const uint8_t* s, size_t g, uint8_t& scale, uint8_t& min) {
+    if (g < 4) {
+        scale = s[g] & 63;
+        min = s[g + 4] & 63;
+    } else {
+        scale = static_cast<uint8_t>((s[g + 4] & 15) | (s[g - 4] >> 6) << 4);
+        min = static_cast<uint8_t>((s[g + 4] >> 4) | (s[g] >> 6) << 4);
+    }
+}
+
+// step * table[nibble] for the 32 nibbles of 16 bytes, the low ones first.
+inline void look_up(const uint8_t* q, const int8_t* table, float step, float* values) {
+    for (int i = 0; i < 16; ++i) {
+        values[i] = step * static_cast<float>(table[q[i] & 15]);
+        values[i + 16] = step * static_cast<float>(table[q[i] >> 4]);
+    }
+}
+
+struct DecodeF32 {
+    static constexpr size_t kBlock = 32, kBytes = 128;
+    const uint8_t* data;
+    explicit DecodeF32(const uint8_t* block) : data(block) {}
+    void decode(size_t, float* values) const { std::memcpy(values, data, kBytes); }
+};
+
+struct DecodeF16 {
+    static constexpr size_t kBlock = 32, kBytes = 64;
+    const uint8_t* data;
+    explicit DecodeF16(const uint8_t* block) : data(block) {}
+    void decode(size_t, float* values) const {
+        for (size_t i = 0; i < 32; ++i) values[i] = half_to_float(data + 2 * i);
+    }
+};
+
+struct DecodeBF16 {
+    static constexpr size_t kBlock = 32, kBytes = 64;
+    const uint8_t* data;
+    explicit DecodeBF16(const uint8_t* block) : data(block) {}
+    void decode(size_t, float* values) const {
+        uint32_t bits[32];
+        for (size_t i = 0; i < 32; ++i) bits[i] = static_cast<uint32_t>(data[2 * i] | data[2 * i + 1] << 8) << 16;
+        std::memcpy(values, bits, sizeof(bits));
+    }
+};
+
+struct DecodeQ4_0 {
+    static constexpr size_t kBlock = 32, kBytes = 18;
+    const uint8_t* q;
+    float d;
+    explicit DecodeQ4_0(const uint8_t* block) : q(block + 2), d(half_to_float(block)) {}
+    void decode(size_t, float* values) const {
+        for (int i = 0; i < 16; ++i) {
+            values[i] = d * static_cast<float>((q[i] & 15) - 8);
+            values[i + 16] = d * static_cast<float>((q[i] >> 4) - 8);
+        }
+    }
+};
+
+struct DecodeQ8_0 {
+    static constexpr size_t kBlock = 32, kBytes = 34;
+    const uint8_t* q;
+    float d;
+    explicit DecodeQ8_0(const uint8_t* block) : q(block + 2), d(half_to_float(block)) {}
+    void decode(size_t, float* values) const {
+        for (int i = 0; i < 32; ++i) values[i] = d * static_cast<float>(static_cast<int8_t>(q[i]));
+    }
+};
+
+struct DecodeQ4_K {
+    static constexpr size_t kBlock = 256, kBytes = 144;
+    const uint8_t* block;
+    float d, dmin;
+    explicit DecodeQ4_K(const uint8_t* data) : block(data), d(half_to_float(data)), dmin(half_to_float(data + 2)) {}
+    void decode(size_t g, float* values) const {
+        uint8_t scale, min;
+        unpack_scale_min(block + 4, g, scale, min);
+        const float step = d * scale, offset = dmin * min;
+        const uint8_t* q = block + 16 + g / 2 * 32;
+        for (int i = 0; i < 32; ++i) values[i] = step * static_cast<float>((q[i] >> (g % 2 * 4)) & 15) - offset;
+    }
+};
+
+struct DecodeQ5_K {
+    static constexpr size_t kBlock = 256, kBytes = 176;
+    const uint8_t* block;
+    float d, dmin;
+    explicit DecodeQ5_K(const uint8_t* data) : block(data), d(half_to_float(data)), dmin(half_to_float(data + 2)) {}
+    void decode(size_t g, float* values) const {
+        uint8_t scale, min;
+        unpack_scale_min(block + 4, g, scale, min);
+        const float step = d * scale, offset = dmin * min;
+        const uint8_t *h = block + 16, *q = block + 48 + g / 2 * 32;
+        for (int i = 0; i < 32; ++i) {
+            const int five = ((q[i] >> (g % 2 * 4)) & 15) | ((h[i] >> g) & 1) << 4;
+            values[i] = step * static_cast<float>(five) - offset;
+        }
+    }
+};
+
+struct DecodeQ6_K {
+    static constexpr size_t kBlock = 256, kBytes = 210;
+    const uint8_t* block;
+    float d;
+    explicit DecodeQ6_K(const uint8_t* data) : block(data), d(half_to_float(data + 208)) {}
+    void decode(size_t g, float* values) const {
+        const size_t half = g / 4, quarter = g % 4;
+        const uint8_t* l = block + 64 * half + 32 * (quarter & 1);
+        const uint8_t* h = block + 128 + 32 * half;
+        const uint8_t* scales = block + 192 + 2 * g;
+        for (int i = 0; i < 32; ++i) {
+            const int six = ((l[i] >> (quarter / 2 * 4)) & 15) | ((h[i] >> (2 * quarter)) & 3) << 4;
+            values[i] = d * static_cast<float>(static_cast<int8_t>(scales[i / 16])) * static_cast<float>(six - 32);
+        }
+    }
+};
+
+struct DecodeQ2_K {
+    static constexpr size_t kBlock = 256, kBytes = 84;
+    const uint8_t* block;
+    float d, dmin;
+    explicit DecodeQ2_K(const uint8_t* data)
+        : block(data), d(half_to_float(data + 80)), dmin(half_to_float(data + 82)) {}
+    void decode(size_t g, float* values) const {
+        const uint8_t* q = block + 16 + g / 4 * 32;
+        for (int half = 0; half < 2; ++half) {
+            const uint8_t s = block[2 * g + half];
+            const float step = d * static_cast<float>(s & 15), offset = dmin * static_cast<float>(s >> 4);
+            for (int i = 16 * half; i < 16 * half + 16; ++i)
+                values[i] = step * static_cast<float>((q[i] >> (g % 4 * 2)) & 3) - offset;
+        }
+    }
+};
+
+struct DecodeQ3_K {
+    static constexpr size_t kBlock = 256, kBytes = 110;
+    const uint8_t* block;
+    float d;
+    explicit DecodeQ3_K(const uint8_t* data) : block(data), d(half_to_float(data + 108)) {}
+    void decode(size_t g, float* values) const {
+        const uint8_t *h = block, *q = block + 32 + g / 4 * 32, *s = block + 96;
+        for (size_t half = 0; half < 2; ++half) {
+            const size_t c = 2 * g + half;
+            const int scale = ((s[c % 8] >> (c / 8 * 4)) & 15) | ((s[8 + c % 4] >> (c / 4 * 2)) & 3) << 4;
+            const float step = d * static_cast<float>(scale - 32);
+            for (size_t i = 16 * half; i < 16 * half + 16; ++i) {
+                const int three = ((q[i] >> (g % 4 * 2)) & 3) | ((h[i] >> g) & 1) << 2;
+                values[i] = step * static_cast<float>(three - 4);
+            }
+        }
+    }
+};
+
+struct DecodeIQ4_NL {
+    static constexpr size_t kBlock = 32, kBytes = 18;
+    const uint8_t* block;
+    explicit DecodeIQ4_NL(const uint8_t* data) : block(data) {}
+    void decode(size_t, float* values) const { look_up(block + 2, kIQ4Values, half_to_float(block), values); }
+};
+
+struct DecodeIQ4_XS {
+    static constexpr size_t kBlock = 256, kBytes = 136;
+    const uint8_t* block;
+    float d;
+    explicit DecodeIQ4_XS(const uint8_t* data) : block(data), d(half_to_float(data)) {}
+    void decode(size_t g, float* values) const {
+        const int top = block[2] | block[3] << 8;
+        const int scale = ((block[4 + g / 2] >> (g % 2 * 4)) & 15) | ((top >> (2 * g)) & 3) << 4;
+        look_up(block + 8 + 16 * g, kIQ4Values, d * static_cast<float>(scale - 32), values);
+    }
+};
+
+struct DecodeMXFP4 {
+    static constexpr size_t kBlock = 32, kBytes = 17;
+    const uint8_t* block;
+    explicit DecodeMXFP4(const uint8_t* data) : block(data) {}
+    void decode(size_t, float* values) const {
+        // 2^(e - 128) as bits; the two smallest are subnormal.
+        const uint32_t e = block[0], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+        float step;
+        std::memcpy(&step, &bits, 4);
+        look_up(block + 1, kMXFP4Values, step, values);
+    }
+};
+
+template <class Decoder>
+void dequantize(const uint8_t* data, size_t count, float* target) {
+    for (; count >= Decoder::kBlock; count -= Decoder::kBlock, data += Decoder::kBytes) {
+        const Decoder decoder(data);
+        for (size_t g = 0; g < Decoder::kBlock / kGroup; ++g, target += kGroup) decoder.decode(g, target);
+    }
+    if (count) {  // only of formats whose weights have whole bytes
+        uint8_t padded[Decoder::kBytes] = {};
+        std::memcpy(padded, data, count * (Decoder::kBytes / Decoder::kBlock));
+        float values[Decoder::kBlock];
+        dequantize<Decoder>(padded, Decoder::kBlock, values);
+        std::memcpy(target, values, count * sizeof(float));
+    }
+}
+
+constexpr DequantizeKernel kKernels[kQuantCount] = {
+    dequantize<DecodeF32>,   dequantize<DecodeF16>,  dequantize<DecodeBF16>,   dequantize<DecodeQ4_0>,
+    dequantize<DecodeQ8_0>,  dequantize<DecodeQ2_K>, dequantize<DecodeQ3_K>,   dequantize<DecodeQ4_K>,
+    dequantize<DecodeQ5_K>,  dequantize<DecodeQ6_K>, dequantize<DecodeIQ4_NL>, dequantize<DecodeIQ4_XS>,
+    dequantize<DecodeMXFP4>,
+};
+
+}  // namespace
+
+DequantizeKernel dequantize_kernel(Quant quant) {
+    return kKernels[static_cast<size_t>(quant)];
+}
+
+}  // namespace ktqueue

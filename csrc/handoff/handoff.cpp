@@ -1,0 +1,363 @@
+#include "handoff/handoff.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "handoff/deferral.h"
+#include "handoff/prediction.h"
+#include "threads/pause.h"
+
+namespace ktqueue {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr uint32_t kPausesPerYield = 200;
+constexpr Seconds kShortestNap(1e-4), kLongestNap(5e-3);
+constexpr auto kRound = std::chrono::milliseconds(1);  // of the second thread, when the service is broken
+constexpr uint32_t kLayerMask = (1u << Handoff::kLayerBits) - 1;
+
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
+
+bool aligned(const void* address, size_t bytes) {
+    return address && reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+}  // namespace
+
+// Shared by the object and its threads, which are detached: the last of them frees it.
+struct Handoff::State {
+    struct Slot {
+        uint8_t* input;
+        float* out;
+        Word* request;
+        Word* done;
+        Word taken{0};  // the request that is being served
+    };
+    struct HostTask {
+        State* state;
+        size_t slot;
+        uint32_t word;
+    };
+
+    const HandoffShape shape;
+    const HandoffTimes times;
+    std::vector<Slot> slots;
+    std::array<std::atomic<const ExpertLayer*>, kMaxLayers> layers{};
+    std::atomic<bool> stop{false}, broken{false};
+    std::atomic<Clock::rep> busy_since{0};  // of the serving thread; 0: idle
+
+    mutable std::mutex mutex;  // of all below
+    std::condition_variable changed;
+    size_t layer_count = 0, running_threads = 0;
+    std::map<std::pair<size_t, uint32_t>, HostTask> host_tasks;  // addresses stay
+    HandoffStatistics statistics;
+    std::string error;  // the first since it was taken
+    std::vector<uint8_t> used;
+
+    Deferral deferral;      // of whoever runs tasks
+    Prediction prediction;  // the same
+
+    State(const HandoffShape& shape, const std::vector<HandoffSlot>& given, const HandoffTimes& times)
+        : shape(shape), times(times), slots(given.size()) {
+        for (size_t i = 0; i < slots.size(); ++i) {
+            slots[i].input = given[i].input;
+            slots[i].out = given[i].out;
+            slots[i].request = new (given[i].request) Word(0);
+            slots[i].done = new (given[i].done) Word(0);
+        }
+    }
+
+    void perform(size_t slot, uint32_t word);
+    void perform_rest();
+    void fetch_predicted(const Slot& slot, uint32_t word);
+    void run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word);
+    void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
+    void keep_error(const std::string& message, bool failed);
+    void serve();
+    template <class Work>
+    bool watched(Work work);
+    bool serve_requests();
+    void watch();
+    void answer_all();
+    void ended();
+};
+
+void Handoff::State::keep_error(const std::string& message, bool failed) {
+    std::lock_guard lock(mutex);
+    if (error.empty()) error = message;
+    statistics.failed += failed;
+}
+
+// `used` is only touched here, under the mutex; the ids are read before the task's end is told, so still this task's.
+// What a task defers is counted with it, the time for that later.
+void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time) {
+    std::lock_guard lock(mutex);
+    used.assign(layer.experts(), 0);
+    for (size_t i = 0; i < pairs; ++i)
+        if (ids[i] >= 0) used[static_cast<size_t>(ids[i])] = 1;
+    const auto experts = static_cast<uint64_t>(std::count(used.begin(), used.end(), uint8_t{1}));
+    ++statistics.tasks;
+    statistics.busy_seconds += Seconds(time).count();
+    statistics.experts_used += experts;
+    statistics.bytes += experts * (layer.bytes() / layer.experts());
+    const Prediction::Score score = prediction.score(layer, used);
+    statistics.predicted += score.predicted;
+    statistics.predicted_used += score.used;
+}
+
+void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word) {
+    const size_t tokens = word >> kTokensAt;
+    if (!layer) throw std::invalid_argument("a request names a layer that is not there");
+    if (tokens > shape.max_tokens)
+        throw std::invalid_argument("a request has at most " + std::to_string(shape.max_tokens) + " tokens, got " +
+                                    std::to_string(tokens));
+    const size_t pairs = tokens * shape.experts_per_token;
+    const auto* ids = reinterpret_cast<const int64_t*>(slot.input);
+    const auto* weights = reinterpret_cast<const float*>(slot.input + 8 * pairs);
+    const auto* x = reinterpret_cast<const float*>(slot.input + shape.x_offset(tokens));
+    const Clock::time_point begin = Clock::now();
+    deferral.first(*layer, x, ids, weights, tokens, shape.experts_per_token,
+                   word & kDefers ? shape.deferred_experts : 0, word & kAdds, slot.out);
+    count(*layer, ids, pairs, Clock::now() - begin);
+}
+
+void Handoff::State::perform(size_t number, uint32_t word) {
+    const Slot& slot = slots[number];
+    const size_t layer = (word & kLayerMask) - size_t{1}, tokens = word >> kTokensAt;
+    const ExpertLayer* found = layer < kMaxLayers ? layers[layer].load(std::memory_order_acquire) : nullptr;
+    std::string message = "unknown error";
+    try {
+        return run_layer(slot, found, word);
+    } catch (const std::exception& error) {
+        message = error.what();
+    } catch (...) {
+    }
+    deferral.drop();
+    std::fill_n(slot.out, std::min(tokens, shape.max_tokens) * shape.hidden, std::numeric_limits<float>::quiet_NaN());
+    keep_error("experts of layer " + std::to_string(layer) + " on " + std::to_string(tokens) + " tokens: " + message,
+               true);
+}
+
+// C5.
+void Handoff::State::perform_rest() {
+    const Clock::time_point begin = Clock::now();
+    try {
+        deferral.rest();
+    } catch (const std::exception& error) {
+        keep_error(std::string("deferred experts: ") + error.what(), true);
+    } catch (...) {
+        keep_error("deferred experts: unknown error", true);
+    }
+    std::lock_guard lock(mutex);
+    statistics.busy_seconds += Seconds(Clock::now() - begin).count();
+}
+
+void Handoff::State::fetch_predicted(const Slot& slot, uint32_t word) {
+    const size_t next = word & kLayerMask, tokens = std::min<size_t>(word >> kTokensAt, shape.max_tokens);
+    const ExpertLayer* layer = next < kMaxLayers ? layers[next].load(std::memory_order_acquire) : nullptr;
+    if (!layer) return;
+    const auto* ids = reinterpret_cast<const int64_t*>(slot.input + shape.predicted_offset(tokens));
+    const auto asked = [&](const Slot& one) { return one.request->load(std::memory_order_relaxed) != 0; };
+    try {
+        prediction.fetch(*layer, ids, tokens * shape.experts_per_token,
+                         [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
+    } catch (const std::bad_alloc&) {  // nobody needs it
+    }
+}
+
+// Does a part of the serving thread's work where watch() sees how long it takes. False if another thread answers requests
+// from here on, and may have answered this one.
+template <class Work>
+bool Handoff::State::watched(Work work) {
+    busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+    work();
+    busy_since.store(0, std::memory_order_relaxed);
+    return !broken.load() && !stop.load();
+}
+
+// One look at all slots: whether there was a request.
+bool Handoff::State::serve_requests() {
+    bool any = false;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        Slot& slot = slots[i];
+        const uint32_t word = slot.request->load(std::memory_order_acquire);  // C1
+        if (word == 0) continue;
+        any = true;
+        slot.taken.store(word, std::memory_order_relaxed);
+        const bool goes_on = watched([&] {
+            slot.request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
+            perform(i, word);
+        });
+        if (!goes_on) return true;
+        slot.taken.store(0, std::memory_order_relaxed);
+        slot.done->store(word, std::memory_order_release);  // C4
+        if (word & kDefers && !watched([&] { perform_rest(); })) return true;
+        if (word & kPredicts && !watched([&] { fetch_predicted(slot, word); })) return true;
+    }
+    return any;
+}
+
+void Handoff::State::serve() {
+    Clock::time_point idle_since = Clock::now();
+    uint32_t pauses = 0;
+    while (!stop.load(std::memory_order_relaxed) && !broken.load(std::memory_order_relaxed)) {
+        if (serve_requests()) {
+            idle_since = Clock::now();
+            pauses = 0;
+            continue;
+        }
+        pause_cpu();
+        if (++pauses < kPausesPerYield) continue;
+        pauses = 0;
+        sched_yield();
+        const Seconds idle = Clock::now() - idle_since;
+        if (idle.count() < times.idle_seconds) continue;
+        std::this_thread::sleep_for(std::clamp(idle / 20, kShortestNap, kLongestNap));
+        pauses = kPausesPerYield - 1;  // one look, then the next nap
+    }
+    ended();
+}
+
+// Answers every request without running it. A word may be answered more than once: the thread that served may have told
+// an end late, over an answer of ours. Whoever waits then finds its answer at the next call.
+void Handoff::State::answer_all() {
+    for (Slot& slot : slots) {
+        if (const uint32_t word = slot.request->exchange(0)) slot.taken.store(word);
+        if (const uint32_t word = slot.taken.load()) slot.done->store(word, std::memory_order_release);
+    }
+}
+
+void Handoff::State::watch() {
+    const Seconds limit(times.stuck_seconds), period = std::min(limit / 4, Seconds(1));
+    while (!broken.load()) {
+        {
+            std::unique_lock lock(mutex);
+            if (changed.wait_for(lock, period, [&] { return stop.load(); })) break;
+        }
+        const Clock::rep since = busy_since.load(std::memory_order_acquire);
+        if (since == 0 || Clock::now() - Clock::time_point(Clock::duration(since)) < limit) continue;
+        keep_error("a task of the CPU's experts has not ended after " + std::to_string(times.stuck_seconds) +
+                       " s; the hand-off is broken",
+                   true);
+        broken.store(true);
+    }
+    while (!stop.load()) {  // only when broken
+        answer_all();
+        std::this_thread::sleep_for(kRound);
+    }
+    ended();
+}
+
+void Handoff::State::ended() {
+    std::lock_guard lock(mutex);
+    --running_threads;
+    changed.notify_all();
+}
+
+Handoff::Handoff(const HandoffShape& shape, std::vector<HandoffSlot> slots, bool serve, const HandoffTimes& times) {
+    constexpr size_t kMostTokens = (size_t{1} << (32 - kTokensAt)) - 1;
+    if (shape.hidden == 0 || shape.experts_per_token == 0 || slots.empty())
+        throw std::invalid_argument("hidden, experts_per_token and slots must be positive");
+    if (shape.max_tokens == 0 || shape.max_tokens > kMostTokens)
+        throw std::invalid_argument("max_tokens must be from 1 to " + std::to_string(kMostTokens) + ", got " +
+                                    std::to_string(shape.max_tokens));
+    if (shape.deferred_experts >= shape.experts_per_token)
+        throw std::invalid_argument("deferred experts must be from 0 to " +
+                                    std::to_string(shape.experts_per_token - 1) + ", got " +
+                                    std::to_string(shape.deferred_experts));
+    if (!(times.idle_seconds >= 0) || !(times.stuck_seconds > 0)) throw std::invalid_argument("times must be positive");
+    for (const HandoffSlot& slot : slots) {
+        if (!aligned(slot.input, 64) || !aligned(slot.out, 64) || !aligned(slot.request, 64) || !aligned(slot.done, 64))
+            throw std::invalid_argument("memory of a slot must begin on a cache line of 64 bytes");
+    }
+    state_ = std::make_shared<State>(shape, slots, times);
+    if (!serve) return;
+    for (void (State::*work)() : {&State::serve, &State::watch}) {
+        {
+            std::lock_guard lock(state_->mutex);
+            ++state_->running_threads;
+        }
+        try {
+            std::thread([state = state_, work] { ((*state).*work)(); }).detach();
+        } catch (...) {  // the system has no thread left
+            state_->ended();
+            close(1);
+            throw;
+        }
+    }
+}
+
+Handoff::~Handoff() {
+    close(1);
+}
+
+size_t Handoff::add_layer(const ExpertLayer& layer) {
+    if (layer.hidden() != state_->shape.hidden)
+        throw std::invalid_argument("a layer of this hand-off has a hidden size of " +
+                                    std::to_string(state_->shape.hidden) + ", got " + std::to_string(layer.hidden()));
+    std::lock_guard lock(state_->mutex);
+    if (state_->layer_count == kMaxLayers)
+        throw std::invalid_argument("a hand-off has at most " + std::to_string(kMaxLayers) + " layers");
+    state_->layers[state_->layer_count].store(&layer, std::memory_order_release);
+    return state_->layer_count++;
+}
+
+void Handoff::run(size_t slot, uint32_t word) {
+    if (slot >= state_->slots.size()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
+    state_->perform(slot, word);
+    if (word & kDefers) state_->perform_rest();
+}
+
+void* Handoff::host_task(size_t slot, uint32_t word) {
+    if (slot >= state_->slots.size()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
+    std::lock_guard lock(state_->mutex);
+    return &state_->host_tasks.try_emplace({slot, word}, State::HostTask{state_.get(), slot, word}).first->second;
+}
+
+void Handoff::run_host_function(void* task) {
+    const auto& one = *static_cast<const State::HostTask*>(task);
+    one.state->perform(one.slot, one.word);
+}
+
+void Handoff::run_rest_function(void* task) {
+    static_cast<State*>(task)->perform_rest();
+}
+
+std::optional<std::string> Handoff::take_error() {
+    std::lock_guard lock(state_->mutex);
+    if (state_->error.empty()) return {};
+    if (state_->broken.load()) return state_->error;  // for good
+    return std::exchange(state_->error, {});
+}
+
+HandoffStatistics Handoff::statistics() const {
+    std::lock_guard lock(state_->mutex);
+    return state_->statistics;
+}
+
+bool Handoff::close(double seconds) {
+    std::unique_lock lock(state_->mutex);
+    if (state_->stop.exchange(true)) seconds = 0;  // we have waited before
+    state_->changed.notify_all();
+    const bool all = state_->changed.wait_for(lock, Seconds(seconds), [&] { return state_->running_threads == 0; });
+    state_->answer_all();
+    return all;
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,15 @@
+// The kernels for AVX-512 (F, BW, DQ, VL, VNNI). Compiled with those flags, so nothing compiled here may be shared with other
+// files.
+#include "isa/lanes_avx512.h"
+#include "isa/vector_avx512.h"
+// The table is built of the lanes and vectors above.
+#include "isa/table.h"
+
+namespace ktqueue {
+
+const KernelTable& avx512_kernels() {
+    static constexpr KernelTable kTable = make_table("avx512");
+    return kTable;
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,17 @@
+// The kernels for AVX2, FMA, F16C and AVX-VNNI. Compiled with those flags, so nothing compiled here may be shared with other
+// files.
+#include "isa/lanes_avx2.h"
+#include "isa/vector_avx2.h"
+// Needs the vectors above.
+#include "isa/vector_wide8.h"
+// The table is built of the lanes and vectors above.
+#include "isa/table.h"
+
+namespace ktqueue {
+
+const KernelTable& avxvnni_kernels() {
+    static constexpr KernelTable kTable = make_table("avxvnni");
+    return kTable;
+}
+
+}  // namespace ktqueue

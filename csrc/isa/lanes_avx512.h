@@ -1,0 +1,224 @@
+// Sixteen rows at once in AVX-512 registers: the vocabulary of kernels/panel_kernels.h.
+// Needs AVX-512 F, BW, DQ, VL, VNNI. Included only by translation units of one instruction set; internal linkage.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace ktqueue {
+namespace {
+
+using Bytes = __m512i;  // a line: 16 rows x 4 columns
+using Ints = __m512i;   // 16 rows
+using Floats = __m512;  // 16 rows
+using Quad = __m512i;   // four activations, for every row
+
+constexpr size_t kMaxTokens = 8;          // that share a pass over the weights
+constexpr size_t kPairTokens = 4;         // from how many on two panels share a pass
+constexpr size_t kMaxPairTokens = 6;      // that then do
+constexpr bool kSubtractsOffset = false;  // whether dot_wide() takes 128 from each code by itself
+
+inline Bytes load_bytes(const uint8_t* source) {
+    return _mm512_loadu_si512(source);
+}
+
+inline void store_bytes(uint8_t* target, Bytes a) {
+    _mm512_storeu_si512(target, a);
+}
+
+inline Bytes low_nibbles(Bytes codes) {
+    return _mm512_and_si512(codes, _mm512_set1_epi8(15));
+}
+
+inline Bytes high_nibbles(Bytes codes) {
+    return _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
+}
+
+template <int Shift>
+inline Bytes bit_pairs(Bytes codes) {
+    return _mm512_and_si512(_mm512_srli_epi16(codes, Shift), _mm512_set1_epi8(3));
+}
+
+// The bits of each byte, shifted; what comes in is any.
+template <int Shift>
+inline Bytes shift_left(Bytes codes) {
+    return _mm512_slli_epi16(codes, Shift);
+}
+
+template <int Shift>
+inline Bytes shift_right(Bytes codes) {
+    return _mm512_srli_epi16(codes, Shift);
+}
+
+// Bits 0 to 3 of the one, 4 and 5 of the other.
+inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
+    const Bytes upper = _mm512_and_si512(pairs, _mm512_set1_epi8(0x30));
+    return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(15), upper, 0xea);  // a & b | c
+}
+
+// `value` added where the line's bit is set.
+template <int Value>
+inline Bytes add_bits(Bytes codes, const uint8_t* bits) {
+    uint64_t mask;
+    std::memcpy(&mask, bits, 8);
+    return _mm512_mask_add_epi8(codes, mask, codes, _mm512_set1_epi8(Value));
+}
+
+inline Bytes lookup(const uint8_t* table, Bytes codes) {  // 16 entries
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), codes);
+}
+
+inline Ints zero_ints() {
+    return _mm512_setzero_si512();
+}
+
+inline Ints splat_int(int32_t value) {
+    return _mm512_set1_epi32(value);
+}
+
+inline Quad load_quad(const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    return _mm512_set1_epi32(word);
+}
+
+// sum[r] += codes of row r times the four activations.
+inline Ints dot(Ints sum, Bytes codes, Quad x) {
+    return _mm512_dpbusd_epi32(sum, codes, x);
+}
+
+inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
+    return dot(sum, codes, x);
+}
+
+inline Ints load_ints(const int32_t* source) {
+    return _mm512_loadu_si512(source);
+}
+
+inline void store_ints(int32_t* target, Ints a) {
+    _mm512_storeu_si512(target, a);
+}
+
+inline Ints join_words(Ints low, Ints high) {  // each 16 bits; the others are lost
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+}
+
+inline Ints multiply_words(Ints a, Ints b) {  // the sums of the products of both signed words
+    return _mm512_madd_epi16(a, b);
+}
+
+inline Floats to_floats(Ints a) {
+    return _mm512_cvtepi32_ps(a);
+}
+
+inline Floats column(Bytes codes, int i) {  // column i of the line as numbers
+    return _mm512_cvtepi32_ps(
+        _mm512_and_si512(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
+}
+
+inline Floats zero_floats() {
+    return _mm512_setzero_ps();
+}
+
+inline Floats splat_float(float value) {
+    return _mm512_set1_ps(value);
+}
+
+inline Floats load_floats(const float* source) {
+    return _mm512_loadu_ps(source);
+}
+
+inline void store_floats(float* target, Floats a) {
+    _mm512_storeu_ps(target, a);
+}
+
+inline Floats load_halves(const uint8_t* source) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+
+inline Floats load_unsigned(const uint8_t* source) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+}
+
+inline Floats load_signed(const uint8_t* source) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+}
+
+inline Floats load_low_nibbles(const uint8_t* source) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(wide, _mm512_set1_epi32(15)));
+}
+
+inline Floats load_high_nibbles(const uint8_t* source) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    return _mm512_cvtepi32_ps(_mm512_srli_epi32(wide, 4));
+}
+
+// 2^(e - 128): a float's exponent field is e - 1, but for e < 2, where the number is subnormal.
+inline Floats load_exponents(const uint8_t* source) {
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+    const __mmask16 tiny = _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2));
+    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, tiny, _mm512_set1_epi32(0x00200000), e));
+}
+
+// Two columns of bf16 side by side: the even one, the odd one.
+inline void load_bf16_pair(const uint8_t* source, Floats& even, Floats& odd) {
+    const __m512i pair = _mm512_loadu_si512(source);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+inline Floats times(Floats a, Floats b) {
+    return _mm512_mul_ps(a, b);
+}
+
+inline Floats minus(Floats a, Floats b) {
+    return _mm512_sub_ps(a, b);
+}
+
+inline Floats plus(Floats a, Floats b) {
+    return _mm512_add_ps(a, b);
+}
+
+inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+inline Floats fused_negative(Floats a, Floats b, Floats c) {  // c - a * b
+    return _mm512_fnmadd_ps(a, b, c);
+}
+
+inline Floats quotient(Floats a, Floats b) {
+    return _mm512_div_ps(a, b);
+}
+
+inline Floats magnitude(Floats a) {
+    return _mm512_abs_ps(a);
+}
+
+inline Ints magnitude_bits(Floats a) {  // of |a|; they order as numbers, infinities and NaN above all
+    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
+}
+
+inline int32_t largest_int(Ints a, Ints b) {
+    return _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
+}
+
+inline Ints round_to_ints(Floats a) {  // nearest, ties to even
+    return _mm512_cvtps_epi32(a);
+}
+
+inline void store_low_bytes(int8_t* target, Ints a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(a));
+}
+
+inline int32_t sum_ints(Ints a) {
+    return _mm512_reduce_add_epi32(a);
+}
+
+}  // namespace
+}  // namespace ktqueue

@@ -1,0 +1,40 @@
+// The table of one instruction set, from the lanes and vectors that its translation unit has chosen.
+// Included only by such a translation unit, after a lanes and a vector header; internal linkage.
+#pragma once
+
+#include "kernels/attention_kernels.h"
+#include "kernels/gate_kernels.h"
+#include "kernels/merge_kernels.h"
+#include "kernels/mid_kernels.h"
+#include "kernels/panel_kernels.h"
+#include "kernels/row_kernels.h"
+
+namespace ktqueue {
+namespace {
+
+constexpr KernelTable make_table(const char* isa) {
+    return {
+        isa,
+        {exact_panels<PanelF32>, exact_panels<PanelF16>, exact_panels<PanelBF16>, dot_panels<PanelQ4_0>,
+         dot_panels<PanelQ8_0>, dot_panels<PanelQ2_K>, dot_panels<PanelQ3_K>, dot_panels<PanelQ4_K>,
+         dot_panels<PanelQ5_K>, dot_panels<PanelQ6_K>, dot_panels<PanelIQ4_NL>, dot_panels<PanelIQ4_XS>,
+         dot_panels<PanelMXFP4>},
+        {exact_panels<PanelF32>, exact_panels<PanelF16>, exact_panels<PanelBF16>, exact_panels<PanelQ4_0>,
+         exact_panels<PanelQ8_0>, exact_panels<PanelQ2_K>, exact_panels<PanelQ3_K>, exact_panels<PanelQ4_K>,
+         exact_panels<PanelQ5_K>, exact_panels<PanelQ6_K>, exact_panels<PanelIQ4_NL>, exact_panels<PanelIQ4_XS>,
+         exact_panels<PanelMXFP4>},
+        {},
+        {},
+        quantize,
+        narrow,
+        nullptr,
+        merge,
+        {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
+        {mid_slabs<gate_silu>, mid_slabs<gate_gelu>, mid_slabs<gate_gelu_tanh>, mid_slabs<gate_swiglu_clamped>},
+        {},
+        attention,
+    };
+}
+
+}  // namespace
+}  // namespace ktqueue

@@ -1,0 +1,142 @@
+// Causal attention of a block of query vectors over pages, for any vector type.
+// Included only by translation units of one instruction set, after a vector header; internal linkage.
+//
+// Online softmax: keys come in tiles, in order of position, and a tile never crosses a page. A vector's result depends
+// on its own query, its own range of keys and the page size alone: the tiles lie at fixed positions, a vector's sums
+// run over its own keys in order, and vectors share a tile (four at a time, for the loads) only where they see the same
+// keys of it.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/kernel_table.h"
+
+namespace ktqueue {
+namespace {
+
+constexpr size_t kTile = 64;  // keys at most
+
+struct Softmax {
+    float largest;  // of the scores so far
+    float total;    // of exp(score - largest) so far
+};
+
+// scores[q][j] = scaling * query[q] . key[j]
+template <size_t Queries, size_t Keys>
+inline void score_keys(const float* const* query, const float* keys, size_t stride, size_t head_dim, float scaling,
+                       size_t j, float (*scores)[kTile]) {
+    Vector8 sums[Queries][Keys];
+    for (auto& row : sums)
+        for (Vector8& one : row) one = zero();
+    for (size_t d = 0; d < head_dim; d += 8) {
+        Vector8 key[Keys];
+        for (size_t k = 0; k < Keys; ++k) key[k] = load(keys + (j + k) * stride + d);
+        for (size_t q = 0; q < Queries; ++q) {
+            const Vector8 one = load(query[q] + d);
+            for (size_t k = 0; k < Keys; ++k) sums[q][k] = multiply_add(one, key[k], sums[q][k]);
+        }
+    }
+    for (size_t q = 0; q < Queries; ++q)
+        for (size_t k = 0; k < Keys; ++k) scores[q][j + k] = scaling * sum(sums[q][k]);
+}
+
+// Turns scores into weights exp(score - largest) and returns the factor by which earlier sums shrink.
+inline float weigh(float* scores, size_t count, Softmax& state) {
+    const size_t padded = (count + 7) / 8 * 8;
+    std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
+    Vector8 top = splat(state.largest);
+    for (size_t j = 0; j < padded; j += 8) top = maximum(load(scores + j), top);
+    const float now = largest(top);
+    float factor[8];
+    store(factor, exponential(splat(state.largest - now)));
+    Vector8 total = zero();
+    for (size_t j = 0; j < padded; j += 8) {
+        const Vector8 weight = exponential(subtract(load(scores + j), splat(now)));
+        store(scores + j, weight);
+        total = add(total, weight);
+    }
+    state.total = state.total * factor[0] + sum(total);
+    state.largest = now;
+    return factor[0];
+}
+
+template <size_t Queries, size_t Width>
+inline void add_values(const float (*weights)[kTile], const float* factor, const float* values, size_t stride,
+                       size_t count, float* const* output, size_t d) {
+    Vector8 sums[Queries][Width];
+    for (size_t q = 0; q < Queries; ++q)
+        for (size_t i = 0; i < Width; ++i) sums[q][i] = multiply(splat(factor[q]), load(output[q] + d + 8 * i));
+    for (size_t j = 0; j < count; ++j)
+        for (size_t i = 0; i < Width; ++i) {
+            const Vector8 value = load(values + j * stride + d + 8 * i);
+            for (size_t q = 0; q < Queries; ++q) sums[q][i] = multiply_add(splat(weights[q][j]), value, sums[q][i]);
+        }
+    for (size_t q = 0; q < Queries; ++q)
+        for (size_t i = 0; i < Width; ++i) store(output[q] + d + 8 * i, sums[q][i]);
+}
+
+// One tile of `count` keys for vectors that see all of it.
+template <size_t Queries>
+inline void attend_tile(const AttentionTask& task, size_t first_vector, const float* keys, const float* values,
+                        size_t count, Softmax* states) {
+    const float* const* query = task.query + first_vector;
+    float* const* output = task.output + first_vector;
+    float scores[Queries][kTile];
+    constexpr size_t kStep = Queries == 1 ? 4 : 2;
+    size_t j = 0;
+    for (; j + kStep <= count; j += kStep)
+        score_keys<Queries, kStep>(query, keys, task.slot_stride, task.head_dim, task.scaling, j, scores);
+    for (; j < count; ++j)
+        score_keys<Queries, 1>(query, keys, task.slot_stride, task.head_dim, task.scaling, j, scores);
+    float factor[Queries];
+    for (size_t q = 0; q < Queries; ++q) factor[q] = weigh(scores[q], count, states[first_vector + q]);
+    size_t d = 0;
+    for (; d + 16 <= task.head_dim; d += 16)
+        add_values<Queries, 2>(scores, factor, values, task.slot_stride, count, output, d);
+    for (; d < task.head_dim; d += 8)
+        add_values<Queries, 1>(scores, factor, values, task.slot_stride, count, output, d);
+}
+
+void attention(const AttentionTask& task) {
+    Softmax states[kMaxVectors];
+    size_t first = task.first_key[0], last = 0;
+    for (size_t v = 0; v < task.vectors; ++v) {
+        states[v] = {-std::numeric_limits<float>::infinity(), 0.0f};
+        std::fill(task.output[v], task.output[v] + task.head_dim, 0.0f);
+        first = std::min(first, task.first_key[v]);
+        last = std::max(last, task.last_key[v]);
+    }
+    for (size_t page = first / task.page_size; page * task.page_size < last; ++page) {
+        for (size_t slot = 0; slot < task.page_size; slot += kTile) {
+            const size_t start = page * task.page_size + slot;
+            const size_t end = page * task.page_size + std::min(slot + kTile, task.page_size);
+            const size_t offset = (static_cast<size_t>(task.pages[page]) * task.page_size + slot) * task.slot_stride;
+            size_t begin[kMaxVectors], count[kMaxVectors];
+            for (size_t v = 0; v < task.vectors; ++v) {
+                begin[v] = std::clamp(task.first_key[v], start, end) - start;
+                count[v] = std::clamp(task.last_key[v], start + begin[v], end) - start - begin[v];
+            }
+            for (size_t v = 0; v < task.vectors;) {
+                const auto same = [&](size_t other) { return begin[other] == begin[v] && count[other] == count[v]; };
+                const bool four = v + 4 <= task.vectors && same(v + 1) && same(v + 2) && same(v + 3);
+                const size_t skip = offset + begin[v] * task.slot_stride;
+                if (count[v] == 0) {
+                    ++v;
+                } else if (four) {
+                    attend_tile<4>(task, v, task.keys + skip, task.values + skip, count[v], states);
+                    v += 4;
+                } else {
+                    attend_tile<1>(task, v, task.keys + skip, task.values + skip, count[v], states);
+                    ++v;
+                }
+            }
+        }
+    }
+    for (size_t v = 0; v < task.vectors; ++v)
+        for (size_t d = 0; d < task.head_dim; d += 8)
+            store(task.output[v] + d, divide(load(task.output[v] + d), splat(states[v].total)));
+}
+
+}  // namespace
+}  // namespace ktqueue

@@ -1,0 +1,274 @@
+// The packed formats, as a view of one superblock each: its lines, its scales, its weights as floats.
+// Included only by translation units of one instruction set, after a lanes header; internal linkage.
+#pragma once
+
+#include "formats/activations.h"
+
+namespace ktqueue {
+namespace {
+
+// What a nibble stands for, made unsigned by the format's offset.
+struct CodeTable {
+    alignas(16) uint8_t codes[16];
+    constexpr CodeTable(const int8_t (&values)[16], int offset) : codes() {
+        for (size_t i = 0; i < 16; ++i) codes[i] = static_cast<uint8_t>(values[i] + offset);
+    }
+};
+constexpr CodeTable kIQ4Codes(kIQ4Values, activation_kind(Quant::IQ4_NL).offset);
+constexpr CodeTable kMXFP4Codes(kMXFP4Values, activation_kind(Quant::MXFP4).offset);
+
+// The planes of four bits that most formats share.
+struct Nibbles {
+    const uint8_t* block;
+
+    void codes(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        const Bytes both = load_bytes(block + slab * 256 + j * 64);
+        even = low_nibbles(both);
+        odd = high_nibbles(both);
+    }
+};
+
+// Lines 2j and 2j + 1 of a slab out of a plane of bit pairs.
+inline void pair_codes(const uint8_t* plane, size_t slab, size_t j, Bytes& even, Bytes& odd) {
+    const Bytes four = load_bytes(plane + slab * 128 + j / 2 * 64);
+    even = j % 2 == 0 ? bit_pairs<0>(four) : bit_pairs<4>(four);
+    odd = j % 2 == 0 ? bit_pairs<2>(four) : bit_pairs<6>(four);
+}
+
+// What blocks have in common: floats() by codes and scales, in the operations of GGUF's own dequantisation.
+template <class Format>
+struct Scaled {
+    static constexpr bool kMinimums = false;
+
+    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
+        const auto& format = static_cast<const Format&>(*this);
+        constexpr ActivationKind kKind = activation_kind(Format::kQuant);
+        const size_t half = kKind.halves ? j / 2 : 0;
+        const Floats scale = format.scale(slab, half);
+        Bytes lines[2];
+        format.lines(slab, j, lines[0], lines[1]);
+        for (int i = 0; i < 8; ++i) {
+            const Floats code = column(lines[i / 4], i % 4);
+            if constexpr (Format::kMinimums) {
+                weights[i] = minus(times(scale, code), format.minimum(slab, half));
+            } else {
+                weights[i] = times(scale, minus(code, splat_float(static_cast<float>(kKind.offset))));
+            }
+        }
+    }
+};
+
+// Scales and minimums of a superblock of Q4_K as integers of 16 bits, so that both are applied by one multiplication.
+//
+// A slab's weights are d * s * c - dmin * n. With P = (c - 8) . q and Q = -8 * sum(q) its sum is
+//     d * s * P + (dmin * n - d * s * 8) / 8 * Q
+// Neither P nor Q exceeds 8 * 127 * 32 < 2^15. Products that begin with Q * (2^16 + 1) end as Q * 2^16 + P: Q and P
+// side by side (Q is less by one where P is negative, an eighth of what a rounded activation is off by). d * s and
+// the other factor are rounded to integers of a unit that keeps them, s and n being below 64, below 2^15 and the two
+// products' sum below 2^31: it is (d + dmin / 8) / 512, and rounding takes half of it at most.
+struct WordFactors {
+    Floats unit, scale, minimum;
+
+    WordFactors() = default;
+    WordFactors(Floats d, Floats dmin) {
+        const Floats eighth = times(dmin, splat_float(0.125f));
+        // Never 0, to divide by it; too little more to change what is not 0 anyway.
+        const Floats largest = plus(plus(magnitude(d), magnitude(eighth)), splat_float(0x1p-60f));
+        unit = times(largest, splat_float(0x1p-9f));
+        scale = quotient(d, unit);
+        minimum = quotient(eighth, unit);
+    }
+
+    // Of P in the lower words, of Q in the upper ones.
+    Ints of_slab(Floats s, Floats n) const {
+        const Floats scaled = times(s, scale);
+        return join_words(round_to_ints(scaled), round_to_ints(minus(times(n, minimum), scaled)));
+    }
+};
+
+struct PanelQ8_0 : Scaled<PanelQ8_0> {
+    static constexpr Quant kQuant = Quant::Q8_0;
+    const uint8_t *block, *scales;
+    PanelQ8_0(const uint8_t* block, size_t slabs) : block(block), scales(block + 512 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        even = load_bytes(block + slab * 512 + j * 128);
+        odd = load_bytes(block + slab * 512 + j * 128 + 64);
+    }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+};
+
+struct PanelQ4_0 : Scaled<PanelQ4_0> {
+    static constexpr Quant kQuant = Quant::Q4_0;
+    Nibbles nibbles;
+    const uint8_t* scales;
+    PanelQ4_0(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+};
+
+struct PanelIQ4_NL : Scaled<PanelIQ4_NL> {
+    static constexpr Quant kQuant = Quant::IQ4_NL;
+    Nibbles nibbles;
+    const uint8_t* scales;
+    PanelIQ4_NL(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.codes(slab, j, even, odd);
+        even = lookup(kIQ4Codes.codes, even);
+        odd = lookup(kIQ4Codes.codes, odd);
+    }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+};
+
+struct PanelMXFP4 : Scaled<PanelMXFP4> {
+    static constexpr Quant kQuant = Quant::MXFP4;
+    Nibbles nibbles;
+    const uint8_t* exponents;
+    PanelMXFP4(const uint8_t* block, size_t slabs) : nibbles{block}, exponents(block + 256 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.codes(slab, j, even, odd);
+        even = lookup(kMXFP4Codes.codes, even);
+        odd = lookup(kMXFP4Codes.codes, odd);
+    }
+    Floats scale(size_t slab, size_t) const { return load_exponents(exponents + 16 * slab); }
+};
+
+struct PanelIQ4_XS : Scaled<PanelIQ4_XS> {
+    static constexpr Quant kQuant = Quant::IQ4_XS;
+    Nibbles nibbles;
+    const uint8_t* scales;
+    Floats d;
+    PanelIQ4_XS(const uint8_t* block, size_t slabs)
+        : nibbles{block}, scales(block + 256 * slabs), d(load_halves(block + 272 * slabs)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.codes(slab, j, even, odd);
+        even = lookup(kIQ4Codes.codes, even);
+        odd = lookup(kIQ4Codes.codes, odd);
+    }
+    Floats scale(size_t slab, size_t) const { return times(d, load_signed(scales + 16 * slab)); }
+};
+
+struct PanelQ4_K : Scaled<PanelQ4_K> {
+    static constexpr Quant kQuant = Quant::Q4_K;
+    static constexpr bool kMinimums = true;
+    Nibbles nibbles;
+    const uint8_t *scales, *minimums;
+    Floats d, dmin;
+    PanelQ4_K(const uint8_t* block, size_t slabs)
+        : nibbles{block},
+          scales(block + 256 * slabs),
+          minimums(scales + 16 * slabs),
+          d(load_halves(minimums + 16 * slabs)),
+          dmin(load_halves(minimums + 16 * slabs + 32)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
+    Floats minimum(size_t slab, size_t) const { return times(dmin, load_unsigned(minimums + 16 * slab)); }
+    WordFactors word_factors() const { return {d, dmin}; }
+    Ints factors(const WordFactors& of, size_t slab) const {
+        return of.of_slab(load_unsigned(scales + 16 * slab), load_unsigned(minimums + 16 * slab));
+    }
+};
+
+struct PanelQ5_K : Scaled<PanelQ5_K> {
+    static constexpr Quant kQuant = Quant::Q5_K;
+    static constexpr bool kMinimums = true;
+    Nibbles nibbles;
+    const uint8_t *bits, *scales, *minimums;
+    Floats d, dmin;
+    PanelQ5_K(const uint8_t* block, size_t slabs)
+        : nibbles{block},
+          bits(block + 256 * slabs),
+          scales(bits + 64 * slabs),
+          minimums(scales + 16 * slabs),
+          d(load_halves(minimums + 16 * slabs)),
+          dmin(load_halves(minimums + 16 * slabs + 32)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.codes(slab, j, even, odd);
+        even = add_bits<16>(even, bits + slab * 64 + j * 16);
+        odd = add_bits<16>(odd, bits + slab * 64 + j * 16 + 8);
+    }
+    Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
+    Floats minimum(size_t slab, size_t) const { return times(dmin, load_unsigned(minimums + 16 * slab)); }
+};
+
+struct PanelQ6_K : Scaled<PanelQ6_K> {
+    static constexpr Quant kQuant = Quant::Q6_K;
+    Nibbles nibbles;
+    const uint8_t *pairs, *scales;
+    Floats d;
+    PanelQ6_K(const uint8_t* block, size_t slabs)
+        : nibbles{block},
+          pairs(block + 256 * slabs),
+          scales(pairs + 128 * slabs),
+          d(load_halves(scales + 32 * slabs)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        const Bytes both = load_bytes(nibbles.block + slab * 256 + j * 64);
+        const Bytes four = load_bytes(pairs + slab * 128 + j / 2 * 64);
+        even = join_planes(both, j % 2 == 0 ? shift_left<4>(four) : four);
+        odd = join_planes(shift_right<4>(both), j % 2 == 0 ? shift_left<2>(four) : shift_right<2>(four));
+    }
+    Floats scale(size_t slab, size_t half) const { return times(d, load_signed(scales + 32 * slab + 16 * half)); }
+};
+
+struct PanelQ3_K : Scaled<PanelQ3_K> {
+    static constexpr Quant kQuant = Quant::Q3_K;
+    const uint8_t *pairs, *bits, *scales;
+    Floats d;
+    PanelQ3_K(const uint8_t* block, size_t slabs)
+        : pairs(block), bits(block + 128 * slabs), scales(bits + 64 * slabs), d(load_halves(scales + 32 * slabs)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        pair_codes(pairs, slab, j, even, odd);
+        even = add_bits<4>(even, bits + slab * 64 + j * 16);
+        odd = add_bits<4>(odd, bits + slab * 64 + j * 16 + 8);
+    }
+    Floats scale(size_t slab, size_t half) const { return times(d, load_signed(scales + 32 * slab + 16 * half)); }
+};
+
+struct PanelQ2_K : Scaled<PanelQ2_K> {
+    static constexpr Quant kQuant = Quant::Q2_K;
+    static constexpr bool kMinimums = true;
+    const uint8_t *pairs, *scales;
+    Floats d, dmin;
+    PanelQ2_K(const uint8_t* block, size_t slabs)
+        : pairs(block),
+          scales(block + 128 * slabs),
+          d(load_halves(scales + 32 * slabs)),
+          dmin(load_halves(scales + 32 * slabs + 32)) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { pair_codes(pairs, slab, j, even, odd); }
+    Floats scale(size_t slab, size_t half) const { return times(d, load_low_nibbles(scales + 32 * slab + 16 * half)); }
+    Floats minimum(size_t slab, size_t half) const {
+        return times(dmin, load_high_nibbles(scales + 32 * slab + 16 * half));
+    }
+};
+
+// Floats as they are: superblocks are plain runs of slabs.
+struct PanelF32 {
+    static constexpr Quant kQuant = Quant::F32;
+    const uint8_t* block;
+    PanelF32(const uint8_t* block, size_t) : block(block) {}
+    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
+        for (size_t i = 0; i < 8; ++i)
+            weights[i] = load_floats(reinterpret_cast<const float*>(block + slab * 2048 + (8 * j + i) * 64));
+    }
+};
+
+struct PanelF16 {
+    static constexpr Quant kQuant = Quant::F16;
+    const uint8_t* block;
+    PanelF16(const uint8_t* block, size_t) : block(block) {}
+    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
+        for (size_t i = 0; i < 8; ++i) weights[i] = load_halves(block + slab * 1024 + (8 * j + i) * 32);
+    }
+};
+
+struct PanelBF16 {
+    static constexpr Quant kQuant = Quant::BF16;
+    const uint8_t* block;
+    PanelBF16(const uint8_t* block, size_t) : block(block) {}
+    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
+        for (size_t i = 0; i < 8; i += 2)
+            load_bf16_pair(block + slab * 1024 + (8 * j + i) * 32, weights[i], weights[i + 1]);
+    }
+};
+
+}  // namespace
+}  // namespace ktqueue

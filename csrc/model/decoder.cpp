@@ -1,0 +1,250 @@
+#include "model/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "model/rms_norm.h"
+#include "model/router.h"
+#include "threads/token_loop.h"
+
+namespace ktqueue {
+
+namespace {
+
+using std::to_string;
+
+constexpr size_t kTokensAtOnce = 2048;  // of the feed-forward part: bounds the workspace
+
+void require(bool fits, const char* what) {
+    if (!fits) throw std::invalid_argument(std::string(what) + " does not fit the decoder");
+}
+
+bool fits(const Linear* linear, size_t rows, size_t columns) {
+    return linear && linear->rows() == rows && linear->columns() == columns;
+}
+
+template <class T>
+T* grown(std::vector<T>& buffer, size_t count) {
+    if (buffer.size() < count) buffer.resize(count);
+    return buffer.data();
+}
+
+void add(float* x, const float* y, size_t count) {
+    for (size_t i = 0; i < count; ++i) x[i] += y[i];
+}
+
+// Normalises the heads of one token, each on its own or all as one vector.
+void normalise_heads(float* heads, size_t count, size_t head_dim, const std::vector<float>& weight, float epsilon) {
+    if (weight.empty()) return;
+    for (size_t at = 0; at < count * head_dim; at += weight.size())
+        rms_norm(heads + at, weight.data(), weight.size(), epsilon, heads + at);
+}
+
+void clamp(float* values, size_t count, float limit) {
+    if (limit == 0) return;
+    for (size_t i = 0; i < count; ++i) values[i] = std::clamp(values[i], -limit, limit);  // NaN stays NaN
+}
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& shape, const StoredMatrix& embedding, std::vector<float> norm, const Linear& head,
+                 const KernelTable& kernels)
+    : shape_(shape), embedding_(embedding), norm_(std::move(norm)), head_(head), kernels_(kernels) {
+    ktqueue::check(shape.attention);
+    require(embedding.columns == shape.hidden, "the embedding");
+    require(norm_.size() == shape.hidden, "the last norm");
+    require(head.columns() == shape.hidden && head.rows() == embedding.rows, "the head");
+}
+
+void Decoder::add_layer(DecoderLayer layer) {
+    const auto [heads, kv_heads, head_dim] = shape_.attention;
+    const size_t hidden = shape_.hidden;
+    require(layer.attention_norm.size() == hidden && layer.mlp_norm.size() == hidden, "a norm");
+    require(fits(layer.q, heads * head_dim, hidden), "q");
+    require(fits(layer.k, kv_heads * head_dim, hidden), "k");
+    require(fits(layer.v, kv_heads * head_dim, hidden), "v");
+    require(fits(layer.o, hidden, heads * head_dim), "o");
+    const auto whole_or_head = [&](const std::vector<float>& norm, size_t count) {
+        return norm.empty() || norm.size() == head_dim || norm.size() == count * head_dim;
+    };
+    require(whole_or_head(layer.q_norm, heads) && whole_or_head(layer.k_norm, kv_heads), "the norm of q or k");
+    require(layer.mlp ? layer.mlp->hidden() == hidden && layer.mlp->experts() == 1 : layer.experts != nullptr,
+            "the MLP");
+    require(!layer.shared_gate || (layer.mlp && fits(layer.shared_gate, 1, hidden)), "the shared expert's gate");
+    if (layer.experts) {
+        require(layer.experts->hidden() == hidden, "the experts");
+        require(fits(layer.router, layer.experts->experts(), hidden), "the router");
+        require(layer.experts_per_token >= 1 && layer.experts_per_token <= layer.experts->experts(),
+                "the number of experts a token");
+    }
+    layers_.push_back(std::move(layer));
+}
+
+void Decoder::check(const DecoderStep& step) const {
+    const auto refuse = [](const std::string& name, size_t index, size_t limit, int64_t value) {
+        throw std::invalid_argument(name + "[" + to_string(index) + "] must be from 0 to " +
+                                    to_string(static_cast<int64_t>(limit) - 1) + ", got " + to_string(value));
+    };
+    ktqueue::check(step.paged);
+    require(2 * step.rotary.half <= shape_.attention.head_dim, "the rotary table");
+    for (size_t t = 0; t < step.paged.tokens; ++t) {
+        if (step.ids[t] < 0 || static_cast<size_t>(step.ids[t]) >= embedding_.rows)
+            refuse("input_ids", t, embedding_.rows, step.ids[t]);
+        if (step.positions[t] < 0 || static_cast<size_t>(step.positions[t]) >= step.rotary.positions)
+            refuse("position_ids", t, step.rotary.positions, step.positions[t]);
+    }
+    for (size_t i = 0; i < step.scored_count; ++i) {
+        if (step.scored[i] < 0 || static_cast<size_t>(step.scored[i]) >= step.paged.tokens)
+            refuse("logits_to_keep", i, step.paged.tokens, step.scored[i]);
+        if (i > 0 && step.scored[i] <= step.scored[i - 1]) throw std::invalid_argument("logits_to_keep must rise");
+    }
+}
+
+void Decoder::forward(const DecoderStep& step) {
+    check(step);
+    if (layers_.empty()) throw std::invalid_argument("the decoder has no layers");
+    if (step.paged.tokens == 0) return;
+    std::lock_guard lock(mutex_);
+    const bool narrow = step.scored_count != step.paged.tokens;
+    plan_attention(step.paged, shape_.attention, nullptr, 0, work_.all);
+    if (narrow) plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored);
+    embed(step);
+    for (size_t index = 0; index < layers_.size(); ++index) {
+        // The last layer goes on with the scored tokens only: of the others just keys and values are wanted.
+        const bool last = narrow && index + 1 == layers_.size();
+        const DecoderLayer& layer = layers_[index];
+        project(layer, step, index, last);
+        const size_t count = last ? step.scored_count : step.paged.tokens;
+        if (count == 0) return;
+        attend_layer(layer, step, index, last);
+        for (size_t first = 0; first < count; first += kTokensAtOnce)
+            feed_forward(layer, first, std::min(kTokensAtOnce, count - first));
+    }
+    normalise(norm_, 0, step.scored_count);
+    head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());
+}
+
+void Decoder::embed(const DecoderStep& step) {
+    const DequantizeKernel decode = dequantize_kernel(embedding_.quant);
+    const size_t bytes = row_bytes(embedding_.quant, shape_.hidden);
+    float* x = grown(work_.x, step.paged.tokens * shape_.hidden);
+    for_tokens(step.paged.tokens, shape_.hidden, [&](size_t t) {
+        decode(embedding_.data + static_cast<size_t>(step.ids[t]) * bytes, shape_.hidden, x + t * shape_.hidden);
+    });
+}
+
+void Decoder::normalise(const std::vector<float>& weight, size_t first, size_t count) {
+    const size_t hidden = shape_.hidden;
+    float* normed = grown(work_.normed, count * hidden);
+    const float* x = work_.x.data() + first * hidden;
+    for_tokens(count, hidden,
+               [&](size_t t) { rms_norm(x + t * hidden, weight.data(), hidden, shape_.epsilon, normed + t * hidden); });
+}
+
+// Moves what belongs to the scored tokens to the front.
+void Decoder::keep_scored(const DecoderStep& step) {
+    const size_t hidden = shape_.hidden;
+    for (std::vector<float>* rows : {&work_.x, &work_.normed})
+        for (size_t i = 0; i < step.scored_count; ++i)  // scored[i] >= i, for they rise
+            std::copy_n(rows->data() + static_cast<size_t>(step.scored[i]) * hidden, hidden, rows->data() + i * hidden);
+}
+
+// q of the wanted tokens; k and v of all tokens, into the cache.
+void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow) {
+    const auto [heads, kv_heads, head_dim] = shape_.attention;
+    const size_t tokens = step.paged.tokens, q_size = heads * head_dim, kv_size = kv_heads * head_dim;
+    const size_t wanted = narrow ? step.scored_count : tokens;
+    float* q = grown(work_.q, wanted * q_size);
+    float* k = grown(work_.k, tokens * kv_size);
+    float* v = grown(work_.v, tokens * kv_size);
+    normalise(layer.attention_norm, 0, tokens);
+    const LinearCall calls[] = {{layer.k, k, kv_size}, {layer.v, v, kv_size}, {layer.q, q, q_size}};
+    run_linears(calls, narrow ? 2 : 3, work_.normed.data(), shape_.hidden, tokens);
+    if (narrow) {
+        keep_scored(step);
+        if (wanted) layer.q->forward(work_.normed.data(), shape_.hidden, wanted, q, q_size);
+    }
+    const RotaryTable& rotary = step.rotary;
+    const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
+        normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
+        clamp(projected, count * head_dim, layer.clip);
+        const size_t at = static_cast<size_t>(step.positions[token]) * rotary.half;
+        for (size_t head = 0; head < count; ++head)
+            rotate(projected + head * head_dim, rotary.cosine + at, rotary.sine + at, rotary.half);
+    };
+    for_tokens(tokens, q_size + 2 * kv_size, [&](size_t t) {
+        const size_t slot = static_cast<size_t>(step.paged.slot_mapping[t]) * kv_size;
+        finish(k + t * kv_size, kv_heads, layer.k_norm, t);
+        clamp(v + t * kv_size, kv_size, layer.clip);
+        std::copy_n(k + t * kv_size, kv_size, step.cache_keys[index] + slot);
+        std::copy_n(v + t * kv_size, kv_size, step.cache_values[index] + slot);
+        if (t < wanted) finish(q + t * q_size, heads, layer.q_norm, narrow ? static_cast<size_t>(step.scored[t]) : t);
+    });
+}
+
+void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow) {
+    const auto [heads, kv_heads, head_dim] = shape_.attention;
+    const size_t hidden = shape_.hidden, q_size = heads * head_dim;
+    const AttentionPlan& plan = narrow ? work_.scored : work_.all;
+    const size_t count = plan.queries.size();
+    float* attended = grown(work_.attended, count * q_size);
+    attend(step.paged, shape_.attention, plan,
+           {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
+            layer.sliding_window, attended},
+           kernels_);
+    float* out = grown(work_.out, count * hidden);
+    layer.o->forward(attended, q_size, count, out, hidden);
+    float* x = work_.x.data();
+    for_tokens(count, hidden, [&](size_t t) { add(x + t * hidden, out + t * hidden, hidden); });
+}
+
+// x += feed_forward(norm(x)) for tokens first .. first + count - 1.
+void Decoder::feed_forward(const DecoderLayer& layer, size_t first, size_t count) {
+    const size_t hidden = shape_.hidden;
+    normalise(layer.mlp_norm, first, count);
+    LinearCall calls[2];
+    size_t used = 0;
+    if (layer.experts) {
+        const size_t experts = layer.experts->experts();
+        calls[used++] = {layer.router, grown(work_.router_logits, count * experts), experts};
+    }
+    if (layer.shared_gate) calls[used++] = {layer.shared_gate, grown(work_.shares, count), 1};
+    run_linears(calls, used, work_.normed.data(), hidden, count);
+
+    const bool both = layer.experts && layer.mlp;
+    float* out = grown(work_.out, count * hidden);
+    float* shared = both ? grown(work_.shared, count * hidden) : out;
+    if (layer.experts) run_experts(layer, count, out);
+    if (layer.mlp) run_mlp(layer, count, shared);
+    float* x = work_.x.data() + first * hidden;
+    for_tokens(count, hidden, [&](size_t t) {
+        if (both) add(out + t * hidden, shared + t * hidden, hidden);
+        add(x + t * hidden, out + t * hidden, hidden);
+    });
+}
+
+void Decoder::run_experts(const DecoderLayer& layer, size_t count, float* out) {
+    const size_t chosen = layer.experts_per_token, experts = layer.experts->experts();
+    int64_t* ids = grown(work_.ids, count * chosen);
+    float* weights = grown(work_.routing, count * chosen);
+    for_tokens(count, 8 * experts, [&](size_t t) {
+        route(work_.router_logits.data() + t * experts, experts, chosen, layer.renormalise, ids + t * chosen,
+              weights + t * chosen);
+    });
+    work_.used.assign(experts, 0);
+    for (size_t i = 0; i < count * chosen; ++i) work_.used[static_cast<size_t>(ids[i])] = 1;
+    experts_used_ += static_cast<uint64_t>(std::count(work_.used.begin(), work_.used.end(), uint8_t{1}));
+    ++expert_layers_run_;
+    layer.experts->forward(work_.normed.data(), ids, weights, count, chosen, out);
+}
+
+void Decoder::run_mlp(const DecoderLayer& layer, size_t count, float* out) {
+    const int64_t* zeros = grown(work_.zeros, count);
+    float* shares = grown(work_.shares, count);
+    for (size_t t = 0; t < count; ++t) shares[t] = layer.shared_gate ? 1.0f / (1.0f + std::exp(-shares[t])) : 1.0f;
+    layer.mlp->forward(work_.normed.data(), zeros, shares, count, 1, out);
+}
+
+}  // namespace ktqueue

@@ -1,0 +1,109 @@
+// A decoder-only transformer as one call: token ids to logits, through embedding, decoder layers, final norm and head.
+// Knows no model family: a layer is described by what it is made of. Knows nothing of Python.
+//
+// A layer: x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)), all norms
+// RMSNorm. Rows are computed independently of each other: a token whose numbers are not finite spoils its own sequence
+// only, and results do not depend on the batch but as the matrices say (model/linear.h, experts/expert_layer.h).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "experts/expert_layer.h"
+#include "model/linear.h"
+#include "model/paged_attention.h"
+#include "model/rotary.h"
+
+namespace ktqueue {
+
+// Matrices belong to the caller and outlive the decoder.
+struct DecoderLayer {
+    std::vector<float> attention_norm;  // [hidden], of the attention's input
+    const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+    std::vector<float> q_norm, k_norm;  // none, [head_dim] for each head, or of the whole projection
+    float clip = 0;                     // q, k and v are clamped to -clip .. clip after their norms; 0: they are not
+    size_t sliding_window = 0;          // as in AttentionLayer
+    std::vector<float> mlp_norm;        // [hidden], of the feed-forward part's input
+    // The dense MLP, or the shared expert of a layer with routed ones: a layer of one expert; null: there is none.
+    const ExpertLayer* mlp = nullptr;
+    const Linear* shared_gate = nullptr;  // one row: the shared expert counts sigmoid(shared_gate(x)); null: wholly
+    const Linear* router = nullptr;       // [experts, hidden]
+    const ExpertLayer* experts = nullptr;
+    size_t experts_per_token = 0;
+    bool renormalise = false;  // the chosen experts' weights add up to one
+};
+
+struct DecoderShape {
+    size_t hidden;
+    AttentionShape attention;
+    float scaling;  // of attention scores
+    float epsilon;  // of all norms
+};
+
+// One step. `scored`: places in the packed batch, rising, of the tokens whose logits are wanted.
+struct DecoderStep {
+    const int64_t* ids;        // [paged.tokens]
+    const int64_t* positions;  // [paged.tokens]
+    const int64_t* scored;
+    size_t scored_count;
+    PagedStep paged;
+    float* const* cache_keys;  // of each layer: [pages, page_size, kv_heads, head_dim]
+    float* const* cache_values;
+    RotaryTable rotary;
+    float* logits;  // [scored_count, vocabulary]
+};
+
+class Decoder {
+  public:
+    // `embedding`: [vocabulary, hidden], used in place. `head`: [vocabulary, hidden]. Both outlive the decoder.
+    // Throws std::invalid_argument if shapes disagree.
+    Decoder(const DecoderShape& shape, const StoredMatrix& embedding, std::vector<float> norm, const Linear& head,
+            const KernelTable& kernels);
+
+    // Throws std::invalid_argument if the layer's parts do not fit each other or the decoder.
+    void add_layer(DecoderLayer layer);
+
+    // One step at a time; a second caller waits. Throws std::invalid_argument, before anything is written, if an index
+    // of the step is out of range.
+    void forward(const DecoderStep& step);
+
+    const DecoderShape& shape() const { return shape_; }
+    size_t layers() const { return layers_.size(); }
+    size_t vocabulary() const { return head_.rows(); }
+
+    // How many layers with routed experts have been run, and how many different experts they used, all steps together.
+    uint64_t expert_layers_run() const { return expert_layers_run_; }
+    uint64_t experts_used() const { return experts_used_; }
+
+  private:
+    struct Workspace {
+        std::vector<float> x, normed, q, k, v, attended, out, router_logits, routing, shares, shared;
+        std::vector<int64_t> ids, zeros;
+        std::vector<uint8_t> used;  // [experts]
+        AttentionPlan all, scored;
+    };
+
+    void check(const DecoderStep& step) const;
+    void embed(const DecoderStep& step);
+    void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow);
+    void keep_scored(const DecoderStep& step);
+    void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow);
+    void feed_forward(const DecoderLayer& layer, size_t first, size_t count);
+    void run_experts(const DecoderLayer& layer, size_t count, float* out);
+    void run_mlp(const DecoderLayer& layer, size_t count, float* out);
+    void normalise(const std::vector<float>& weight, size_t first, size_t count);
+
+    const DecoderShape shape_;
+    const StoredMatrix embedding_;
+    const std::vector<float> norm_;
+    const Linear& head_;
+    const KernelTable& kernels_;
+    std::vector<DecoderLayer> layers_;
+    std::mutex mutex_;
+    Workspace work_;
+    std::atomic<uint64_t> expert_layers_run_{0}, experts_used_{0};
+};
+
+}  // namespace ktqueue

@@ -1,0 +1,50 @@
+// A packed matrix times rows: y = x W^T + bias. Knows nothing of Python.
+#pragma once
+
+#include <vector>
+
+#include "formats/packed_matrix.h"
+#include "kernels/prepared_rows.h"
+
+namespace ktqueue {
+
+class Linear {
+  public:
+    // Packs the weights with the shared pool; the originals are not needed afterwards. `bias`: [rows] or null; copied.
+    // Throws std::invalid_argument where a scale is not finite.
+    Linear(const StoredMatrix& weights, const float* bias, Precision precision, const KernelTable& kernels);
+
+    // x: [tokens, columns], rows x_stride floats apart; y: [tokens, rows], rows y_stride floats apart.
+    // Results do not depend on the number of threads or, but for whether tiles serve them (see kernels/kernel_table.h), on the
+    // others.
+    void forward(const float* x, size_t x_stride, size_t tokens, float* y, size_t y_stride) const;
+
+    size_t rows() const { return rows_; }
+    size_t columns() const { return columns_; }
+    size_t bytes() const { return arena_.bytes(); }  // of packed weights
+    const uint8_t* panels() const { return arena_.data(); }
+    const KernelTable& kernels() const { return kernels_; }
+    RowForm form(size_t tokens) const { return row_form(kernels_, quant_, precision_, tokens, unit_); }
+
+  private:
+    friend class LinearJob;
+    Quant quant_;
+    size_t rows_, columns_, panel_bytes_;
+    Precision precision_;
+    float unit_;  // tile_unit()
+    const KernelTable& kernels_;
+    Arena arena_;
+    std::vector<float> bias_;
+};
+
+struct LinearCall {
+    const Linear* linear;
+    float* y;
+    size_t y_stride;
+};
+
+// Several matrices of the same columns and kernels on the same rows, as one job (q, k and v; gate and up of
+// a dense layer). Throws std::invalid_argument where they differ. At most 8.
+void run_linears(const LinearCall* calls, size_t count, const float* x, size_t x_stride, size_t tokens);
+
+}  // namespace ktqueue
