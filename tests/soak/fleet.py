@@ -1,4 +1,4 @@
-"""One queue, 1, 2, 4 and 8 workers: `python -m benchmarks.queue.fleet`.
+"""One queue, 1, 2, 4 and 8 workers: `python -m tests.soak.fleet`.
 
 Each crew, with Redis, gateway and fork server as `ktqueue up` runs them, is given the same jobs at once: greedy tales
 of the built-in model. A second time workers leave meanwhile, one after the other by SIGTERM, and come back. Each job
