@@ -1,1 +1,1 @@
-"""Floor 3: the processes that do the work. Knows everything below it, but neither the gateway's nor the CLI's code."""
+"""The processes that do the work. The supervisor starts the gateway by command; nothing here imports its modules."""

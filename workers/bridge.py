@@ -24,8 +24,8 @@ from ktqueue.core.errors import (
 )
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest
-from ktqueue.gateway.openai_jobs import parse_job
-from ktqueue.gateway.openai_replies import usage_json
+from ktqueue.openai.endpoint import usage_json
+from ktqueue.openai.jobs import parse_job
 from ktqueue.workers.arq_process import execute, serve
 from ktqueue.workers.arq_worker import SteadyWorker
 

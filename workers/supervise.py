@@ -40,14 +40,7 @@ POLL_SECONDS = 0.05
 QUICK_FORK_DEATH, LONGEST_FORK_PAUSE = 2.0, 0.5
 
 WORKER_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.run"]
-GATEWAY_COMMAND = [
-    sys.executable,
-    "-P",
-    "-c",
-    "import os; from ktqueue.core.logs import configure_process; from ktqueue.gateway.serve import serve; "
-    "serve(configure_process(os.environ))",
-]
-
+GATEWAY_COMMAND = [sys.executable, "-P", "-m", "ktqueue.gateway"]
 BRIDGE_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.bridge"]
 CONTROL_COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.control"]
 

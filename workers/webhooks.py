@@ -24,7 +24,7 @@ from ktqueue.core.config import ControlConfig
 from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.webhook import Webhook, is_public
-from ktqueue.gateway.openai_records import record_json, result_json
+from ktqueue.openai.records import record_json, result_json
 
 SECRET_PREFIX = "whsec_"  # then base64, as the specification has it; other secrets are taken as they are
 GONE = 410  # the receiver wants no more

@@ -13,10 +13,8 @@ from typing import Any
 from ktqueue.batches.faults import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
+from ktqueue.openai.endpoints import CHAT, COMPLETIONS, ENDPOINTS
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-URLS = (CHAT_URL, COMPLETIONS_URL)
 ENVELOPE, PLAIN = {"method", "url", "body"}, {"prompt", "messages"}  # keys that tell a batch line from a plain one
 MAX_LINE_BYTES = 32 << 20
 MAX_CUSTOM_ID_LENGTH = 512  # characters
@@ -152,14 +150,14 @@ def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
     url: Any
     body: Any
     if is_plain:
-        url = CHAT_URL if "messages" in value else COMPLETIONS_URL
+        url = CHAT.path if "messages" in value else COMPLETIONS.path
         body = {name: one for name, one in value.items() if name != "custom_id"}
     else:
         method, url, body = value.get("method"), value.get("url"), value.get("body")
         if method != "POST":
             raise fault(f"method must be POST, got {method!r:.80}")
-        if url not in URLS:
-            raise fault(f"url must be {' or '.join(URLS)}, got {url!r:.80}")
+        if url not in ENDPOINTS:
+            raise fault(f"url must be {' or '.join(ENDPOINTS)}, got {url!r:.80}")
         if not isinstance(body, dict):
             raise fault(f"body must be an object, got {body!r:.80}")
     if body.get("stream"):

@@ -1,6 +1,6 @@
 """One batch line to generation requests, and their events to the line's record in the output. Pure.
 
-The bodies are made by the gateway's own conversions, so a batch answers exactly as HTTP does.
+`ktqueue.openai` makes the bodies, so a batch answers exactly as HTTP does.
 A record: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": {"code", "message"}}, where
 response or error is null (OpenAI API reference, Batch, "request output object").
 """
@@ -10,15 +10,14 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from ktqueue.batches.input import CHAT_URL, BatchLine
+from ktqueue.batches.input import BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
 from ktqueue.core.events import TokenEvent
-from ktqueue.core.request import GenerationRequest, JobClass
-from ktqueue.gateway.faults import error_body, failure, status_of
-from ktqueue.gateway.openai_choices import Choices
-from ktqueue.gateway.openai_replies import ChatReply, CompletionReply, Reply
-from ktqueue.gateway.openai_requests import parse_chat, parse_completion
+from ktqueue.core.request import JobClass
+from ktqueue.openai.choices import Choices
+from ktqueue.openai.endpoints import ENDPOINTS
+from ktqueue.openai.errors import error_body, failure, status_of
 
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
@@ -30,10 +29,9 @@ class Work:
         """`run` names the batch run, `model` stands in for the line's own. Raises InvalidRequest."""
         self.custom_id = line.custom_id
         self.id = work_id(line, run, model)
-        self._chat = line.url == CHAT_URL
-        body = _body(line, model)
-        asked = (parse_chat(body).request(),) if self._chat else parse_completion(body).requests()
-        self.requests: tuple[GenerationRequest, ...] = tuple(replace(one, job_class=job_class) for one in asked)
+        self._endpoint = ENDPOINTS[line.url]
+        requests = self._endpoint.parse(_body(line, model)).requests()
+        self.requests = tuple(replace(request, job_class=job_class) for request in requests)
 
     def job_id(self, place: int, attempt: int = 0) -> str:
         """The name of the job of one prompt: the same in each try of the run, so that its job is found again."""
@@ -43,8 +41,7 @@ class Work:
     def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> dict[str, Any]:
         """The record of a line whose jobs are done. `events` are (place of the prompt, event)."""
         first = self.requests[0]
-        kind, prefix = (ChatReply, "chatcmpl") if self._chat else (CompletionReply, "cmpl")
-        reply: Reply = kind(f"{prefix}-{self.id}", created, first.model, first.sampling.logprobs is not None)
+        reply = self._endpoint.reply_to(first, self.id, created)
         choices = Choices(len(self.requests), first.sampling.n)
         whole = choices.whole(events)
         return record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))

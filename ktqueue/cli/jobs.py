@@ -50,7 +50,7 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
     from ktqueue.cli.connection import ask, ask_again
-    from ktqueue.gateway.openai_records import record_json
+    from ktqueue.openai.records import record_json
 
     async def question(broker: "Broker") -> "Sequence[JobRecord]":
         return await broker.jobs.list(state=state, limit=limit, tenant=tenant, job_class=job_class, model=model)
@@ -104,7 +104,7 @@ def _table(records: "Sequence[JobRecord]") -> "Table":
 def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
     """Show one job: its record and what was asked."""
     from ktqueue.cli.connection import ask
-    from ktqueue.gateway.openai_records import record_json
+    from ktqueue.openai.records import record_json
 
     async def question(broker: "Broker") -> "JobRecord":
         return await broker.jobs.get(job_id)
@@ -145,7 +145,7 @@ def cancel(
 ) -> None:
     """Cancel jobs: a queued one ends at once, a running one within a step."""
     from ktqueue.cli.connection import ask
-    from ktqueue.gateway.openai_records import record_json
+    from ktqueue.openai.records import record_json
 
     missing: list[str] = []
 
@@ -183,7 +183,7 @@ def retry(
 ) -> None:
     """Send failed jobs again, each as a new job that begins from the start."""
     from ktqueue.cli.connection import ask
-    from ktqueue.gateway.openai_records import record_json
+    from ktqueue.openai.records import record_json
 
     if sum((bool(job_ids), error is not None, all_failed)) != 1:
         raise UsageFault("give either IDs, --error CODE or --all-failed")

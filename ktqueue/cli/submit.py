@@ -106,7 +106,7 @@ def follow(
     cancel_on_interrupt: bool,
 ) -> None:
     """Write a job's text (or JSON) until it ends; `live` piece by piece. Exits FAILED unless the job is done."""
-    from ktqueue.gateway.openai_records import event_json, result_json
+    from ktqueue.openai.records import event_json, result_json
 
     as_it_comes = live and (as_json or record.readable_request().sampling.n == 1)
     events: list[TokenEvent] = []

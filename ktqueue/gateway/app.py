@@ -18,15 +18,14 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway import health, jobs, models
-from ktqueue.gateway.chat import create_chat_completion
-from ktqueue.gateway.completions import create_completion
-from ktqueue.gateway.edge import Edge
-from ktqueue.gateway.faults import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
+from ktqueue.gateway.conversations import StreamEndpoint
+from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import EXPOSED_HEADERS
-from ktqueue.gateway.openai_document import build_document
-from ktqueue.gateway.replies import error_response
-from ktqueue.gateway.stream import StreamEndpoint
+from ktqueue.gateway.generation import generation_routes
+from ktqueue.gateway.http.edge import Edge
+from ktqueue.gateway.http.headers import EXPOSED_HEADERS
+from ktqueue.gateway.http.responses import error_response
+from ktqueue.openai.document import build_document
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +49,13 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             await gateway.settle()
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
-            gateway.large_bodies.close()
+            gateway.bodies.close()
             if opened:
                 await gateway.broker.close()
 
     app = Starlette(
         routes=routes(),
-        middleware=[*_cors(config.gateway.cors_origins), Middleware(Edge, gateway=gateway)],
+        middleware=[*_cors(config.gateway.cors_origins), _edge(gateway)],
         exception_handlers={KtqueueError: _on_error, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
@@ -78,14 +77,19 @@ def routes() -> list[Route]:
         Route("/openapi.json", health.openapi),
         Route("/v1/models", models.list_models),
         Route("/v1/models/{model_id:path}", models.get_model),
-        Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-        Route("/v1/completions", create_completion, methods=["POST"]),
+        *generation_routes(),
         Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
         Route("/v1/jobs/{job_id}/events", jobs.stream_events),
         Route("/v1/jobs/{job_id}/retry", jobs.retry_job, methods=["POST"]),
     ]
+
+
+def _edge(gateway: Gateway) -> Middleware:
+    return Middleware(
+        Edge, keys=gateway.keys, metrics=gateway.metrics, max_active=gateway.config.gateway.max_connections
+    )
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -18,16 +18,16 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import InvalidRequest, JournalRegressed, KtqueueError
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest
-from ktqueue.gateway.auth import Tenant, tenant_of
-from ktqueue.gateway.faults import failure
 from ktqueue.gateway.feed import Batch, Feed
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import Place, conversation_id, idempotency_key, rate_headers
-from ktqueue.gateway.openai_choices import Choices
-from ktqueue.gateway.openai_replies import reply_to
-from ktqueue.gateway.openai_requests import Call
-from ktqueue.gateway.sse import DONE, PING, EventStream, frame, watch
+from ktqueue.gateway.http.auth import Tenant, tenant_of
+from ktqueue.gateway.http.headers import Place, conversation_id, idempotency_key, rate_headers
+from ktqueue.gateway.http.sse import DONE, PING, EventStream, frame, watch_disconnect
 from ktqueue.gateway.stopwatch import Stopwatch
+from ktqueue.openai.choices import Choices
+from ktqueue.openai.endpoint import Call
+from ktqueue.openai.endpoints import endpoint_of
+from ktqueue.openai.errors import failure
 
 
 async def answer(request: Request, call: Call) -> Response:
@@ -106,18 +106,21 @@ class Exchange:
         resumed: bool = False,
     ) -> None:
         self._gateway = gateway
-        self._reply = reply_to(records[0])
+        request_of_first = records[0].readable_request()
+        self._reply = endpoint_of(request_of_first).reply_to(
+            request_of_first, records[0].id, int(records[0].created_at)
+        )
         self._keep = keep
         self._after = after
         self._resumed = resumed
         self._job_ids = [record.id for record in records]
         self._rates = rate_headers(records[-1].standing)
-        self._choices = Choices(len(records), records[0].readable_request().sampling.n)
+        self._choices = Choices(len(records), request_of_first.sampling.n)
         self._stopwatch = Stopwatch(None if resumed else gateway.metrics, records[0].model)
         self._open = set(range(len(records)))
         self._resources = ExitStack()
         self._feed: Feed = self._resources.enter_context(gateway.feed(self._job_ids))
-        watcher = asyncio.create_task(watch(request.receive, self._feed))
+        watcher = asyncio.create_task(watch_disconnect(request.receive, self._feed.interrupt))
         self._resources.callback(watcher.cancel)
 
     @property

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
@@ -20,16 +22,16 @@ from ktqueue.core.errors import (
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
-from ktqueue.gateway.auth import Keys, Tenant
-from ktqueue.gateway.faults import ShuttingDown, UnknownEvent
+from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
-from ktqueue.gateway.large_bodies import LargeBodies
+from ktqueue.gateway.http.auth import ApiKeys, Tenant
+from ktqueue.gateway.http.body import BodyReader
 from ktqueue.gateway.metrics import Metrics
-from ktqueue.gateway.uploads import Uploads
 
 LARGE_PROMPT = 4_096  # characters or token ids; a smaller one costs a worker little
 
 logger = logging.getLogger(__name__)
+Parsed = TypeVar("Parsed")
 
 
 class Gateway:
@@ -38,10 +40,9 @@ class Gateway:
     def __init__(self, config: Config, broker: Broker | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.keys = Keys(config.gateway)
-        self.uploads = Uploads(config.gateway)
+        self.keys = ApiKeys(config.gateway)
+        self.bodies = BodyReader(config.gateway)
         self.draining = False
-        self.large_bodies = LargeBodies()
         self._broker = broker
         self._feeds: set[Feed] = set()
         self._chores: set[asyncio.Task[None]] = set()
@@ -63,6 +64,16 @@ class Gateway:
             patience=self.config.broker.connect_timeout,
         )
         return True
+
+    async def read_body(self, request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+        """What `parse` makes of the request's JSON body. A body without a model asks for the only one that is served.
+
+        Raises what `BodyReader.read` and `parse` raise.
+        """
+        body = await self.bodies.read(request)
+        if body.value.get("model") is None:
+            body.value["model"] = await self.broker.models.only_name()
+        return await self.bodies.run(body.size, parse, body.value)
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
         """Submit a tenant's job, within its limits.

@@ -6,12 +6,12 @@ from starlette.responses import PlainTextResponse, Response
 from ktqueue import __version__
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import DEFAULT_TENANT
-from ktqueue.gateway.auth import tenant_of
-from ktqueue.gateway.cluster import bound_metrics, queue_metrics, tenant_metrics, worker_metrics
-from ktqueue.gateway.faults import PermissionDenied, ShuttingDown
+from ktqueue.gateway.cluster_metrics import bound_metrics, queue_metrics, tenant_metrics, worker_metrics
+from ktqueue.gateway.errors import PermissionDenied, ShuttingDown
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http.auth import tenant_of
+from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
-from ktqueue.gateway.replies import json_response
 
 
 async def healthz(request: Request) -> Response:

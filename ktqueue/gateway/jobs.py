@@ -12,16 +12,15 @@ from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
-from ktqueue.gateway.auth import tenant_of
-from ktqueue.gateway.body import read_body
-from ktqueue.gateway.faults import ShuttingDown
+from ktqueue.gateway.errors import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import idempotency_key, last_seq, rate_headers
-from ktqueue.gateway.openai_jobs import parse_job
-from ktqueue.gateway.openai_records import event_json, record_json, result_json
-from ktqueue.gateway.replies import json_response
-from ktqueue.gateway.sse import PING, EventStream, frame, watch
+from ktqueue.gateway.http.auth import tenant_of
+from ktqueue.gateway.http.headers import idempotency_key, last_seq, rate_headers
+from ktqueue.gateway.http.responses import json_response
+from ktqueue.gateway.http.sse import PING, EventStream, frame, watch_disconnect
+from ktqueue.openai.jobs import parse_job
+from ktqueue.openai.records import event_json, record_json, result_json
 
 MAX_LISTED = 1000
 RETRY = b"retry: 1000\n\n"  # ms: what a browser's EventSource waits before it comes back
@@ -60,7 +59,7 @@ async def find_job(request: Request) -> JobRecord:
 async def create_job(request: Request) -> Response:
     """Submit a job: 202 and where it is found. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
-    generation = await read_body(request, parse_job)
+    generation = await gateway.read_body(request, parse_job)
     if generation.webhook is not None:
         generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
     record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
@@ -137,7 +136,7 @@ async def stream_events(request: Request) -> Response:
         return Response(status_code=204)
     resources = ExitStack()
     feed = resources.enter_context(gateway.feed([record.id], after=after, lenient=True))
-    watcher = asyncio.create_task(watch(request.receive, feed))
+    watcher = asyncio.create_task(watch_disconnect(request.receive, feed.interrupt))
     resources.callback(watcher.cancel)
     gateway.metrics.streams.inc()
     resources.callback(gateway.metrics.streams.dec)

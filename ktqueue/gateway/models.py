@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from ktqueue.broker.models import WorkerInfo, model_not_found
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
-from ktqueue.gateway.replies import json_response
+from ktqueue.gateway.http.responses import json_response
 
 
 def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ import uvicorn
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
-from ktqueue.gateway.connections import OVERFLOW, Connections
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.http10 import Http10
-from ktqueue.gateway.protocol import LimitedProtocol
+from ktqueue.gateway.http.connections import OVERFLOW, Connections
+from ktqueue.gateway.http.http10 import Http10
+from ktqueue.gateway.http.protocol import LimitedProtocol
 
 GARBAGE = 20_000  # new objects between two looks for cycles: a token makes some, and none of them in a cycle
 OTHER_FILES = 256  # open files that are no client's connection: those to Redis, logs, libraries
@@ -46,7 +46,8 @@ class GatewayServer(uvicorn.Server):
             return
         protocol = partial(
             LimitedProtocol,
-            gateway=self._gateway,
+            settings=settings,
+            metrics=self._gateway.metrics,
             connections=Connections(PROBE_CONNECTIONS),
             probes_only=True,
             config=self.config,
@@ -87,7 +88,9 @@ def build_server(config: Config) -> GatewayServer:
     connections = Connections(
         settings.socket_limit, per_address=settings.max_sockets_per_address, trusted=settings.trusted_addresses
     )
-    protocol: Any = partial(LimitedProtocol, gateway=gateway, connections=connections, probes_only=False)
+    protocol: Any = partial(
+        LimitedProtocol, settings=settings, metrics=gateway.metrics, connections=connections, probes_only=False
+    )
     server_config = uvicorn.Config(
         Http10(app),
         host=settings.host,

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.gateway import foreign_fields
-from ktqueue.gateway.faults import UnsupportedParameter
-from ktqueue.gateway.openai_requests import ChatBody, CompletionBody, parse_chat, parse_completion
+from ktqueue.openai import foreign_fields
+from ktqueue.openai.chat import ChatBody, parse_chat
+from ktqueue.openai.completions import CompletionBody, parse_completion
+from ktqueue.openai.errors import UnsupportedParameter
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
 CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.gateway import foreign_fields
-from ktqueue.gateway.openai_jobs import parse_job
+from ktqueue.openai import foreign_fields
+from ktqueue.openai.jobs import parse_job
 
 PATHS = {"/v1/chat/completions": "ChatBody", "/v1/completions": "CompletionBody", "/v1/jobs": "GenerationBody"}
 BASES: list[dict[str, Any]] = [

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import ContextLengthExceeded, RequestTooLarge
 from ktqueue.core.prompt_size import check_text
-from ktqueue.gateway.content_encoding import decode_content
-from ktqueue.gateway.faults import MalformedBody
-from ktqueue.gateway.json_structure import MAX_PARTS, SLICE, check_structure
-from ktqueue.gateway.large_bodies import LARGE, LargeBodies
+from ktqueue.gateway.errors import MalformedBody
+from ktqueue.gateway.http.body import LARGE, BodyReader
+from ktqueue.gateway.http.body_decoding import MAX_PARTS, SLICE_BYTES, check_structure, decode_content
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -23,7 +23,7 @@ JSON = {"content-type": "application/json"}
 
 def test_structure_is_counted_outside_of_strings():
     for text in ('"', "\\", '\\"', "[{:", 'say "[" twice \\\\" '):
-        long = text * (2 * SLICE // len(text))
+        long = text * (2 * SLICE_BYTES // len(text))
         check_structure(json.dumps({"a": long, "b": ["[" * MAX_PARTS, '"' + ":" * MAX_PARTS]}).encode())
     for part, comma in ((b"[]", b","), (b"{}", b","), (b'{"a":1}', b","), (b'"\\"[",[]', b",")):
         many = b"[" + comma.join([part] * (MAX_PARTS + 1)) + b"]"
@@ -33,7 +33,7 @@ def test_structure_is_counted_outside_of_strings():
 
 
 async def test_large_bodies_are_parsed_by_a_thread():
-    bodies = LargeBodies()
+    bodies = BodyReader(GatewayConfig())
     here = threading.get_ident()
     assert await bodies.run(LARGE, threading.get_ident) == here
     assert await bodies.run(LARGE + 1, threading.get_ident) != here

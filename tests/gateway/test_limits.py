@@ -11,8 +11,8 @@ import pytest
 
 from ktqueue.core.config import ConfigError, GatewayConfig
 from ktqueue.core.tenants import hash_of
-from ktqueue.gateway import uploads
-from ktqueue.gateway.connections import Connections
+from ktqueue.gateway.http import uploads
+from ktqueue.gateway.http.connections import Connections
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
@@ -159,7 +159,7 @@ async def test_the_key_is_checked_before_the_body_is_read(serve_with, connect, w
             assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
         for _ in range(100):  # and what still comes is thrown away, for as long as a connection may be idle
             await client.send(b"x" * 10_000)
-        assert not server.config.app.state.gateway.uploads._open
+        assert not server.config.app.state.gateway.bodies.uploads._open
         await client.ended(5)
 
 
@@ -203,7 +203,7 @@ async def test_bodies_have_a_limit_together_and_the_largest_goes(serve_with, con
         serve_with(max_body_bytes=100_000, max_bodies_bytes=150_000) as (server, url),
         httpx.AsyncClient(base_url=url, timeout=10) as http,
     ):
-        uploads = server.config.app.state.gateway.uploads
+        uploads = server.config.app.state.gateway.bodies.uploads
         large = [await connect(url) for _ in range(2)]
         for client, size in zip(large, (90_000, 50_000), strict=True):
             await client.send(POST + b"content-length: 99000\r\n\r\n" + b" " * size)

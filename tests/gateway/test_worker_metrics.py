@@ -1,7 +1,7 @@
 """What a worker told with its last beat, as metrics."""
 
 from ktqueue.broker.models import WorkerInfo
-from ktqueue.gateway.cluster import worker_metrics
+from ktqueue.gateway.cluster_metrics import worker_metrics
 
 
 def worker(name: str, **stats: float) -> WorkerInfo:

@@ -4,7 +4,7 @@ from mutation import Mutation
 
 LIMITS = "tests/gateway/test_limits.py"
 TOO_MUCH = f"{LIMITS}::test_what_is_too_much_gets_a_reply_and_the_connection_ends"
-PROTOCOL = "ktqueue/gateway/protocol.py"
+PROTOCOL = "ktqueue/gateway/http/protocol.py"
 
 HOSTILE_CLIENTS: dict[str, Mutation] = {
     "headers without limit": Mutation(
@@ -31,7 +31,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     ),
     "a body without a deadline": Mutation(
         "a body has a time in all and a least rate",
-        "ktqueue/gateway/uploads.py",
+        "ktqueue/gateway/http/uploads.py",
         "                began + settings.body_timeout,\n"
         "                began + GRACE_SECONDS + len(upload.data) / settings.min_body_rate,\n",
         "",
@@ -39,32 +39,32 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     ),
     "places for bodies that still come": Mutation(
         "who sends a body slowly keeps nobody out",
-        "ktqueue/gateway/edge.py",
+        "ktqueue/gateway/http/edge.py",
         "                if _has_body(scope, headers):",
         "                if False:",
         (f"{LIMITS}::test_who_sends_a_body_slowly_keeps_nobody_out",),
     ),
     "bodies without a limit together": Mutation(
         "unfinished bodies have a limit of memory together",
-        "ktqueue/gateway/uploads.py",
+        "ktqueue/gateway/http/uploads.py",
         "if self._held > self._settings.max_bodies_bytes:",
         "if False:",
         (f"{LIMITS}::test_bodies_have_a_limit_together_and_the_largest_goes",),
     ),
     "an address with all connections": Mutation(
         "one address has so many connections",
-        "ktqueue/gateway/connections.py",
+        "ktqueue/gateway/http/connections.py",
         "if self._per_address and not trusted and",
         "if False and",
         (f"{LIMITS}::test_an_address_has_so_many_connections",),
     ),
     "the key after the body": Mutation(
         "the key is checked before the body is read",
-        "ktqueue/gateway/edge.py",
-        '            scope["tenant"] = self._gateway.keys.tenant(path, headers)\n',
+        "ktqueue/gateway/http/edge.py",
+        '            scope["tenant"] = self._keys.tenant(path, headers)\n',
         '            while _has_body(scope, headers) and (await receive()).get("more_body"):\n'
         "                pass\n"
-        '            scope["tenant"] = self._gateway.keys.tenant(path, headers)\n',
+        '            scope["tenant"] = self._keys.tenant(path, headers)\n',
         (f"{LIMITS}::test_the_key_is_checked_before_the_body_is_read",),
     ),
     "a reader that never reads": Mutation(
@@ -76,7 +76,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     ),
     "no room for probes": Mutation(
         "probes are answered whatever happens",
-        "ktqueue/gateway/edge.py",
+        "ktqueue/gateway/http/edge.py",
         "            if path not in PROBES:",
         "            if True:",
         (f"{LIMITS}::test_probes_are_answered_when_all_connections_are_busy",),

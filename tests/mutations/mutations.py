@@ -247,7 +247,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "tenants see each other": Mutation(
         "a job of another tenant is not there",
-        "ktqueue/gateway/auth.py",
+        "ktqueue/gateway/http/auth.py",
         "if self.alone and record.tenant != self.name:",
         "if False:",
         ("tests/gateway/test_tenants.py::test_a_job_of_another_is_not_there",),

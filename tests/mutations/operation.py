@@ -38,7 +38,7 @@ OPERATION: dict[str, Mutation] = {
     ),
     "an access log of queries": Mutation(
         "the access log has one line a request, without its query",
-        "ktqueue/gateway/access_log.py",
+        "ktqueue/gateway/http/access_log.py",
         'path = scope["path"]',
         'path = (scope["path"] + "?" + scope["query_string"].decode())',
         ("tests/gateway/test_access_log.py::test_each_request_is_one_line",),

@@ -43,7 +43,7 @@ class Tenant:
         return self.name if self.alone else None
 
 
-class Keys:
+class ApiKeys:
     """The API keys that are let in; none given: everybody is."""
 
     def __init__(self, config: GatewayConfig) -> None:

@@ -23,10 +23,10 @@ from ktqueue.core.request import (
     are_token_ids,
 )
 from ktqueue.core.webhook import MAX_URL, Webhook
-from ktqueue.gateway.openai_errors import must_be, parse
-from ktqueue.gateway.openai_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
-from ktqueue.gateway.openai_messages import MAX_MESSAGES, Message, Tool
-from ktqueue.gateway.openai_requests import parse_chat
+from ktqueue.openai.chat import parse_chat
+from ktqueue.openai.common_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
+from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
+from ktqueue.openai.validation import must_be, parse
 
 _OWN = frozenset({"sampling", "prompt", "prompt_token_ids"})
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

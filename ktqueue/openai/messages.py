@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktqueue.core.codec import CodecError, loads
-from ktqueue.gateway.openai_errors import must_be
-from ktqueue.gateway.openai_fields import shallow
+from ktqueue.openai.common_fields import shallow
+from ktqueue.openai.validation import must_be
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 1024  # of one message

@@ -11,7 +11,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Protocol
 
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.faults import TooManyConnections, TooManyFromAddress
+from ktqueue.gateway.errors import TooManyConnections, TooManyFromAddress
 
 LINGERING = 16  # connections whose last bytes are read and thrown away, so that the client gets its answer
 OVERFLOW = 64  # connections beyond the limits: each may send one request, which is refused unless it is a probe

@@ -11,7 +11,7 @@ from typing import Any
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
-from ktqueue.gateway.faults import UnsupportedParameter
+from ktqueue.openai.errors import UnsupportedParameter
 
 Body = Mapping[str, Any]
 

@@ -14,13 +14,14 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.connections import Connections
-from ktqueue.gateway.faults import HeadersTooLarge, MalformedRequest, SlowHeaders, UrlTooLong
-from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import new_request_id
-from ktqueue.gateway.replies import error_response
-from ktqueue.gateway.uploads import too_large
+from ktqueue.gateway.errors import HeadersTooLarge, MalformedRequest, SlowHeaders, UrlTooLong
+from ktqueue.gateway.http.connections import Connections
+from ktqueue.gateway.http.headers import new_request_id
+from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.http.uploads import too_large
+from ktqueue.gateway.metrics import Metrics
 
 PIECE_BYTES = 4 << 10  # fed to the parser at once: what it may take beyond a limit
 MAX_PIPELINED = 2  # requests that wait for the answer to one before them; the connection ends after that many
@@ -54,10 +55,18 @@ class _NoReadAhead(FlowControl):
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. A callback of the parser (`on_...`) that raises ends the parsing."""
 
-    def __init__(self, *, gateway: Gateway, connections: Connections, probes_only: bool, **uvicorn: Any) -> None:
+    def __init__(
+        self,
+        *,
+        settings: GatewayConfig,
+        metrics: Metrics,
+        connections: Connections,
+        probes_only: bool,
+        **uvicorn: Any,
+    ) -> None:
         super().__init__(**uvicorn)
-        self._settings = gateway.config.gateway
-        self._metrics = gateway.metrics
+        self._settings = settings
+        self._metrics = metrics
         # With its framing a body may take twice what it says: the rest is chunk headers of tiny chunks, or an attack.
         self._longest_body = 2 * self._settings.max_body_bytes + self._settings.max_header_bytes
         self._connections = connections

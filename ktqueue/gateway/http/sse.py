@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.faults import ClientGone, InternalError, error_body
-from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.errors import ClientGone, InternalError
+from ktqueue.openai.errors import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def watch(receive: Receive, feed: Feed) -> None:
-    """Interrupt `feed` when the client has left. The body must have been read."""
+async def watch_disconnect(receive: Receive, interrupt: Callable[[KtqueueError], None]) -> None:
+    """Call `interrupt` with ClientGone when the client has left. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    feed.interrupt(ClientGone("the client closed the connection"))
+    interrupt(ClientGone("the client closed the connection"))

@@ -1,5 +1,6 @@
 """Plain data to HTTP responses: JSON bodies, and errors in their one shape."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,9 @@ from starlette.responses import Response
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.faults import error_body, retry_headers, status_of
+from ktqueue.openai.errors import error_body, status_of
+
+RETRY_AFTER = 1  # seconds, if the error itself has no better value
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -21,3 +24,12 @@ def error_response(error: KtqueueError, headers: Mapping[str, str] | None = None
     status = status_of(info)
     more = {"connection": "close"} if status == 408 else retry_headers(status, error.retry_after)
     return json_response(error_body(info), status=status, headers={**more, **(headers or {})})
+
+
+def retry_headers(status: int, retry_after: float | None = None) -> dict[str, str]:
+    """What the next attempt needs: time (`Retry-After`, whole seconds, at least 1), or a key (`WWW-Authenticate`)."""
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status not in (429, 503):
+        return {}
+    return {"retry-after": str(max(RETRY_AFTER, math.ceil(retry_after or 0)))}

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import RequestTooLarge
 from ktqueue.core.units import format_bytes
-from ktqueue.gateway.faults import ClientGone, SlowBody, TooManyBodyBytes
+from ktqueue.gateway.errors import ClientGone, SlowBody, TooManyBodyBytes
 
 GRACE_SECONDS = 5.0  # before the least rate counts
 ROOM = 7 / 8  # of the limit for all bodies: what is left once some were given up

@@ -6,9 +6,9 @@ from typing import Any
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.events import TokenEvent, TokenLogprob
 from ktqueue.core.model_card import SHORT_DIGEST
-from ktqueue.gateway.faults import error_body
-from ktqueue.gateway.openai_choices import Choices, alone
-from ktqueue.gateway.openai_replies import usage_json
+from ktqueue.openai.choices import Choices, alone
+from ktqueue.openai.endpoint import usage_json
+from ktqueue.openai.errors import error_body
 
 Json = dict[str, Any]
 

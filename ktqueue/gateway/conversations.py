@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from ktqueue.broker.conversations import Turn
 from ktqueue.core.errors import InvalidRequest, JobNotFound
-from ktqueue.gateway.auth import tenant_of
 from ktqueue.gateway.exchange import Exchange
-from ktqueue.gateway.faults import UnsupportedParameter
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import checked_key, last_place
+from ktqueue.gateway.http.auth import tenant_of
+from ktqueue.gateway.http.headers import checked_key, last_place
+from ktqueue.openai.errors import UnsupportedParameter
 
 
 class StreamEndpoint(HTTPEndpoint):

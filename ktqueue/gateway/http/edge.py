@@ -10,12 +10,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.access_log import log_request
-from ktqueue.gateway.auth import OPEN_PATHS
-from ktqueue.gateway.faults import InternalError, RouteNotFound, TooManyConnections
-from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.headers import request_id
-from ktqueue.gateway.replies import error_response
+from ktqueue.gateway.errors import InternalError, RouteNotFound, TooManyConnections
+from ktqueue.gateway.http.access_log import log_request
+from ktqueue.gateway.http.auth import OPEN_PATHS, ApiKeys
+from ktqueue.gateway.http.headers import request_id
+from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,12 @@ PROBES = OPEN_PATHS | {"/metrics"}  # let in whatever happens, or an overload wo
 class Edge:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, metrics: Metrics, max_active: int) -> None:
+        """`max_active`: how many requests may be answered at once."""
         self._app = app
-        self._gateway = gateway
+        self._keys = keys
+        self._metrics = metrics
+        self._max_active = max_active
         self.active = 0  # requests that are being answered, without those whose body is still coming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +53,7 @@ class Edge:
             await send(message)
 
         begun = time.monotonic()
-        self._gateway.metrics.http_in_progress.inc()
+        self._metrics.http_in_progress.inc()
         try:
             await self._serve(scope, headers, receive, send_with_id)
         except Exception:
@@ -60,19 +63,19 @@ class Edge:
             refusal = InternalError(f"the gateway made a mistake; its log tells of request {id_}")
             await error_response(refusal)(scope, receive, send_with_id)
         finally:
-            self._gateway.metrics.http_in_progress.dec()
+            self._metrics.http_in_progress.dec()
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if route != "other" else "other"
-            self._gateway.metrics.http_requests.labels(method, route, str(status or 499)).inc()
+            self._metrics.http_requests.labels(method, route, str(status or 499)).inc()
             seconds = time.monotonic() - begun
-            self._gateway.metrics.http_duration.labels(route).observe(seconds)
+            self._metrics.http_duration.labels(route).observe(seconds)
             log_request(scope, status=status, seconds=seconds, request_id=id_, job_ids=job_ids)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         place = _Place(self)
         path = scope["path"]
         try:
-            scope["tenant"] = self._gateway.keys.tenant(path, headers)
+            scope["tenant"] = self._keys.tenant(path, headers)
             if path not in PROBES:
                 refusal = _refusal(scope)
                 if refusal is not None:
@@ -93,7 +96,7 @@ class Edge:
 
     def check_room(self) -> None:
         """Raises TooManyConnections if as many requests are being answered as may be."""
-        limit = self._gateway.config.gateway.max_connections
+        limit = self._max_active
         if self.active >= limit:
             raise TooManyConnections(
                 f"this gateway serves at most {limit} requests at once", limit=limit, value=self.active

@@ -19,8 +19,8 @@ from ktqueue.core.request import (
     JobClass,
     SamplingParams,
 )
-from ktqueue.gateway.faults import UnsupportedParameter
-from ktqueue.gateway.openai_errors import must_be
+from ktqueue.openai.errors import UnsupportedParameter
+from ktqueue.openai.validation import must_be
 
 MAX_ID = 2**31 - 1
 MAX_DIGITS = 20  # of a token id: Python itself refuses to read thousands

@@ -6,10 +6,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
-from ktqueue.gateway import openai_schema as shapes
-from ktqueue.gateway.foreign_fields import refused_fields
-from ktqueue.gateway.openai_jobs import GenerationBody
-from ktqueue.gateway.openai_requests import ChatBody, CompletionBody
+from ktqueue.openai import schema as shapes
+from ktqueue.openai.chat import ChatBody
+from ktqueue.openai.completions import CompletionBody
+from ktqueue.openai.foreign_fields import refused_fields
+from ktqueue.openai.jobs import GenerationBody
 
 Json = dict[str, Any]
 

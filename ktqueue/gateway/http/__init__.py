@@ -1,0 +1,1 @@
+"""Everything below the routes: connections, limits, keys, bodies, headers, server-sent events. Knows no jobs."""

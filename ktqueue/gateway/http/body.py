@@ -1,0 +1,81 @@
+"""Reads the JSON body of a request within its limits. Large bodies are decoded by a thread."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from ktqueue.core.config import GatewayConfig
+from ktqueue.gateway.errors import UnsupportedMediaType
+from ktqueue.gateway.http.body_decoding import check_encoding, decode_content, decode_object
+from ktqueue.gateway.http.uploads import Uploads, too_large
+
+LARGE = 128 << 10  # bytes; a smaller body takes a few milliseconds
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """A decoded body. `size`: bytes of its JSON."""
+
+    value: dict[str, Any]
+    size: int
+
+
+class BodyReader:
+    """Reads all bodies of one gateway. A large one is handled by a thread, one after the other."""
+
+    def __init__(self, settings: GatewayConfig) -> None:
+        self.uploads = Uploads(settings)
+        self._max_bytes = settings.max_body_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
+
+    async def read(self, request: Request) -> JsonBody:
+        """The request's body as a JSON object.
+
+        Raises UnsupportedMediaType, RequestTooLarge (as soon as it is known), MalformedBody (also for broken UTF-8, NaN
+        and nesting that is too deep for the parser), and what `Uploads.read` raises.
+        """
+        _check_media_type(request)
+        encoding = check_encoding(request.headers.get("content-encoding", ""))
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise too_large(int(announced), self._max_bytes)
+        async with self.uploads.read(request) as data:
+            size = len(data) if encoding == "identity" else self._max_bytes  # the largest that it may become
+            plain = await self.run(size, decode_content, bytes(data), encoding, self._max_bytes)
+            return JsonBody(await self.run(len(plain), decode_object, plain), len(plain))
+
+    async def run(
+        self, size: int, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call `work` on a body of `size` bytes: in the thread if it is large. Raises what `work` raises."""
+        if size <= LARGE:
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_media_type(request: Request) -> None:
+    content_type = request.headers.get("content-type")
+    if content_type is None:
+        return
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    form = kind == "application/x-www-form-urlencoded"
+    hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'" if form else ""
+    raise UnsupportedMediaType(
+        f"content-type must be application/json, got {content_type[:80]!r}{hint}",
+        param="content-type",
+        limit="application/json",
+        value=content_type[:80],
+    )

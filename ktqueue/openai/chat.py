@@ -1,0 +1,139 @@
+"""POST /v1/chat/completions: its body to a GenerationRequest, and deltas to its answers.
+
+Answers follow OpenAI's description 2.3.0: one id, created and model for a whole response; the role once per choice;
+exactly one chunk per choice with a finish reason.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.events import TokenLogprob, Usage
+from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
+from ktqueue.openai.choices import Delta, Position, alone
+from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
+from ktqueue.openai.endpoint import Json, usage_json
+from ktqueue.openai.foreign_fields import translate
+from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
+from ktqueue.openai.validation import parse
+
+
+class ChatBody(CommonFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="Preferred over max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=128, description="Taken only with tool_choice: none.")
+    tool_choice: Literal["none"] | None = None
+    reasoning_effort: str | None = Field(None, max_length=32, description="Handed to the chat template.")
+    chat_template_kwargs: FreeObject | None = None
+
+    def request(self) -> GenerationRequest:
+        """The one request that this body asks for. Raises InvalidRequest."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest(
+                "top_logprobs is allowed only with logprobs: true",
+                param="top_logprobs",
+                limit="logprobs: true",
+                value=self.top_logprobs,
+            )
+        extras = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            extras.setdefault("reasoning_effort", self.reasoning_effort)
+        return GenerationRequest(
+            model=self.model,
+            messages=tuple(message.plain() for message in self.messages),
+            sampling=self.sampling(
+                max_tokens=self.max_completion_tokens or self.max_tokens,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            ),
+            job_class=self.class_of_job(),
+            priority=self.priority or 0,
+            expires_in=self.expires_in,
+            chat_template_kwargs=extras,
+            user=self.user,
+            metadata=self.metadata or {},
+        )
+
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """`request` as a tuple. Raises InvalidRequest."""
+        return (self.request(),)
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatBody:
+    """A validated chat body. Raises InvalidRequest."""
+    ours, names = translate(body, special_tokens=False)
+    if names.get("max_tokens") and ours["max_tokens"] in (-1, -2):
+        del ours["max_tokens"]  # llama.cpp's "without limit" and "to the end of the context", which is the default here
+    return parse(ChatBody, ours, names)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """POST /v1/chat/completions. `logprobs` tells whether they were asked for; `created` in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    logprobs: bool
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice: Json = {"index": index, "delta": delta, "finish_reason": finish}
+        if logprobs is not None:
+            choice["logprobs"] = logprobs
+        return self._body("chat.completion.chunk", [choice])
+
+    def _logprobs(self, positions: Sequence[Position]) -> Json | None:
+        if not self.logprobs or not positions:
+            return None
+        return {"content": [_chat_logprob(one) for one in positions], "refusal": None}
+
+    def chunks(self, delta: Delta) -> Iterator[Json]:
+        """The role first, then text, then the finish reason with the logprobs that no text carried."""
+        if delta.first:
+            yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+        logprobs = self._logprobs(delta.positions)
+        if delta.text:
+            yield self._chunk(delta.index, {"content": delta.text}, logprobs)
+            logprobs = None
+        if delta.finish_reason is not None:
+            yield self._chunk(delta.index, {}, logprobs, delta.finish_reason)
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """No choices, only the counts."""
+        return {**self._body("chat.completion.chunk", []), "usage": usage_json(usage)}
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
+        """The `chat.completion` object."""
+        listed = [
+            {
+                "index": one.index,
+                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "logprobs": (self._logprobs(one.positions) or {"content": [], "refusal": None})
+                if self.logprobs
+                else None,
+                "finish_reason": one.finish_reason,
+            }
+            for one in choices
+        ]
+        return {**self._body("chat.completion", listed), "usage": usage_json(usage)}
+
+
+def _chat_token(token: TokenLogprob, text: str) -> Json:
+    return {"token": text, "logprob": token.logprob, "bytes": list(token.token_bytes)}
+
+
+def _chat_logprob(position: Position) -> Json:
+    logprobs = position.logprobs
+    return {
+        **_chat_token(logprobs.chosen, position.token),
+        "top_logprobs": [_chat_token(one, alone(one)) for one in logprobs.top],
+    }

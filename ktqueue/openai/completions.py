@@ -1,0 +1,152 @@
+"""POST /v1/completions: its body to GenerationRequests, one for each prompt, and deltas to its answers.
+
+Answers follow OpenAI's description 2.3.0: one id, created and model for a whole response; exactly one chunk per choice
+with a finish reason.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, Field, SkipValidation
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.events import PositionLogprobs, Usage
+from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
+from ktqueue.openai.choices import Delta, Position, alone
+from ktqueue.openai.common_fields import CommonFields
+from ktqueue.openai.endpoint import Json, usage_json
+from ktqueue.openai.foreign_fields import translate
+from ktqueue.openai.validation import must_be, parse
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
+Prompt = str | list[int]
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and are_token_ids(value)
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise must_be("a text, a list of token ids, or a list of these, and not empty", value)
+    if _is_token_ids(value):
+        return value
+    if len(value) > MAX_CHOICES:
+        raise must_be(f"at most {MAX_CHOICES} prompts", value)
+    for one in value:
+        if not (isinstance(one, str) and one) and not _is_token_ids(one):
+            raise must_be("a text, a list of token ids, or a list of these, and not empty", one)
+    return value
+
+
+class CompletionBody(CommonFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]] | list[Prompt], SkipValidation, BeforeValidator(_prompt)
+    ]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, one for each job."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        # `_prompt` has looked at the list; here its first entry says what the others are.
+        single = type(self.prompt[0]) is int
+        return [cast(list[int], self.prompt)] if single else cast(list[Prompt], self.prompt)
+
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """One request for each prompt. Raises InvalidRequest."""
+        prompts = self.prompts()
+        if len(prompts) * (self.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt times n must give at most {MAX_CHOICES} choices, got {len(prompts)} times {self.n}",
+                param="n",
+                limit=MAX_CHOICES,
+                value=len(prompts) * (self.n or 1),
+            )
+        sampling = self.sampling(max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=self.logprobs)
+        return tuple(
+            GenerationRequest(
+                model=self.model,
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
+                sampling=sampling,
+                job_class=self.class_of_job(),
+                priority=self.priority or 0,
+                expires_in=self.expires_in,
+                user=self.user,
+                metadata=self.metadata or {},
+            )
+            for prompt in prompts
+        )
+
+
+def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
+    """A validated completion body. Raises InvalidRequest."""
+    return parse(CompletionBody, *translate(body, special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReply:
+    """POST /v1/completions. `logprobs` as in ChatReply."""
+
+    id: str
+    created: int
+    model: str
+    logprobs: bool
+
+    def _body(self, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, text: str, positions: Sequence[Position], finish: str | None) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _completion_logprobs(positions) if self.logprobs else None,
+            "finish_reason": finish,
+        }
+
+    def chunks(self, delta: Delta) -> Iterator[Json]:
+        """Text, then the finish reason with the logprobs that no text carried."""
+        positions = delta.positions
+        if delta.text:
+            yield self._body([self._choice(delta.index, delta.text, positions, None)])
+            positions = ()
+        if delta.finish_reason is not None:
+            yield self._body([self._choice(delta.index, "", positions, delta.finish_reason)])
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """No choices, only the counts."""
+        return {**self._body([]), "usage": usage_json(usage)}
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
+        """The `text_completion` object."""
+        listed = [self._choice(one.index, one.text, one.positions, one.finish_reason) for one in choices]
+        return {**self._body(listed), "usage": usage_json(usage)}
+
+
+def _completion_logprobs(positions: Sequence[Position]) -> Json:
+    return {
+        "tokens": [one.token for one in positions],
+        "token_logprobs": [one.logprobs.chosen.logprob for one in positions],
+        "top_logprobs": [_top(one.logprobs) for one in positions],
+        "text_offset": [one.offset for one in positions],
+    }
+
+
+def _top(logprobs: PositionLogprobs) -> dict[str, float]:
+    """Likeliest tokens by text, and always the chosen one, as OpenAI and vLLM give them."""
+    table: dict[str, float] = {}
+    for one in (*logprobs.top, logprobs.chosen):
+        table.setdefault(alone(one), one.logprob)
+    return table

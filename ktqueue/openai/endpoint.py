@@ -1,0 +1,93 @@
+"""What every endpoint that generates text provides: a parser of its body and a writer of its answers."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ktqueue.core.events import Usage
+from ktqueue.core.request import GenerationRequest
+from ktqueue.openai.choices import Delta
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a body asks for: one request for each job, and how the answer is sent."""
+
+    generations: tuple[GenerationRequest, ...]
+    stream: bool
+    include_usage: bool  # whether the stream ends with a usage chunk
+
+
+class EndpointBody(Protocol):
+    """A validated body of one endpoint."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is streamed."""
+        ...
+
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """One request for each job. Raises InvalidRequest."""
+        ...
+
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk. Raises InvalidRequest."""
+        ...
+
+
+class Reply(Protocol):
+    """Writes the answers of one endpoint to one call."""
+
+    def chunks(self, delta: Delta) -> Iterator[Json]:
+        """The stream chunks for new text of one choice."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The stream's last chunk, sent if usage was asked for."""
+        ...
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class ReplyFactory(Protocol):
+    """Makes the `Reply` to a call. A class that implements `Reply` is one."""
+
+    def __call__(self, reply_id: str, created: int, model: str, logprobs: bool, /) -> Reply:
+        """`created` in Unix seconds; `logprobs`: whether they were asked for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint that generates text.
+
+    `parse` raises InvalidRequest. The id of an answer is `id_prefix`, a hyphen and the id of its first job.
+    """
+
+    path: str
+    parse: Callable[[Mapping[str, Any]], EndpointBody]
+    reply: ReplyFactory
+    id_prefix: str
+
+    def parse_call(self, body: Mapping[str, Any]) -> Call:
+        """What a body asks for. Raises InvalidRequest."""
+        parsed = self.parse(body)
+        return Call(parsed.requests(), bool(parsed.stream), parsed.wants_usage())
+
+    def reply_to(self, request: GenerationRequest, job_id: str, created: int) -> Reply:
+        """The writer of the answer to `request`. `job_id` names its first job; `created` in Unix seconds."""
+        return self.reply(f"{self.id_prefix}-{job_id}", created, request.model, request.sampling.logprobs is not None)
+
+
+def usage_json(usage: Usage) -> Json:
+    """Token counts in OpenAI's form."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

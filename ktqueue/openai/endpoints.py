@@ -1,0 +1,17 @@
+"""The table of endpoints that generate text."""
+
+from collections.abc import Mapping
+
+from ktqueue.core.request import GenerationRequest
+from ktqueue.openai.chat import ChatReply, parse_chat
+from ktqueue.openai.completions import CompletionReply, parse_completion
+from ktqueue.openai.endpoint import Endpoint
+
+CHAT = Endpoint("/v1/chat/completions", parse_chat, ChatReply, "chatcmpl")
+COMPLETIONS = Endpoint("/v1/completions", parse_completion, CompletionReply, "cmpl")
+ENDPOINTS: Mapping[str, Endpoint] = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS)}
+
+
+def endpoint_of(request: GenerationRequest) -> Endpoint:
+    """The endpoint whose answers fit a stored request. Only a chat has messages."""
+    return CHAT if request.messages is not None else COMPLETIONS
