@@ -13,14 +13,7 @@ from ktqueue.core.config import STANDALONE, Config
 from ktqueue.core.errors import KtqueueError
 
 ROOT = Path(__file__).parents[2]
-OVER_HTTP = (
-    "ktqueue.core.",
-    "ktqueue.broker.",
-    "ktqueue.engine.",
-    "ktqueue.gateway.",
-    "ktqueue.loading.",
-    "ktqueue.openai.",
-)
+OVER_HTTP = tuple(f"ktqueue.{name}." for name in ("core", "broker", "engine", "gateway", "loading", "openai"))
 REFERENCE = ROOT / "docs" / "reference"
 
 
