@@ -12,7 +12,7 @@ from typing import Any
 from ktqueue.bench.engine import finish, measure_decode, measure_prefill, start
 from ktqueue.core.config import EngineConfig
 from ktqueue.operators.decoder import CpuDecoder
-from ktqueue.workers.startup import Built, build
+from ktqueue.workers.startup.build import Built, build
 
 
 def measure(built: Built, point: dict[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
 from ktqueue.bench.environment import environment
 from ktqueue.core.config import EngineConfig
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.workers.startup import Built, assemble, build
+from ktqueue.workers.startup.build import Built, assemble, build
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 32
 GIB = 1 << 30

@@ -24,7 +24,7 @@ from benchmarks.results import RESULTS, write
 from ktqueue.bench.engine import finish, prompts, start
 from ktqueue.bench.environment import environment
 from ktqueue.core.config import EngineConfig
-from ktqueue.workers.startup import Built, assemble, build
+from ktqueue.workers.startup.build import Built, assemble, build
 
 STEPS = 8  # that are traced
 WARM = 4  # before them

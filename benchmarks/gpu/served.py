@@ -24,8 +24,8 @@ from ktqueue.bench.engine import prompts
 from ktqueue.bench.environment import environment
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
 from ktqueue.core.request import SamplingParams
-from ktqueue.workers.startup import Built, build
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.startup.build import Built, build
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 START_SECONDS = 600.0  # for a large model to load
 

@@ -18,7 +18,7 @@ from ktqueue.loading.load import open_checkpoint
 from ktqueue.loading.skeleton import build_config
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
-from ktqueue.workers.startup import build
+from ktqueue.workers.startup.build import build
 
 Logits = npt.NDArray[np.float32]  # [tokens, vocab]
 Source = Callable[[list[int]], Logits]

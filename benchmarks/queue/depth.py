@@ -25,7 +25,7 @@ from ktqueue.broker.lease import Lease
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.heartbeat import BEATS_PER_LEASE
+from ktqueue.workers.generation.heartbeat import BEATS_PER_LEASE
 
 PROMPT = "Once upon a time there was a queue. " * 11  # about 400 bytes
 AT_ONCE = 16  # submits under way while a queue is filled

@@ -28,7 +28,7 @@ from benchmarks.tables import numbered, table
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 INTERACTIVE_TOKENS = 32
 BATCH_TOKENS = 128

@@ -28,7 +28,7 @@ from benchmarks.queue.flood_clients import KINDS
 from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 ADDRESSES = (1, 50)
 STRANGER = "127.0.0.77"

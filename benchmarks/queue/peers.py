@@ -31,7 +31,7 @@ from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig
-from ktqueue.workers.burial import bury
+from ktqueue.workers.supervision.lease_release import bury
 
 OURS = "ktqueue"
 DISTRIBUTIONS = {"streaq": ["streaq"], "saq": ["saq"], "taskiq": ["taskiq", "taskiq-redis"]}  # of each peer's Python

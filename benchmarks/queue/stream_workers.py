@@ -19,7 +19,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, SamplingParams
-from ktqueue.workers.heartbeat import BEATS_PER_LEASE
+from ktqueue.workers.generation.heartbeat import BEATS_PER_LEASE
 
 ROWS = 128  # of each worker
 MODEL = "none"

@@ -30,7 +30,7 @@ from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.server import PrivateServer
 from ktqueue.core.config import BrokerConfig, Config, GatewayConfig, config_environment
-from ktqueue.workers.supervise import GATEWAY_COMMAND
+from ktqueue.workers.supervision.supervisor import GATEWAY_COMMAND
 
 CLIENT_PROCESSES = 2
 HEAVY_BYTES = 16_384

@@ -22,7 +22,7 @@ import redis
 from benchmarks import machine
 from benchmarks.engine.compare import PROMPTS
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 STREAMS = 4
 STREAM_TOKENS = 256

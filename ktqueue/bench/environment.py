@@ -9,7 +9,7 @@ import torch
 
 from ktqueue import __version__
 from ktqueue.operators import native
-from ktqueue.workers.machine import cpu_name
+from ktqueue.workers.startup.machine import cpu_name
 
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "numpy")
 

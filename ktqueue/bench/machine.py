@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.operators import native
-from ktqueue.workers.machine import cpu_name
+from ktqueue.workers.startup.machine import cpu_name
 
 MIB = 1 << 20
 ARENA_BYTES = 1024 * MIB  # of the DRAM probe, where that is ARENA_CACHES times the last cache

@@ -9,7 +9,7 @@ from ktqueue.core.config import Config
 @expand
 def bridge(common: CommonFlags) -> None:
     """Serve arq's clients: `enqueue_job("generate", {...})`. Ctrl-C gives their jobs back to arq's queue."""
-    from ktqueue.workers.bridge import run
+    from ktqueue.workers.arq.bridge import run
 
     _serve(settings(common), run)
 
@@ -17,7 +17,7 @@ def bridge(common: CommonFlags) -> None:
 @expand
 def control(common: CommonFlags) -> None:
     """Call the webhooks of jobs that have ended, and do other chores. Ctrl-C leaves the rest to the next one."""
-    from ktqueue.workers.control import run
+    from ktqueue.workers.arq.control import run
 
     _serve(settings(common), run)
 

@@ -54,7 +54,7 @@ def engine(
     from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
     from ktqueue.bench.environment import environment
     from ktqueue.cli.progress import Bar
-    from ktqueue.workers.startup import build
+    from ktqueue.workers.startup.build import build
 
     row_counts, lengths = _numbers("--rows", rows, 1), [n for n in _numbers("--prefill", prefill, 0) if n]
     given = with_model(settings(common, engine=engine)).engine

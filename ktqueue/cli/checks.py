@@ -128,7 +128,7 @@ def _cgroup_quota() -> float | None:
 
 
 def _memory(config: Config, report: "ModelReport | None") -> Finding:
-    from ktqueue.workers.host_memory import available_memory
+    from ktqueue.workers.startup.host_memory import available_memory
 
     available, cache, weights = available_memory(), config.engine.kv_cache_bytes or 0, 0
     fact = f"{format_bytes(available)} available"
@@ -148,7 +148,7 @@ def _model(config: Config) -> tuple[Finding, "ModelReport | None"]:
     name = config.engine.model
     hint = "`ktqueue fit` says more; a model is a .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT] or demo"
     try:
-        from ktqueue.workers.startup import report_of
+        from ktqueue.workers.startup.build import report_of
 
         report = report_of(_without_download(config.engine))
     except ImportError as error:

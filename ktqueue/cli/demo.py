@@ -23,7 +23,7 @@ from ktqueue.core.errors import KtqueueError
 if TYPE_CHECKING:
     from ktqueue.cli.batch import Summary
     from ktqueue.cli.tale import Takeover, Tale
-    from ktqueue.workers.supervise import Supervisor
+    from ktqueue.workers.supervision.supervisor import Supervisor
 
 STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
@@ -90,7 +90,7 @@ async def _demo(config: Config) -> bool:
     from ktqueue.cli.batch import BatchJob
     from ktqueue.cli.batch_session import session
     from ktqueue.cli.up import Waiting
-    from ktqueue.workers.supervise import Supervisor, served_models
+    from ktqueue.workers.supervision.supervisor import Supervisor, served_models
 
     console = results()
     began = time.monotonic()

@@ -13,7 +13,7 @@ def down(common: CommonFlags) -> None:
     A second `ktqueue down` while it drains stops it at once.
     """
     from ktqueue.cli.up import Waiting
-    from ktqueue.workers.detached import stop_detached
+    from ktqueue.workers.supervision.detached import stop_detached
 
     config = settings(common)
     state = Path(config.broker.state_dir).absolute()

@@ -16,8 +16,8 @@ from ktqueue.core.hub_model import PREFIX, parse
 from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from ktqueue.workers.fit import Fit
-    from ktqueue.workers.machine import Machine
+    from ktqueue.workers.startup.fit import Fit
+    from ktqueue.workers.startup.machine import Machine
 
 SAID_ALWAYS = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "gpu_expert_memory_bytes")
 MIB = 1 << 20
@@ -44,10 +44,10 @@ def fit(
     given stay as they are. Loads no weights. A model of the hub is downloaded first, unless its size alone says no.
     --gpu-memory and --host-memory ask about another machine.
     """
-    from ktqueue.workers.fit import Fit
-    from ktqueue.workers.fit import fit as fitted
-    from ktqueue.workers.machine import look
-    from ktqueue.workers.startup import check_choices, report_of
+    from ktqueue.workers.startup.build import check_choices, report_of
+    from ktqueue.workers.startup.fit import Fit
+    from ktqueue.workers.startup.fit import fit as fitted
+    from ktqueue.workers.startup.machine import look
 
     given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
     check_choices(given)
@@ -89,7 +89,7 @@ def _too_large(model: str, machine: "Machine") -> str:
 
 def _asked(machine: "Machine", gpu_memory: str | None, host_memory: str | None) -> "Machine":
     """The machine, with what the flags say of it."""
-    from ktqueue.workers.machine import Gpu
+    from ktqueue.workers.startup.machine import Gpu
 
     if gpu_memory is not None:
         size = _size("--gpu-memory", gpu_memory)

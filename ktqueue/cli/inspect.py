@@ -32,8 +32,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
-    from ktqueue.workers.gpu import host_memory_before_loading, plan_before_loading
-    from ktqueue.workers.startup import check_choices, on_gpu, report_of
+    from ktqueue.workers.startup.build import check_choices, on_gpu, report_of
+    from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 
     config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
     check_choices(config)

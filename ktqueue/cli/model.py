@@ -18,7 +18,7 @@ def with_model(config: Config) -> Config:
     """
     from ktqueue.loading.model_path import on_this_machine
     from ktqueue.loading.rules import rules_file
-    from ktqueue.workers.device import check_device_name
+    from ktqueue.workers.startup.device import check_device_name
 
     check_device_name(config.engine.device)
     rules_file(config.engine.rules)

@@ -14,7 +14,7 @@ from ktqueue.core.errors import KtqueueError, Unavailable
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
-    from ktqueue.workers.child import Child
+    from ktqueue.workers.supervision.child import Child
 
 
 class TooLate(KtqueueError):

@@ -32,7 +32,7 @@ def up(
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
 
-    from ktqueue.workers.device import check_device_is_here
+    from ktqueue.workers.startup.device import check_device_is_here
 
     config = settings(common, engine=engine, gateway=gateway)
     if bridge:
@@ -52,7 +52,7 @@ def up(
 
 
 def _detached(config: Config, workers: int) -> None:
-    from ktqueue.workers.detached import start_detached
+    from ktqueue.workers.supervision.detached import start_detached
 
     with Waiting() as waiting:
         running = start_detached(config, workers, waiting.say)
@@ -64,7 +64,7 @@ async def _up(config: Config, workers: int) -> None:
     import signal
 
     from ktqueue.core.logs import set_up_logging
-    from ktqueue.workers.supervise import Supervisor, served_models
+    from ktqueue.workers.supervision.supervisor import Supervisor, served_models
 
     set_up_logging(config.log)
     task = asyncio.current_task()
@@ -113,7 +113,7 @@ def _where(config: Config) -> str:
 
 
 def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
-    from ktqueue.workers.supervise import gateway_url
+    from ktqueue.workers.supervision.supervisor import gateway_url
 
     console = results()
     model = models[0] if models else "demo"

@@ -17,7 +17,7 @@ def worker(common: CommonFlags, engine: EngineFlags) -> None:
     from ktqueue.cli.connection import ask
     from ktqueue.cli.progress import Bar
     from ktqueue.core.logs import set_up_logging
-    from ktqueue.workers.run import leave, run
+    from ktqueue.workers.generation.worker_process import leave, run
 
     config = settings(common, engine=engine)
     ask(config, _answers)  # a large model takes long to load: say at once that Redis is away

@@ -17,8 +17,8 @@ import redis.asyncio
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.core.errors import Unavailable
-from ktqueue.workers.child import Child
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.child import Child
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 WORKER_KILL, UNSEEN_KILL = "worker kill -9", "worker kill -9 that its supervisor does not see"
 WORKER_STOP, WORKER_DRAIN = "worker SIGSTOP past its lease", "worker drain"

@@ -165,7 +165,7 @@ def finding(out: str, name: str) -> dict[str, str]:
 
 
 def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
-    monkeypatch.setattr("ktqueue.workers.host_memory.available_memory", lambda: 30 << 20)
+    monkeypatch.setattr("ktqueue.workers.startup.host_memory.available_memory", lambda: 30 << 20)
     code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
     memory = finding(out, "memory")
     assert (code, memory["level"]) == (1, "fail")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from ktqueue.core.config import BridgeConfig, BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 
 @dataclass

@@ -25,7 +25,7 @@ from ktqueue.core.config import (
     GatewayConfig,
     WorkerConfig,
 )
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 
 @pytest.fixture

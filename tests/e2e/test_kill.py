@@ -152,7 +152,7 @@ async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, rec
 UP = """
 import asyncio
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 async def main():
     config = Config(

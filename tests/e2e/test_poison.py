@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ktqueue.workers.forks import Forks
+from ktqueue.workers.supervision.forks import Forks
 
 # The fork server as it is, but for a seed that ends the process in its first step: so does a kernel that goes astray.
 DEADLY_SEED = 666
 FORK_SERVER = f"""
 import os, signal
 from ktqueue.engine.engine import Engine
-from ktqueue.workers.fork_server import main
+from ktqueue.workers.supervision.fork_server import main
 
 add, step, deadly = Engine.add, Engine.step, []
 
@@ -35,7 +35,9 @@ main()
 
 @pytest.mark.timeout(200)
 async def test_a_job_that_kills_its_workers_ends_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktqueue.workers.supervise.Forks", partial(Forks, command=[sys.executable, "-c", FORK_SERVER]))
+    monkeypatch.setattr(
+        "ktqueue.workers.supervision.supervisor.Forks", partial(Forks, command=[sys.executable, "-c", FORK_SERVER])
+    )
     greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     async with start_stack(workers=2, engine={"max_num_seqs": 8}) as stack:
         calm = await stack.read(await stack.submit(prompt="Once upon a time", sampling=greedy))

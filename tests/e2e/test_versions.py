@@ -17,7 +17,7 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig, config_environment
 
-WORKER = "from ktqueue.workers.run import main; main()"
+WORKER = "from ktqueue.workers.generation.worker_process import main; main()"
 GATEWAY = (
     "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
     "serve(load_config(environment=os.environ))"

@@ -70,7 +70,7 @@ def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "OMP_NUM_THREADS": "1",
     }
     with ExitStack() as resources:
-        worker = spawn(resources, ["-m", "ktqueue.workers.run"], environment, logs / "worker.log")
+        worker = spawn(resources, ["-m", "ktqueue.workers.generation.worker_process"], environment, logs / "worker.log")
         gateway = spawn(resources, ["-c", GATEWAY], environment, logs / "gateway.log")
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):

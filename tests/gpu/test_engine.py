@@ -22,8 +22,8 @@ from ktqueue.engine.engine import Engine
 from ktqueue.engine.staging import Fetcher
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
-from ktqueue.workers.gpu import CudaMemory, DeviceMemory, prepare_gpu
-from ktqueue.workers.startup import build, cache_dtype
+from ktqueue.workers.startup.build import build, cache_dtype
+from ktqueue.workers.startup.gpu_memory import CudaMemory, DeviceMemory, prepare_gpu
 
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

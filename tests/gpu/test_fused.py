@@ -14,7 +14,7 @@ from ktqueue.operators.gpu.kernels.fused import (
     qk_norm_rope_append,
     route,
 )
-from ktqueue.workers.gpu import sum_exactly
+from ktqueue.workers.startup.gpu_memory import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

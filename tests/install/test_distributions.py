@@ -47,7 +47,7 @@ def test_every_source_file_of_the_package_is_in_the_wheel(wheel):
     tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = {name if name.startswith("ktqueue/") else f"ktqueue/{name}" for name in tracked if (ROOT / name).is_file()}
     wanted = {name for name in files if not name.endswith(".gguf")}
-    assert "ktqueue/workers/run.py" in wanted and "ktqueue/rules/exact.yaml" in wanted
+    assert "ktqueue/workers/generation/worker_process.py" in wanted and "ktqueue/rules/exact.yaml" in wanted
     assert wanted - contents(wheel).keys() == set()
 
 

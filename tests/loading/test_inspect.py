@@ -20,7 +20,7 @@ from ktqueue.loading.load import load_model
 from ktqueue.loading.weight_formats import tensor_bytes
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.workers.startup import build
+from ktqueue.workers.startup.build import build
 
 
 def demo_with(quants: dict[str, str], path: Path) -> str:

@@ -4,7 +4,7 @@ from mutation import Mutation
 
 FIELDS, LARGE = "tests/gateway/test_foreign_fields.py", "tests/gateway/test_large_bodies.py"
 HTTP, ERRORS, JOBS = "tests/gateway/test_http.py", "tests/gateway/test_errors.py", "tests/gateway/test_jobs.py"
-TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "tests/workers/test_admission.py"
+TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "tests/workers/generation/test_admission.py"
 
 HTTP_REQUESTS: dict[str, Mutation] = {
     "tools are dropped": Mutation(
@@ -79,14 +79,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     ),
     "large prompts take all threads": Mutation(
         "a large prompt keeps no other one waiting",
-        "ktqueue/workers/admission.py",
+        "ktqueue/workers/generation/admission.py",
         "if large and self._large == THREADS - 1:",
         "if False:",
         (f"{ADMISSION}::test_large_prompts_leave_a_thread_to_the_others",),
     ),
     "claims wait for a prompt": Mutation(
         "one request's fate never touches another's",
-        "ktqueue/workers/incarnation.py",
+        "ktqueue/workers/generation/incarnation.py",
         "                admission = group.create_task(self._admit(job)",
         "                await self._admit(job)\n                admission = group.create_task(asyncio.sleep(0)",
         (f"{ADMISSION}::test_others_are_admitted_while_large_prompts_are_tokenised",),

@@ -8,14 +8,14 @@ DISTRIBUTIONS = "tests/install/test_distributions.py"
 INSTALLING: dict[str, Mutation] = {
     "workers import from the current folder": Mutation(
         "no module of the user's folder takes the place of ours or the standard library's",
-        "workers/forks.py",
+        "workers/supervision/forks.py",
         'COMMAND = [sys.executable, "-P", ',
         "COMMAND = [sys.executable, ",
         (f"{FOLDER}::test_up_and_a_batch", f"{FOLDER}::test_demo"),
     ),
     "the bridge imports from the current folder": Mutation(
         "no module of the user's folder takes the place of ours or the standard library's",
-        "workers/supervise.py",
+        "workers/supervision/supervisor.py",
         'BRIDGE_COMMAND = [sys.executable, "-P", ',
         "BRIDGE_COMMAND = [sys.executable, ",
         (f"{FOLDER}::test_up_and_a_batch",),

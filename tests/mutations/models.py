@@ -3,7 +3,11 @@
 from mutation import Mutation
 
 HUB, HUB_FILES = "tests/loading/huggingface/test_hub.py", "tests/loading/huggingface/test_hub_files.py"
-INSPECT, FIT, STARTUP = "tests/loading/test_inspect.py", "tests/workers/test_fit.py", "tests/workers/test_startup.py"
+INSPECT, FIT, STARTUP = (
+    "tests/loading/test_inspect.py",
+    "tests/workers/startup/test_fit.py",
+    "tests/workers/startup/test_build.py",
+)
 PULL = "tests/cli/test_pull.py"
 
 MODELS: dict[str, Mutation] = {
@@ -61,7 +65,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "the tokenizer is looked at last": Mutation(
         "what loading refuses is refused before a weight is read",
-        "workers/startup.py",
+        "workers/startup/build.py",
         "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
         "        raise prepared.refusal\n    load_prepared(prepared, progress)\n"
         "    tokenizer = load_tokenizer(config.tokenizer or config.model)",
@@ -90,10 +94,10 @@ MODELS: dict[str, Mutation] = {
     ),
     "workers take the memory many times": Mutation(
         "the workers of ktqueue up divide the memory for caches",
-        "workers/supervise.py",
+        "workers/supervision/supervisor.py",
         "host_memory_utilization / self._count",
         "host_memory_utilization",
-        ("tests/workers/test_supervise.py::test_a_model_that_cannot_be_loaded_is_told_at_once",),
+        ("tests/workers/supervision/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_told_at_once",),
     ),
     "a cache that is written to at the start": Mutation(
         "the memory of a cache is taken as it fills, by each forked worker for itself",
@@ -104,14 +108,14 @@ MODELS: dict[str, Mutation] = {
     ),
     "memory of others counts as free": Mutation(
         "ktqueue fit says yes only where its sums keep within the memory that is free",
-        "workers/fit.py",
+        "workers/startup/fit.py",
         "chosen.gpu_memory_utilization - others / total",
         "chosen.gpu_memory_utilization",
         (f"{FIT}::test_memory_of_others_is_not_there",),
     ),
     "a yes without the host": Mutation(
         "ktqueue fit says yes only where its sums keep within the memory that is free",
-        "workers/fit.py",
+        "workers/startup/fit.py",
         "    if sum(host.values()) > limit:\n",
         "    if False:\n",
         (f"{FIT}::test_the_host_must_hold_the_weights",),

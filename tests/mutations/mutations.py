@@ -11,10 +11,14 @@ from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-LEASE, ENDS, GENERATION = "tests/broker/test_lease.py", "tests/broker/test_ends.py", "tests/workers/test_generation.py"
+LEASE, ENDS, GENERATION = (
+    "tests/broker/test_lease.py",
+    "tests/broker/test_ends.py",
+    "tests/workers/generation/test_generation.py",
+)
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
-BURIAL = "tests/workers/test_burial.py"
+BURIAL = "tests/workers/supervision/test_lease_release.py"
 LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
 
 
@@ -75,14 +79,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "resume at seq 1": Mutation(
         "a resumed job goes on at seq n+1",
-        "workers/running.py",
+        "workers/generation/running_job.py",
         "self._seq = claim.events[-1].seq if claim.events else 0",
         "self._seq = 0",
         (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
     ),
     "resume from 0": Mutation(
         "a resumed job goes on after the tokens that it has",
-        "workers/engine_thread.py",
+        "workers/generation/engine_thread.py",
         "emitted=job.emitted if job.resumed else ()",
         "emitted=()",
         (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
@@ -154,10 +158,10 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nobody is tried alone": Mutation(
         "a job that kills its workers fails alone",
-        "workers/incarnation.py",
+        "workers/generation/incarnation.py",
         "return job.futile >= max(1, self._config.broker.max_attempts - 1)",
         "return False",
-        ("tests/workers/test_trials.py::test_suspects_begin_one_after_the_other",),
+        ("tests/workers/generation/test_trials.py::test_suspects_begin_one_after_the_other",),
     ),
     "a drain costs a try": Mutation(
         "a drain uses no try",
@@ -185,14 +189,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a hung engine beats": Mutation(
         "a worker whose engine hangs is not alive",
-        "workers/heartbeat.py",
+        "workers/generation/heartbeat.py",
         "if self._clock.running > self._stall_seconds:",
         "if False:",
         (f"{GENERATION}::test_a_hanging_engine_ends_the_worker",),
     ),
     "claims while it drains": Mutation(
         "a worker that drains takes no more jobs",
-        "workers/incarnation.py",
+        "workers/generation/incarnation.py",
         "        while not self._draining.is_set():\n",
         "        while not self._drain_over:\n",
         (f"{GENERATION}::test_drain_finishes_what_runs",),
@@ -282,14 +286,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a death is not told": Mutation(
         "a worker whose end its supervisor sees keeps its jobs no longer",
-        "workers/burial.py",
+        "workers/supervision/lease_release.py",
         "if worker.process == process_name(pid):",
         "if False:",
         (f"{BURIAL}::test_the_leases_of_a_process_end_with_it",),
     ),
     "another's death is told": Mutation(
         "a live worker's lease is not ended",
-        "workers/burial.py",
+        "workers/supervision/lease_release.py",
         "if worker.process == process_name(pid):",
         "if worker.pid == pid:",
         (f"{BURIAL}::test_a_process_of_that_number_in_another_container_is_another",),

@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-STATE_FOLDER, LOG_FILES = "tests/broker/test_state_folder.py", "tests/workers/test_log_files.py"
+STATE_FOLDER, LOG_FILES = "tests/broker/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
 
 OPERATION: dict[str, Mutation] = {
     "a state folder that others read": Mutation(
@@ -31,7 +31,7 @@ OPERATION: dict[str, Mutation] = {
     ),
     "logs without a limit": Mutation(
         "a log file is kept to its size",
-        "workers/log_files.py",
+        "workers/supervision/log_files.py",
         "        source.truncate(0)\n",
         "",
         (f"{LOG_FILES}::test_a_process_that_goes_on_writing_keeps_to_the_size",),
@@ -45,24 +45,24 @@ OPERATION: dict[str, Mutation] = {
     ),
     "a bridge among strangers": Mutation(
         "the bridge starts on no queue that another program's arq worker serves",
-        "workers/arq_worker.py",
+        "workers/arq/worker.py",
         "        if await self.pool.exists(key):\n",
         "        if False:\n",
-        ("tests/workers/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
+        ("tests/workers/arq/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
     ),
     "a bridge on arq's own queue": Mutation(
         "by default the bridge takes no other program's jobs",
         "ktqueue/core/config.py",
         'queue: str = "ktqueue:arq"',
         'queue: str = "arq:queue"',
-        ("tests/workers/test_bridge.py::test_by_default_the_bridge_leaves_the_jobs_of_others_alone",),
+        ("tests/workers/arq/test_bridge.py::test_by_default_the_bridge_leaves_the_jobs_of_others_alone",),
     ),
     "bridges that exclude each other": Mutation(
         "several bridges share a queue",
-        "workers/arq_worker.py",
+        "workers/arq/worker.py",
         'HEALTH_SUFFIX = ":ktqueue-health-check"',
         "HEALTH_SUFFIX = health_check_key_suffix",
-        ("tests/workers/test_bridge.py::test_two_bridges_share_a_queue",),
+        ("tests/workers/arq/test_bridge.py::test_two_bridges_share_a_queue",),
     ),
     "a batch of answers to other questions": Mutation(
         "a batch from standard input goes on only with the input that it began with",

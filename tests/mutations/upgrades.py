@@ -3,7 +3,7 @@
 from mutation import SCRIPTS, Mutation
 
 DIGEST, FORMATS = "tests/broker/test_digest.py", "tests/broker/test_formats.py"
-IDENTITY, BURIAL = "tests/loading/test_identity.py", "tests/workers/test_burial.py"
+IDENTITY, BURIAL = "tests/loading/test_identity.py", "tests/workers/supervision/test_lease_release.py"
 
 UPGRADES: dict[str, Mutation] = {
     "what has begun goes to anybody": Mutation(

@@ -20,7 +20,7 @@ from benchmarks.results import RESULTS, write
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.workers.startup import build
+from ktqueue.workers.startup.build import build
 
 LEAK = {"device_mb": 16.0, "host_mb": 32.0, "threads": 0.0, "files": 0.0}  # what a run may add
 DRAWN: tuple[dict[str, Any], ...] = (

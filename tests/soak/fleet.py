@@ -26,8 +26,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.child import Child
-from ktqueue.workers.supervise import Supervisor
+from ktqueue.workers.supervision.child import Child
+from ktqueue.workers.supervision.supervisor import Supervisor
 
 CREWS = (1, 2, 4, 8)
 SUBMITTERS = 16

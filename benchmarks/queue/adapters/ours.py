@@ -17,9 +17,9 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, SamplingParams
-from ktqueue.workers.heartbeat import BEATS_PER_LEASE
-from ktqueue.workers.incarnation import IDLE_SECONDS
-from ktqueue.workers.outbox import Outbox
+from ktqueue.workers.generation.heartbeat import BEATS_PER_LEASE
+from ktqueue.workers.generation.incarnation import IDLE_SECONDS
+from ktqueue.workers.generation.outbox import Outbox
 
 MOST_QUEUED = 1_000_000
 HOLD = "hold"

@@ -1,0 +1,185 @@
+"""The control worker's folder of batch files: found by the clock, run once, gone on with, cleared away."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.batches.faults import OutputLocked
+from ktqueue.batches.input import BatchLine
+from ktqueue.batches.output import BatchOutput
+from ktqueue.batches.run import BatchRun
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config, ControlConfig
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.events import JobState
+from ktqueue.workers.arq.batch_files import BatchFiles
+from ktqueue.workers.arq.control import Control
+from ktqueue.workers.arq.worker import Retry
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("in", "out", "done", "failed"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def config(broker: Broker, folder: Path) -> Config:
+    return Config(broker=broker.config, control=ControlConfig(batch_dir=str(folder), keep_files=60.0, crontab=()))
+
+
+@contextlib.asynccontextmanager
+async def running(broker: Broker, config: Config) -> AsyncIterator[Control]:
+    one = Control(broker, config, broker.config.url or "")
+    task = asyncio.create_task(one.async_run())
+    await until(lambda: one._pool is not None)
+    yield one
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await one.leave()
+
+
+async def until(predicate: Callable[[], Any], within: float = 30.0) -> None:
+    async with asyncio.timeout(within):
+        while not predicate():  # noqa: ASYNC110 # what it asks of has no event
+            await asyncio.sleep(0.01)
+
+
+def write(path: Path, count: int, **body: Any) -> None:
+    with path.open("w") as file:
+        for number in range(count):
+            asked = {"model": "demo", "prompt": f"The {number}. tale", "max_tokens": 8, **body}
+            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": asked}
+            file.write(json.dumps(line) + "\n")
+
+
+def records(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_file_may_be_asked_for_before_the_first_look(broker: Broker, tmp_path: Path, start_worker: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "first.jsonl", 1)
+    async with start_worker():
+        files = BatchFiles(broker, ControlConfig(batch_dir=str(tmp_path)))
+        assert await files.run({}, "first.jsonl") == {"lines": 1, "answered": 1, "failed": 0}
+    assert (tmp_path / "done" / "first.jsonl").exists()
+
+
+async def test_files_are_found_run_and_put_away(
+    broker: Broker, config: Config, folder: Path, start_worker: Any
+) -> None:
+    write(folder / "in" / "good.jsonl", 5)
+    write(folder / "in" / "half.jsonl", 1, temperature=900)
+    (folder / "in" / "bad.jsonl").write_text("{}\n")
+    async with start_worker(), running(broker, config) as control:
+        await control.pool.enqueue_job("batches")
+        await until(lambda: not list((folder / "in").iterdir()))
+        good = await control.pool.get("arq:result:batch:good.jsonl") or b""
+    assert {path.name for path in (folder / "done").iterdir()} == {"good.jsonl", "half.jsonl"}
+    assert {path.name for path in (folder / "failed").iterdir()} == {"bad.jsonl", "bad.jsonl.txt"}
+    assert "bad.jsonl:1: custom_id" in (folder / "failed" / "bad.jsonl.txt").read_text()
+    answers = {one["custom_id"]: one["response"] for one in records(folder / "out" / "good.jsonl")}
+    assert answers.keys() == {f"c{number}" for number in range(5)}
+    assert {one["body"]["usage"]["completion_tokens"] for one in answers.values()} == {8}
+    (failed,) = records(folder / "out" / "half.errors.jsonl")
+    assert failed["response"]["status_code"] == 400
+    assert good == b"" or json.loads(good)["r"] == {"lines": 5, "answered": 5, "failed": 0}
+
+
+async def test_a_batch_that_was_interrupted_goes_on(
+    broker: Broker, config: Config, folder: Path, start_worker: Any
+) -> None:
+    write(folder / "in" / "long.jsonl", 40, max_tokens=24, ignore_eos=True)
+    out = folder / "out" / "long.jsonl"
+    async with start_worker():
+        for answers in (1, 10):
+            async with running(broker, config) as control:
+                await control.pool.enqueue_job("batches")
+                await until(lambda answers=answers: out.exists() and out.read_bytes().count(b"\n") >= answers)
+        assert (folder / "in" / "long.jsonl").exists()
+        async with running(broker, config):  # arq's queue has it still
+            await until(lambda: (folder / "done" / "long.jsonl").exists())
+    assert Counter(one["custom_id"] for one in records(out)) == {f"c{number}": 1 for number in range(40)}
+    assert len(await broker.jobs.list(limit=1000)) == 40  # none was computed twice
+
+
+async def test_what_cannot_run_now_runs_later_and_what_never_can_is_refused(
+    broker: Broker, config: Config, folder: Path
+) -> None:
+    write(folder / "in" / "one.jsonl", 1)
+    control = Control(broker, config, broker.config.url or "")
+    other = BatchOutput(folder / "out" / "one.jsonl")
+    with pytest.raises(Retry) as locked:
+        await control._files.run({}, "one.jsonl")
+    assert isinstance(locked.value.__cause__, OutputLocked)
+    other.close(finished=False)
+    assert (folder / "in" / "one.jsonl").exists()
+    secret = folder / "secret.jsonl"
+    secret.write_text("{}\n")
+    for name in ("../secret.jsonl", "/etc/passwd", "one.txt", "none.jsonl"):
+        with pytest.raises(InvalidRequest):
+            await control._files.run({}, name)
+    assert secret.exists()  # neither read nor put away
+    await control.leave()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("*/*"))
+
+
+async def test_retention_removes_what_is_old(broker: Broker, config: Config, folder: Path) -> None:
+    old = time.time() - 61.0
+    names = ["in/going.jsonl", "out/going.jsonl", "out/going.errors.jsonl", "out/going.jsonl.run", "out/past.jsonl",
+             "done/past.jsonl", "failed/worse.jsonl.txt", "out/new.jsonl"]  # fmt: skip
+    for name in names:
+        (folder / name).write_text("")
+        if "new" not in name:
+            os.utime(folder / name, (old, old))
+    control = Control(broker, config, broker.config.url or "")
+    assert await control._files.purge({}) == 3
+    await control.leave()
+    assert files(folder) == sorted([*names[:4], "out/new.jsonl"])
+
+
+async def test_a_line_that_failed_leaves_no_prompt_behind(broker: Broker, start_worker: Any, tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": ["x" * 4000, "The tale"], "max_tokens": 60, "ignore_eos": True}
+    output = BatchOutput(tmp_path / "out.jsonl")
+    async with await Broker.open(replace(broker.config, max_request_bytes=2000)) as narrow, start_worker():
+        await BatchRun(narrow, output, window=1).run([BatchLine(1, "a", "/v1/completions", body)])
+        states = [job.state for job in await broker.jobs.list()]
+    assert (output.failed, states) == (1, [JobState.DONE])
+    output.close(finished=True)
+
+
+async def test_the_clock_starts_chores_once(broker: Broker, config: Config, folder: Path) -> None:
+    hourly = replace(config, control=replace(config.control, crontab=("0 * * * * retention",)))
+    old = folder / "out" / "old.jsonl"
+    old.write_text("")
+    os.utime(old, (1.0, 1.0))
+    async with running(broker, hourly) as one, running(broker, hourly) as other:
+        jobs = [job for control in (one, other) for job in control.cron_jobs]
+        await until(lambda: all(job.next_run is not None for job in jobs))
+        due = datetime.now(tz=one.timezone) - timedelta(seconds=1)
+        for job in jobs:
+            job.next_run = due  # one moment for both, as it is on the clock
+        await until(lambda: not old.exists())
+        await until(lambda: one.jobs_complete + other.jobs_complete == 1)
+        await until(lambda: one.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
+        await until(lambda: other.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
+        async with asyncio.timeout(30.0):  # arq counts a job before it takes it out
+            while await one.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
+                await asyncio.sleep(0.01)
+    assert one.jobs_complete + other.jobs_complete == 1

@@ -1,0 +1,286 @@
+"""Webhooks: a real receiver, a real control worker; signatures, retries, deaths, and addresses that are not called."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from tls_front import Authority
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.config import Config, ControlConfig, config_environment
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.request import GenerationRequest, SamplingParams
+from ktqueue.core.webhook import Webhook
+from ktqueue.workers.arq.control import Control
+from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
+
+ROOT = Path(__file__).resolve().parents[3]
+SECRET = "whsec_" + base64.b64encode(b"a key of twenty-four bytes").decode()
+
+
+class Receiver:
+    """An HTTP server that keeps what it gets. It gives `answers` in turn, the last for ever; None: it is silent.
+
+    `certificate` and its key: files; then it speaks TLS.
+    """
+
+    def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
+        self.answers: list[int | None] = [200]
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        self.over = threading.Event()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                answer = receiver.answers.pop(0) if len(receiver.answers) > 1 else receiver.answers[0]
+                receiver.got.append(({key.lower(): value for key, value in self.headers.items()}, body))
+                if answer is None:
+                    receiver.over.wait()
+                    return
+                self.send_response(answer)
+                if answer == 302:
+                    self.send_header("location", "/elsewhere")
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                receiver.got.append(({}, b"a redirect was followed"))
+                self.send_error(404)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+        self.port = self._server.server_port
+        self.url = f"{'http' if certificate is None else 'https'}://localhost:{self.port}/hook"
+
+    def close(self) -> None:
+        self.over.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    one = Receiver()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def config(broker: Broker, receiver: Receiver) -> Config:
+    control = ControlConfig(
+        webhook_secret=SECRET, webhook_hosts=(f"localhost:{receiver.port}",), webhook_pause=0.01, webhook_attempts=4
+    )
+    return Config(broker=broker.config, control=control)
+
+
+@contextlib.asynccontextmanager
+async def running(broker: Broker, config: Config) -> AsyncIterator[Control]:
+    one = Control(broker, config, broker.config.url or "")
+    task = asyncio.create_task(one.async_run())
+    yield one
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await one.leave()
+
+
+async def until(predicate: Callable[[], Any], within: float = 20.0) -> None:
+    async with asyncio.timeout(within):
+        while not predicate():  # noqa: ASYNC110 # what it asks of has no event
+            await asyncio.sleep(0.01)
+
+
+async def cancelled(broker: Broker, receiver: Receiver, **hook: Any) -> JobRecord:
+    """A job that has ended without a worker."""
+    webhook = Webhook(url=receiver.url, **hook)
+    record = await broker.jobs.submit(GenerationRequest(model="demo", prompt="Once", webhook=webhook))
+    return await broker.jobs.cancel(record.id)
+
+
+def left(broker: Broker) -> set[str]:
+    """Keys of webhooks and of arq that are left."""
+    with redis.Redis.from_url(broker.config.url or "") as client:
+        keys = {key.decode() for key in client.scan_iter()}
+    return {key for key in keys if "webhook" in key or key == "ktqueue:control"}
+
+
+def check_signature(headers: dict[str, str], body: bytes) -> None:
+    """As the specification tells a receiver to."""
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    digest = hmac.new(b"a key of twenty-four bytes", signed, hashlib.sha256).digest()
+    assert headers["webhook-signature"] == "v1," + base64.b64encode(digest).decode()
+
+
+async def test_a_job_that_is_done_is_told_signed_and_again_until_it_is_heard(
+    broker: Broker, config: Config, receiver: Receiver, start_worker: Any, finished: Any
+) -> None:
+    receiver.answers = [500, 302, 204]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    request = GenerationRequest(
+        model="demo", prompt="Once", sampling=sampling, metadata={"order": "7"}, webhook=Webhook(url=receiver.url)
+    )
+    async with start_worker():
+        record = await broker.jobs.submit(request)
+        observed = await finished(record.id)
+    assert left(broker) == {f"{broker.keys.tag}:webhooks"}  # no control worker yet: it waits
+    async with running(broker, config) as control:
+        await until(lambda: len(receiver.got) == 3)
+        await until(lambda: not control.tasks)
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+    assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+    for headers, body in receiver.got:
+        check_signature(headers, body)
+        assert headers["host"] == f"localhost:{receiver.port}"
+    told = json.loads(receiver.got[-1][1])
+    assert (told["type"], told["object"], told["id"]) == ("job.completed", "event", headers["webhook-id"])
+    assert told["data"]["id"] == record.id
+    assert told["data"]["metadata"] == {"order": "7"}
+    assert told["data"]["result"] == [{"index": 0, "text": observed.choices[0][1], "finish_reason": "length"}]
+    assert told["data"]["usage"]["completion_tokens"] == 8
+
+
+async def test_other_ends_are_failures_and_only_wanted_events_are_told(
+    broker: Broker, config: Config, receiver: Receiver
+) -> None:
+    await cancelled(broker, receiver, events=("completed",))
+    wanted = await cancelled(broker, receiver, events=("failed",))
+    async with running(broker, config):
+        await until(lambda: receiver.got)
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+    ((_, body),) = receiver.got
+    told = json.loads(body)
+    assert (told["type"], told["data"]["id"], told["data"]["state"]) == ("job.failed", wanted.id, "cancelled")
+    assert told["data"]["error"]["code"] == "cancelled"
+
+
+async def test_attempts_are_bounded(broker: Broker, config: Config, receiver: Receiver) -> None:
+    receiver.answers = [500]
+    await cancelled(broker, receiver)
+    async with running(broker, config):
+        await until(lambda: len(receiver.got) == 4)
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+    assert len(receiver.got) == 4
+
+
+async def test_a_receiver_that_wants_no_more_is_left_alone(broker: Broker, config: Config, receiver: Receiver) -> None:
+    receiver.answers = [410]
+    await cancelled(broker, receiver)
+    async with running(broker, config):
+        await until(lambda: receiver.got)
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+    assert len(receiver.got) == 1
+
+
+async def test_kill_9_in_the_middle_of_a_call_and_it_is_called_again(
+    broker: Broker, config: Config, receiver: Receiver
+) -> None:
+    def start() -> "subprocess.Popen[bytes]":
+        environment = {**os.environ, **config_environment(config)}
+        return subprocess.Popen([sys.executable, "-m", "ktqueue.workers.arq.control"], cwd=ROOT, env=environment)
+
+    receiver.answers = [None, 200]
+    await cancelled(broker, receiver)
+    process = start()
+    try:
+        await until(lambda: receiver.got)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = start()
+        await until(lambda: len(receiver.got) == 2)
+        await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert receiver.got[0][1] == receiver.got[1][1]
+
+
+async def test_private_addresses_are_not_called(config: Config, receiver: Receiver) -> None:
+    strict = replace(config.control, webhook_hosts=())
+    event = {"id": "evt_1"}
+    with pytest.raises(Undeliverable, match="https"):
+        await deliver(Webhook(url=receiver.url), event, strict)
+    for host in ("localhost", "127.0.0.1", "[::1]", "169.254.169.254", "[::ffff:127.0.0.1]"):
+        with pytest.raises(Undeliverable, match="public Internet"):
+            await deliver(Webhook(url=f"https://{host}:{receiver.port}/"), event, strict)
+    assert receiver.got == []
+    for private in (
+        "10.0.0.1",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "fe80::1",
+        "fd00::1",
+        "2002:7f00:1::",
+        "64:ff9b:1::1",
+        "64:ff9b::7f00:1",
+    ):
+        assert not is_public(private), private
+    assert is_public("93.184.215.14")
+    assert is_public("2606:4700::1111")
+
+
+async def test_https_is_called_by_name_with_certificates_checked(broker: Broker, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with (
+        contextlib.closing(Receiver(authority.certificate("localhost"))) as receiver,
+        contextlib.closing(Receiver(authority.certificate("example.org"))) as stranger,
+    ):
+        hosts = (f"localhost:{receiver.port}", f"localhost:{stranger.port}")  # private, but TLS all the same
+        control = ControlConfig(
+            webhook_secret=SECRET, webhook_hosts=hosts, webhook_pause=0.01, webhook_attempts=2,
+            webhook_ca_certs=str(authority.file),
+        )  # fmt: skip
+        record = await cancelled(broker, receiver)
+        async with running(broker, Config(broker=broker.config, control=control)):
+            await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
+        ((headers, body),) = receiver.got
+        check_signature(headers, body)
+        assert headers["host"] == f"localhost:{receiver.port}"
+        assert json.loads(body)["data"]["id"] == record.id
+        for other, settings, fault in (
+            (stranger, control, "not valid for"),
+            (receiver, replace(control, webhook_ca_certs=None), "self-signed|unable to get local issuer"),
+        ):
+            with pytest.raises(Undelivered, match=fault):
+                await deliver(Webhook(url=other.url), {"id": "evt_1"}, settings)
+        assert (len(receiver.got), stranger.got) == (1, [])
+
+
+def test_signature_of_the_specification_s_example() -> None:
+    secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+    body = b'{"test": 2432232314}'
+    headers = signed_headers(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", body, 1614265330.0)
+    assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert key_of("plain") == b"plain"
+    with pytest.raises(ConfigError):
+        key_of("whsec_!")

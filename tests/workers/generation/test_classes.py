@@ -1,0 +1,158 @@
+"""Interactive jobs take rows from batch jobs that run, but never the rows that are batch's own."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.events import JobState
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.workers.generation import incarnation
+
+ROWS, FLOOR = 8, 1  # of the conftest's engine
+
+
+def ask(max_tokens: int, job_class: JobClass = JobClass.INTERACTIVE, n: int = 1) -> GenerationRequest:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=max_tokens, ignore_eos=True, n=n)
+    return GenerationRequest(model="demo", prompt="Once upon a time", sampling=sampling, job_class=job_class)
+
+
+async def submit(broker: Broker, count: int, request: GenerationRequest, name: str) -> list[str]:
+    return [(await broker.jobs.submit(request, job_id=f"{name}{i}")).id for i in range(count)]
+
+
+async def until_states(broker: Broker, **counts: int) -> None:
+    """Wait until so many jobs are in each state."""
+    async with asyncio.timeout(20.0):
+        while True:
+            jobs = await broker.jobs.list(limit=1000)
+            if all(sum(job.state == state for job in jobs) == count for state, count in counts.items()):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def until_all_speak(broker: Broker, jobs: list[str]) -> None:
+    """Wait until each has a token: it has had a row."""
+    async with asyncio.timeout(20.0):
+        for job in jobs:
+            async for _ in broker.journal.follow(job):
+                break
+
+
+async def test_an_interactive_job_does_not_wait_for_batch_jobs(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
+    long = ask(450, JobClass.BATCH)
+    expected = model.undisturbed(long)
+    async with start_worker() as running:
+        batch = await submit(broker, ROWS + 4, long, "batch")
+        await until_all_speak(broker, batch[:ROWS])
+        (job,) = await submit(broker, 1, ask(3), "interactive")
+        assert (await finished(job)).state is JobState.DONE
+        states = [(await broker.jobs.get(one)).state for one in batch]
+        assert states == [JobState.RUNNING] * ROWS + [JobState.QUEUED] * 4
+        assert running.engine.stats().preemptions >= 1
+        for one in batch[1 : ROWS - 1] + batch[ROWS:]:
+            await broker.jobs.cancel(one)
+        for one in (batch[0], batch[ROWS - 1]):  # the last one gave up its row
+            assert (await finished(one)).choices == expected
+            assert (await broker.jobs.get(one)).attempts == 1
+
+
+async def test_no_more_is_claimed_than_the_engine_can_run(broker: Broker, start_worker: Any, finished: Any) -> None:
+    async with start_worker() as running:
+        batch = await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch")
+        await until_all_speak(broker, batch)
+        interactive = await submit(broker, 2 * ROWS, ask(400), "interactive")
+        await until_states(broker, running=2 * ROWS - FLOOR)
+        before = len(await broker.journal.replay(batch[0]))
+        async with asyncio.timeout(20.0):  # the oldest batch job goes on beside them
+            async for event in broker.journal.follow(batch[0], before):
+                if event.seq >= before + 20:
+                    break
+        (depth,) = await broker.jobs.depth()
+        assert (depth.running, depth.batch_running, depth.interactive) == (2 * ROWS - FLOOR, ROWS, ROWS + FLOOR)
+        assert running.engine.stats().running == ROWS
+        for one in [*batch[1:], *interactive]:
+            await broker.jobs.cancel(one)
+        assert (await finished(batch[0])).state is JobState.DONE
+    assert running.engine.stats().free_pages == running.engine.stats().total_pages
+
+
+async def test_choices_take_a_row_each(broker: Broker, start_worker: Any, finished: Any) -> None:
+    async with start_worker():
+        await until_all_speak(broker, await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch"))
+        wide = await submit(broker, 3, ask(400, n=3), "wide")
+        await until_states(broker, running=ROWS + 2)  # 6 of the 7 rows that batch gives up
+        assert (await broker.jobs.get(wide[2])).state is JobState.QUEUED
+        for job in await broker.jobs.list():
+            await broker.jobs.cancel(job.id)
+        await until_states(broker, running=0, queued=0)
+
+
+async def test_batch_goes_on_however_much_interactive_work_comes(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    async with start_worker():
+        await submit(broker, 40, ask(20), "interactive")
+        batch = await submit(broker, 3, ask(4, JobClass.BATCH), "batch")
+        for one in batch:
+            await finished(one)
+        depth = (await broker.jobs.depth())[0]
+        assert depth.interactive + depth.running > 0, "batch waited for all interactive work"
+
+
+async def test_batch_jobs_that_stand_still_go_back_to_the_queue(
+    broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    let_go = Lease.release
+
+    async def release(lease: Lease, job_ids: Iterable[str]) -> None:
+        released.extend(job_ids)
+        await let_go(lease, released)
+
+    long = ask(200, JobClass.BATCH)
+    expected = model.undisturbed(long)
+    async with start_worker():
+        batch = await submit(broker, ROWS, replace(long, sampling=replace(long.sampling, max_tokens=450)), "batch")
+        await until_all_speak(broker, batch)
+        interactive = await submit(broker, ROWS - FLOOR, ask(450), "interactive")
+        await until_all_speak(broker, interactive)
+        monkeypatch.setattr(incarnation, "STANDING_SECONDS", 0.0)
+        monkeypatch.setattr(Lease, "release", release)
+        await broker.jobs.cancel(interactive[0])  # the worker looks again; one batch job has its row back
+        await until_states(broker, running=ROWS, queued=ROWS - 2)
+        records = [await broker.jobs.get(one) for one in batch]
+        assert [one.state for one in records] == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 6
+        assert released == batch[:1:-1], "the last ones first, and none that has a row"
+        assert [one.attempts for one in records] == [1] * 2 + [0] * 6, "it costs no try"
+        assert [one.position for one in records[2:]] == [1, 2, 3, 4, 5, 6]
+        monkeypatch.undo()
+        for one in [*interactive, *batch[1:-1]]:
+            await broker.jobs.cancel(one)
+        seen = await finished(batch[-1])
+        assert seen.choices[0][0][:200] == expected[0][0]
+
+
+async def test_a_dead_worker_that_had_preempted_loses_nothing(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
+    requests = {"batch": ask(400, JobClass.BATCH), "interactive": ask(50)}
+    async with start_worker() as running:
+        jobs = await submit(broker, ROWS, requests["batch"], "batch")
+        await until_all_speak(broker, jobs)
+        jobs += await submit(broker, 3, requests["interactive"], "interactive")
+        await until_all_speak(broker, jobs[ROWS:])
+        await running.killed()
+    for job in jobs[1 : ROWS - 1]:
+        await broker.jobs.cancel(job)
+    expected = {name: model.undisturbed(request) for name, request in requests.items()}
+    async with start_worker():
+        for job in jobs[:1] + jobs[ROWS - 1 :]:
+            assert (await finished(job)).choices == expected[job.rstrip("0123456789")]
+            assert (await broker.jobs.get(job)).attempts == 2

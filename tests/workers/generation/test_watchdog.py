@@ -1,0 +1,42 @@
+"""A process that hangs as a whole is ended; one that works is left alone."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktqueue.workers.exit_codes import BROKEN
+from ktqueue.workers.generation import watchdog
+
+ROOT = Path(watchdog.__file__).parents[2]
+PROCESS = """
+import asyncio, ctypes
+from ktqueue.workers.generation.watchdog import watch
+
+async def main():
+    watching = asyncio.create_task(watch({seconds}))
+    await asyncio.sleep(0.5)
+    if {hangs}:
+        ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
+    watching.cancel()
+    await asyncio.wait([watching])
+    await asyncio.sleep(0.5)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("hangs", "seconds", "code"), [(True, 1.0, BROKEN), (False, 30.0, 0)])
+async def test_a_process_that_hangs_is_ended(hangs: bool, seconds: float, code: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PROCESS.format(hangs=hangs, seconds=seconds),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(40):
+        _, told = await process.communicate()
+    assert process.returncode == code
+    assert (b"in main" in told) == hangs

@@ -1,0 +1,201 @@
+"""A GPU is made ready and its memory divided, with a CPU and made-up figures in its place."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.loading.inspect import inspect
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.handoff.memory import pinned_bytes
+from ktqueue.operators.gpu.settings import GpuSettings, Streaming
+from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
+
+MIB = 1 << 20
+CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=100, gpu_expert_memory_bytes=5 * MIB)
+
+
+class MadeUpMemory:
+    """Takes `step` bytes in each step, and what the model says when it is prepared."""
+
+    total = 1000 * MIB
+
+    def __init__(self) -> None:
+        self.now = 100 * MIB
+
+    def taken(self) -> int:
+        return self.now
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 64 * MIB
+
+
+class Prepared(torch.nn.Module):
+    """A model with parts on the device."""
+
+    takes_turns = False
+
+    def __init__(self, model: torch.nn.Module, prepare: Callable[[GpuSettings], None]) -> None:
+        super().__init__()
+        self.model, self.prepare_device = model, prepare
+        self.shapes: list[tuple[int, int, int]] = []
+        self.steps = 0
+
+    def forward(self, **arguments: Any) -> Any:
+        step = arguments["step"]
+        self.shapes.append((len(step.context_lengths), arguments["input_ids"].shape[1], step.kv.pages))
+        return self.model(**arguments)
+
+    def after_step(self) -> None:
+        self.steps += 1
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load_model("demo")
+
+
+def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    memory = MadeUpMemory()
+    seen: list[GpuSettings] = []
+
+    def prepare(settings: GpuSettings) -> None:
+        seen.append(settings)
+        memory.now += 7 * MIB
+
+    wrapped = Prepared(demo.module, prepare)
+    layout = demo.kv_layout(16)
+    gpu = prepare_gpu(replace(demo, module=wrapped), layout, replace(CONFIG, deferred_experts=3), memory)
+    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB, deferred_experts=3)]
+    assert wrapped.shapes == [(3, 99, 9)] and wrapped.steps == 1
+    use, cache = gpu.plan.use, 9 * layout.page_bytes
+    assert (use.weights, use.experts) == (100 * MIB, 7 * MIB)
+    assert use.workspaces > 64 * MIB - cache and use.graphs == 0
+    assert gpu.plan.pages == (900 * MIB - use.total) // layout.page_bytes
+    assert not gpu.cuda_graphs, "torch's attention cannot be captured"
+    with caplog.at_level(logging.INFO):
+        log_memory(gpu.plan, 11 * MIB, 16, memory)
+    assert "graphs 11.0 MiB" in caplog.text and f"{gpu.plan.pages} pages" in caplog.text
+
+
+@pytest.mark.parametrize(("takes_turns", "overlap", "graphs"), [(True, "auto", 5), (True, "off", 3), (False, "on", 3)])
+def test_there_is_memory_for_halves_where_a_model_takes_turns(
+    takes_turns: bool, overlap: str, graphs: int, demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1, 2 and 3 rows, and two of these in halves."""
+    monkeypatch.setattr("ktqueue.workers.startup.gpu_memory._can_be_captured", lambda model, planner: True)
+    wrapped = Prepared(demo.module, lambda settings: setattr(wrapped, "takes_turns", takes_turns))
+    config = replace(CONFIG, two_batch_overlap=overlap)
+    gpu = prepare_gpu(replace(demo, module=wrapped), demo.kv_layout(16), config, MadeUpMemory())
+    assert gpu.plan.use.graphs // (16 * MIB) == graphs
+
+
+@pytest.mark.parametrize(
+    ("error", "param"),
+    [(ValueError("no such way"), "engine.device"), (torch.OutOfMemoryError("no"), "engine.gpu_expert_memory_bytes")],
+)
+def test_a_model_that_cannot_be_prepared_is_named(demo: LoadedModel, error: Exception, param: str) -> None:
+    def prepare(settings: GpuSettings) -> None:
+        raise error
+
+    model = replace(demo, module=Prepared(demo.module, prepare))
+    with pytest.raises(ConfigError) as caught:
+        prepare_gpu(model, demo.kv_layout(16), CONFIG, MadeUpMemory())
+    assert caught.value.param == param
+
+
+def test_a_step_that_does_not_fit_is_named(demo: LoadedModel) -> None:
+    class Large(torch.nn.Module):
+        def forward(self, **arguments: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 100"):
+        prepare_gpu(replace(demo, module=Large()), demo.kv_layout(16), CONFIG, MadeUpMemory())
+
+
+def test_an_attention_backend_that_is_not_there_is_named(demo: LoadedModel) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare_gpu(demo, demo.kv_layout(16), replace(CONFIG, attention_backend="flashinfer"), MadeUpMemory())
+    assert caught.value.param == "engine.attention_backend"
+
+
+def test_facts_of_attention(demo: LoadedModel) -> None:
+    assert demo.attention.heads == demo.config.num_attention_heads
+    assert demo.attention.scaling == pytest.approx(demo.config.head_dim**-0.5)
+    assert demo.attention.windows == {0}
+
+
+def test_a_plan_before_loading() -> None:
+    config = replace(CONFIG, device="cuda", gpu_memory_utilization=0.5)
+    report = inspect("demo", device="cuda", dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    whole = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    assert report.cache_token_bytes * 2 == whole.cache_token_bytes
+    plan = plan_before_loading(report, config, 80 << 30)
+    assert plan.use.weights == sum(held for device, held in report.device_bytes.items() if device != "cpu") > 0
+    assert plan.pages == ((40 << 30) - plan.use.total) // (16 * report.cache_token_bytes)
+    with pytest.raises(ConfigError) as caught:
+        plan_before_loading(report, config, 1 << 30)
+    assert caught.value.param == "engine.gpu_memory_utilization"
+
+
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+@pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
+def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: Streaming, tmp_path: Path) -> None:
+    """But for the table of where they are, and parts of an expert that 5 MiB would have had room for."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
+    decoder = load_model("demo", rules=str(rules)).module
+    assert isinstance(decoder, GpuDecoder)
+    before = sum(decoder.device_bytes().values())
+    decoder.prepare_device(GpuSettings(max_tokens=100, expert_memory_bytes=placed, expert_streaming=streaming))
+    taken = sum(decoder.device_bytes().values()) - before
+    decoder.close()
+    config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed, expert_streaming=streaming)
+    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
+    assert (plan.use.experts == 0) == (placed == 0 and streaming == "off")
+
+
+@pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
+def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
+    """Which is there if any expert is left to the CPU."""
+    report = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed)
+    assert host_memory_before_loading(report, config) == {
+        "weights": report.device_bytes["cpu"],
+        "hand-off": handed_over * pinned_bytes(256, 4, 100),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [
+        ({}, 5),  # of 1, 2 and 3 rows, and two of them in halves
+        ({"two_batch_overlap": "on"}, 5),
+        ({"two_batch_overlap": "off"}, 3),
+        ({"deferred_experts": 1}, 3),
+        ({"gpu_expert_memory_bytes": 1 << 40}, 3),
+        ({"cuda_graphs": False}, 0),
+    ],
+)
+def test_graphs_before_loading_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
+    """Halves only where a loaded model takes turns: some experts are on the CPU, and none is deferred."""
+    config = replace(CONFIG, device="cuda", **settings)
+    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    assert plan.use.graphs // (16 * MIB) == graphs

@@ -1,0 +1,133 @@
+"""A supervised process: restarts, pauses, ends, and dies with its parent."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ktqueue.workers.supervision import child as child_module
+from ktqueue.workers.supervision.child import Child, ProcessFailed
+from ktqueue.workers.supervision.process import Command
+
+SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+
+
+def child_of(command: list[str], log_path: Path, **settings: frozenset[int]) -> Child:
+    return Child("thing", Command(command, os.environ), log_path=log_path, **settings)
+
+
+async def running_pid(child: Child, other_than: int | None = None) -> int:
+    await until(lambda: child.pid not in (None, other_than))
+    assert child.pid is not None
+    return child.pid
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_dead_process_is_started_again_at_once_and_stops_when_told(tmp_path: Path) -> None:
+    child = child_of(SLEEPS, tmp_path / "log")
+    watching = asyncio.create_task(child.run())
+    first = await running_pid(child)
+    began = time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    second = await running_pid(child, other_than=first)
+    assert time.monotonic() - began < 1.0
+    assert child.deaths == 1
+    child.stop()
+    await child.ended(5.0)
+    await watching
+    assert not alive(second)
+    assert child.pid is None
+
+
+async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "FIRST_PAUSE", 0.01)
+    child = child_of([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path / "log")
+    with pytest.raises(ProcessFailed, match=r"died 5 times.*code 1\n  no such model"):
+        await child.run()
+    assert child.deaths == 5
+
+
+async def test_what_a_signal_ends_is_never_given_up_nor_put_off_for_long(tmp_path: Path) -> None:
+    died: list[tuple[int, int]] = []
+    command = Command(["sh", "-c", "kill -9 $$"], os.environ)
+    child = Child(
+        "thing",
+        command,
+        log_path=tmp_path / "log",
+        on_death=lambda pid, code: died.append((pid, code)),
+        longest_pause=0.01,
+    )
+    watching = asyncio.create_task(child.run())
+    await until(lambda: child.deaths > 2 * child_module.MAX_QUICK_DEATHS)
+    assert len(set(died)) == len(died) >= 2 * child_module.MAX_QUICK_DEATHS
+    assert {code for _, code in died} == {-signal.SIGKILL}
+    child.stop()
+    await child.ended(5.0)
+    await watching
+
+
+async def test_a_final_exit_code_is_not_tried_again(tmp_path: Path) -> None:
+    child = child_of([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "log", final_codes=frozenset({2}))
+    with pytest.raises(ProcessFailed, match="ended with code 2"):
+        await child.run()
+    assert child.deaths == 1
+
+
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    child = child_of([sys.executable, "-c", deaf], tmp_path / "log")
+    watching = asyncio.create_task(child.run())
+    pid = await running_pid(child)
+    await until(lambda: "up" in (tmp_path / "log").read_text())
+    child.stop()
+    await child.ended(0.2)
+    await watching
+    assert not alive(pid)
+
+
+async def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "from ktqueue.workers.supervision.child import Child\n"
+        "from ktqueue.workers.supervision.process import Command\n"
+        f"child = Child('thing', Command({SLEEPS!r}, os.environ), log_path=Path({str(tmp_path / 'log')!r}))\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(child.run())\n"
+        "    while child.pid is None: await asyncio.sleep(0.01)\n"
+        "    print(child.pid, flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(child_module.__file__).parents[2])
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not alive(pid))

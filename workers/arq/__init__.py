@@ -1,0 +1,1 @@
+"""arq's workers: the bridge for arq clients, and the control worker for webhooks and batch files."""

@@ -1,0 +1,131 @@
+"""BatchFiles: a folder in which batch files are dropped, and answers are found.
+
+`in/NAME.jsonl` is run; answers are appended to `out/NAME.jsonl`, failures to `out/NAME.errors.jsonl`; then the input
+goes to `done/`, or, where it cannot be run at all, to `failed/` with the reason beside it in `NAME.jsonl.txt`. Files
+are written elsewhere and moved into `in/`. The runs themselves are those of `ktqueue.batches`.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from ktqueue.batches.faults import BatchFault, OutputLocked
+from ktqueue.batches.input import Survey, read_lines, survey
+from ktqueue.batches.output import BatchOutput
+from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import ControlConfig
+from ktqueue.core.errors import InvalidRequest, Unavailable
+from ktqueue.workers.arq.worker import Retry
+
+MAX_RUNNING = 4  # batches of one process at once; webhooks need the other places
+LATER = 5.0  # seconds, where a batch cannot run now
+FOLDERS = ("in", "out", "done", "failed")
+
+log = logging.getLogger(__name__)
+
+
+class BatchFiles:
+    """The folder `control.batch_dir`; without one nothing is ever waiting."""
+
+    def __init__(self, broker: Broker, config: ControlConfig) -> None:
+        self._broker = broker
+        self._root = None if config.batch_dir is None else Path(config.batch_dir)
+        self._keep = config.keep_files
+        self._running = 0
+
+    def waiting(self) -> list[str]:
+        """Names of the inputs. Raises OSError."""
+        if self._root is None:
+            return []
+        self._make_folders()
+        return sorted(path.name for path in (self._root / "in").glob("*.jsonl") if path.is_file())
+
+    async def run(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
+        """Run one input to its end and tell how it went. `model` stands in for the lines' own.
+
+        May be cancelled, killed and run again: it goes on where it was, and finds the jobs that it had submitted.
+        Raises InvalidRequest, OSError; Retry where it cannot run now.
+        """
+        if self._root is None or Path(name).name != name or not name.endswith(".jsonl"):
+            raise InvalidRequest(f"{name!r} is no batch file of control.batch_dir", param="name", value=name)
+        source = self._root / "in" / name
+        if not await asyncio.to_thread(source.is_file):
+            raise InvalidRequest(f"{source}: no such file", param="name", value=name)
+        if self._running >= MAX_RUNNING:
+            raise Retry(LATER)
+        self._running += 1
+        try:
+            await asyncio.to_thread(self._make_folders)
+            return await self._run(source, model)
+        except (OutputLocked, Unavailable) as fault:
+            raise Retry(LATER) from fault
+        except BatchFault as fault:
+            await asyncio.to_thread(self._refuse, source, fault.message)
+            raise
+        finally:
+            self._running -= 1
+
+    async def purge(self, context: dict[str, Any]) -> int:
+        """Remove what has not changed for `control.keep_files`; inputs that wait stay. Returns how many files."""
+        return await asyncio.to_thread(self._purge)
+
+    async def _run(self, source: Path, model: str | None) -> dict[str, Any]:
+        assert self._root is not None
+        found = await asyncio.to_thread(survey, source, model=model)
+        output = await asyncio.to_thread(self._output, source.name, found)
+        finished = False
+        try:
+            window = await window_for(self._broker)
+            log.info("batch %s: %d of %d lines are left", source.name, found.lines - len(output.ids), found.lines)
+            default = None if model is not None else await default_model(self._broker, found, source)
+            run = BatchRun(self._broker, output, window=window, model=model)
+            await run.run(with_model(read_lines(source), default))
+            finished = len(output.ids) == found.lines
+        finally:
+            output.close(finished=finished)
+        await asyncio.to_thread(source.replace, self._root / "done" / source.name)
+        log.info("batch %s: %d answered, %d failed", source.name, output.answered, output.failed)
+        return {"lines": found.lines, "answered": output.answered, "failed": output.failed}
+
+    def _make_folders(self) -> None:
+        assert self._root is not None
+        for folder in FOLDERS:
+            (self._root / folder).mkdir(parents=True, exist_ok=True)
+
+    def _output(self, name: str, found: Survey) -> BatchOutput:
+        assert self._root is not None
+        output = BatchOutput(self._root / "out" / name)
+        strangers = output.strangers(found.ids)
+        if strangers:
+            output.close(finished=False)
+            raise BatchFault(f"out/{name} has answers that in/{name} does not ask for, such as {strangers[0]!r}")
+        return output
+
+    def _refuse(self, source: Path, reason: str) -> None:
+        assert self._root is not None
+        log.warning("batch %s cannot be run: %s", source.name, reason)
+        (self._root / "failed" / f"{source.name}.txt").write_text(f"{reason}\n", encoding="utf-8")
+        source.replace(self._root / "failed" / source.name)
+
+    def _purge(self) -> int:
+        if self._root is None:
+            return 0
+        oldest = time.time() - self._keep
+        running = set(self.waiting())
+        old = [
+            path
+            for folder in FOLDERS[1:]
+            for path in (self._root / folder).iterdir()
+            if path.is_file() and path.stat().st_mtime < oldest and not _belongs_to(path.name, running)
+        ]
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
+
+
+def _belongs_to(name: str, inputs: set[str]) -> bool:
+    """Is it an output, a list of failures or the name of the run of an input that waits?"""
+    return any(name in (one, f"{one}.run", f"{one.removesuffix('.jsonl')}.errors.jsonl") for one in inputs)

@@ -1,0 +1,161 @@
+"""The bridge: arq's `enqueue_job("generate", {...})` as a job of ours, its answer as arq's `Job.result()`.
+
+An arq job submits one of our jobs under its own id and waits for its end. It computes nothing, so it may die or run
+twice: each run finds the same job. The module can be executed: `python -m ktqueue.workers.arq.bridge`.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import sys
+from typing import Any
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.completion import Completion, completion_of
+from ktqueue.core.config import Config
+from ktqueue.core.errors import (
+    InvalidRequest,
+    JobNotFound,
+    JournalRegressed,
+    KtqueueError,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent
+from ktqueue.core.request import GenerationRequest
+from ktqueue.openai.endpoint import usage_json
+from ktqueue.openai.jobs import parse_job
+from ktqueue.workers.arq.process import execute, serve
+from ktqueue.workers.arq.worker import SteadyWorker
+
+MAX_ATTEMPTS = 3  # a job whose journal is gone before its end was seen is run again so often
+PAUSE = 0.5  # seconds, where a refusal does not say when to come back
+
+_JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,120}")
+
+
+def generation_id(arq_id: str, attempt: int = 0) -> str:
+    """The id of our job: arq's own where we allow it, else a digest of it."""
+    name = arq_id if _JOB_ID.fullmatch(arq_id) else f"arq-{hashlib.sha256(arq_id.encode()).hexdigest()}"
+    return f"{name}:again{attempt}" if attempt else name
+
+
+class Bridge(SteadyWorker):
+    """Serves `generate` on arq's queue of the configuration."""
+
+    def __init__(self, broker: Broker, config: Config, url: str) -> None:
+        super().__init__(
+            {"generate": self.generate},
+            url=config.bridge.redis_url or url,
+            password_file=None if config.bridge.redis_url else config.broker.password_file,
+            config=config.broker,
+            queue=config.bridge.queue,
+            max_jobs=config.bridge.max_jobs,
+            keep_result=config.bridge.keep_result,
+            poll_seconds=config.bridge.poll_seconds,
+        )
+        self._broker = broker
+        self._tenant = config.bridge.tenant
+        self._control = config.control
+
+    async def generate(self, context: dict[str, Any], *given: Any, **named: Any) -> dict[str, Any]:
+        """The arq job: one body as of POST /v1/jobs, or its fields as keywords. Returns `result_json`.
+
+        Raises what the submission or the job itself failed with; the code goes to arq's client.
+        """
+        if len(given) > 1 or not isinstance(given[0] if given else named, dict) or (given and named):
+            raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
+        request = parse_job(given[0] if given else named)
+        if request.webhook is not None:
+            request.webhook.check_allowed(self._control.webhook_secret, self._control.webhook_hosts)
+        arq_id = str(context["job_id"])
+        for attempt in range(MAX_ATTEMPTS):
+            job_id = generation_id(arq_id, attempt)
+            try:
+                await self._submit(request, job_id)
+                events = await self._follow(job_id)
+            except asyncio.CancelledError:
+                if arq_id in self.aborting_tasks:  # else it is this process that ends, and the job goes on
+                    await self._cancel(job_id)
+                raise
+            if events and events[0].seq == 1:
+                return result_json(request, completion_of(job_id, request.sampling.n, events))
+        raise KtqueueError(f"the journal of job {job_id} was lost {MAX_ATTEMPTS} times")
+
+    async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
+        """An arq job that ends before it begins: aborted while no bridge ran it, say. Ours must not go on."""
+        with contextlib.suppress(JobNotFound):
+            if (await self._broker.jobs.get(generation_id(job_id))).tenant == self._tenant:
+                await self._broker.jobs.cancel(generation_id(job_id))
+        await super().finish_failed_job(job_id, result_data)
+
+    async def _submit(self, request: GenerationRequest, job_id: str) -> JobRecord:
+        while True:
+            call = asyncio.ensure_future(self._broker.jobs.submit(request, job_id=job_id, tenant=self._tenant))
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:  # what was sent must not arrive after the cancel
+                with contextlib.suppress(KtqueueError):
+                    await call
+                raise
+            except KtqueueError as error:
+                if error.status not in (429, 503):
+                    raise
+                await asyncio.sleep(error.retry_after or PAUSE)
+
+    async def _follow(self, job_id: str) -> list[TokenEvent]:
+        """All events of a job to its last one; none if they are gone."""
+        events: list[TokenEvent] = []
+        while True:
+            try:
+                async for event in self._broker.journal.follow(job_id, events[-1].seq if events else 0):
+                    events.append(event)  # noqa: PERF401 # what came before an outage is kept
+                return events
+            except (JobNotFound, JournalRegressed):
+                return []
+            except Unavailable as error:
+                await asyncio.sleep(error.retry_after or PAUSE)
+
+    async def _cancel(self, job_id: str) -> None:
+        while True:
+            try:
+                await self._broker.jobs.cancel(job_id)
+            except JobNotFound:
+                return
+            except Unavailable as error:
+                await asyncio.sleep(error.retry_after or PAUSE)
+            else:
+                return
+
+
+def result_json(request: GenerationRequest, completion: Completion) -> dict[str, Any]:
+    """What `Job.result()` gives: the first choice's text, ids and finish reason, all choices, and the token counts."""
+    choices: list[dict[str, Any]] = [
+        {"index": index, "text": text, "token_ids": list(token_ids), "finish_reason": reason}
+        for index, (text, token_ids, reason) in enumerate(
+            zip(completion.texts, completion.token_ids, completion.finish_reasons, strict=True)
+        )
+    ]
+    if request.sampling.logprobs is not None:
+        for choice, positions in zip(choices, completion.logprobs, strict=True):
+            choice["logprobs"] = [
+                {
+                    "token_id": one.chosen.token_id,
+                    "logprob": one.chosen.logprob,
+                    "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in one.top],
+                }
+                for one in positions
+            ]
+    first = {key: value for key, value in choices[0].items() if key in ("text", "token_ids", "finish_reason")}
+    usage = None if completion.usage is None else usage_json(completion.usage)
+    return {"job_id": completion.job_id, "model": request.model, **first, "choices": choices, "usage": usage}
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT; waits for Redis where it is away. Raises ConfigError."""
+    await serve(config, lambda broker, url: Bridge(broker, config, url))
+
+
+if __name__ == "__main__":
+    sys.exit(execute(run))

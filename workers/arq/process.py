@@ -1,0 +1,67 @@
+"""A SteadyWorker as a process: its broker, its signals, its exit code. Knows not what the worker does."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.server import running_url
+from ktqueue.core.config import Config
+from ktqueue.core.errors import ConfigError, Unavailable
+from ktqueue.core.logs import configure_process
+from ktqueue.workers.arq.worker import SteadyWorker
+from ktqueue.workers.exit_codes import DRAINED, UNUSABLE
+
+PAUSE = 0.5  # seconds between looks for a Redis that is away
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> None:
+    """Run the worker that `make` gives, of a broker and its URL, until SIGTERM or SIGINT; then give its jobs back.
+
+    Waits for Redis where it is away. Raises ConfigError.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with await _open(config) as broker:
+            url = config.broker.url or running_url(config.broker.state_dir)
+            assert url is not None  # Broker.open would have said so
+            worker = make(broker, url)
+            log.info("serving the queue %s", worker.queue_name)
+            try:
+                await worker.async_run()
+            finally:
+                await worker.leave()
+
+
+def execute(run: Callable[[Config], Awaitable[None]]) -> int:
+    """Run with the settings of the environment; errors go to the log. Gives the exit code."""
+    try:
+        asyncio.run(_await(run(configure_process(os.environ))))
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return UNUSABLE
+    return DRAINED
+
+
+async def _await(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _open(config: Config) -> Broker:
+    reported = ""
+    while True:
+        try:
+            return await Broker.open(config.broker)
+        except Unavailable as error:
+            if error.message != reported:  # once, not twice a second
+                log.warning("%s", error.message)
+            reported = error.message
+        await asyncio.sleep(PAUSE)

@@ -1,0 +1,324 @@
+"""The composition root: settings to a loaded model, its pages, its engine and its card.
+
+Everything that can be wrong with the settings is found here, before the worker takes a job. Knows no Redis.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.units import format_bytes
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.memory_plan import host_cache_bytes
+from ktqueue.engine.overlap import Overlap
+from ktqueue.loading.identity import ModelFiles, digest_settings
+from ktqueue.loading.inspect import ModelReport, inspect
+from ktqueue.loading.load import LoadedModel, load_prepared, prepare
+from ktqueue.loading.model_path import on_this_machine
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.operators import native
+from ktqueue.operators.gpu.attention.base import BackendName
+from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
+from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.workers.startup.device import check_device_is_here, check_device_name
+from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
+from ktqueue.workers.startup.host_memory import available_memory
+from ktqueue.workers.startup.largest_step import run_on_host
+
+Progress = Callable[[int, int, str], None]
+CHOICES = {
+    "pin_threads": ("auto", "on", "off"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "attention_backend": get_args(BackendName),
+    "handoff": get_args(HandoffMethod),
+    "expert_streaming": get_args(Streaming),
+    "two_batch_overlap": get_args(Overlap),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GPU_SPIN_MICROSECONDS = 2000
+log = logging.getLogger(__name__)
+
+SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a worker needs to serve a model. `config` has every None of the engine's settings resolved."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    card: ModelCard
+    model: LoadedModel
+    config: EngineConfig
+
+
+def build(config: EngineConfig, progress: Progress | None = None, captured: Progress | None = None) -> Built:
+    """Load the model and build its engine.
+
+    `progress(done, total, what)` is called while weights load, in bytes; `captured` alike while decode steps are
+    captured on a GPU, in steps. Raises ConfigError, CheckpointError or RuleError, each naming the setting, file or
+    tensor at fault.
+    """
+    _check(config)
+    config = on_this_machine(config, log.info)
+    config = replace(config, threads=set_threads(config))
+    native.set_batch_invariant(not on_gpu(config) if config.batch_invariant is None else config.batch_invariant)
+    dtype = compute_dtype(config)
+    prepared = prepare(
+        config.model,
+        rules=config.rules,
+        device=config.device,
+        dtype=dtype,
+        deferred_experts=config.deferred_experts,
+    )
+    if prepared.refusal is not None:
+        raise prepared.refusal
+    tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
+    with ModelFiles(config.model, config.tokenizer) as files:
+        try:
+            model = load_prepared(prepared, progress)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the dense weights of {config.model} in {dtype} need more memory than {config.device} has left: "
+                f"{error}",
+                param="engine.device",
+                value=config.device,
+            ) from error
+        built = assemble(config, model, tokenizer, captured)
+        settings = digest_settings(
+            model.plan,
+            dtype=str(dtype),
+            kv_cache_dtype=str(cache_dtype(config, dtype)),
+            deferred_experts=config.deferred_experts,
+        )
+        return replace(built, card=replace(built.card, digest=files.digest(settings)))
+
+
+def report_of(config: EngineConfig) -> ModelReport:
+    """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does,
+    and ConfigError for a context that the model cannot attend to."""
+    dtype = compute_dtype(config)
+    report = inspect(
+        config.model,
+        rules=config.rules,
+        tokenizer=config.tokenizer,
+        device=config.device,
+        dtype=dtype,
+        cache_dtype=cache_dtype(config, dtype),
+        deferred_experts=config.deferred_experts,
+    )
+    check_context(config, report.facts.max_position_embeddings)
+    return report
+
+
+def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
+    """Build the engine of a loaded model; again with other settings once the engine before is closed.
+
+    Raises ConfigError as `build` does.
+    """
+    dtype = compute_dtype(config)
+    layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
+    gpu = None
+    if on_gpu(config):
+        memory = CudaMemory(config.device)
+        gpu = prepare_gpu(model, layout, config, memory)
+    else:
+        run_on_host(model, layout, config)
+    longest = model.card_facts.max_position_embeddings
+    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout, longest, available_memory())
+    max_model_len = resolve_max_model_len(config, longest, num_pages)
+    resolved = replace(
+        config,
+        served_model_name=config.served_model_name or served_name(config.model),
+        dtype=str(dtype).removeprefix("torch."),
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        cuda_graphs=gpu.cuda_graphs if gpu else config.cuda_graphs,
+    )
+    engine = Engine(
+        model.module,
+        tokenizer,
+        layout,
+        resolved,
+        num_pages,
+        max_model_len,
+        planner=gpu.planner if gpu else None,
+        progress=captured,
+    )
+    if gpu:
+        log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
+    card = ModelCard(
+        name=resolved.served_model_name or "",
+        created=int(time.time()),
+        max_model_len=max_model_len,
+        vocab_size=model.card_facts.vocab_size,
+        architecture=model.card_facts.architecture,
+        quantization=model.card_facts.quantization,
+        max_num_seqs=config.max_num_seqs,
+        longest_token=tokenizer.longest_token,
+    )
+    return Built(engine, tokenizer, card, model, resolved)
+
+
+def set_threads(config: EngineConfig) -> int:
+    """Divide the CPUs; how many there are to divide.
+
+    On a GPU worker the kernels are called by the hand-off's own thread, while Python's launches steps and waits for
+    them, which takes a CPU too. Kernel threads spin over the GPU's part of a layer: a sleeper wakes microseconds late.
+    """
+    if not on_gpu(config):
+        return native.set_threads(config.threads, pin=config.pin_threads)
+    count = config.threads or max(1, native.default_threads() - 1)
+    return native.set_threads(count, pin=config.pin_threads, spin_microseconds=GPU_SPIN_MICROSECONDS)
+
+
+def served_name(model: str) -> str:
+    """The name that clients use when none is set: the file's or folder's, without ending and part number."""
+    path = Path(model)
+    return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
+
+
+def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int) -> int:
+    """How many pages the cache on a CPU has: as asked for, else what suits a model that can attend to `longest` tokens
+    on a host with `available` bytes. Raises ConfigError where not one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    size = config.kv_cache_bytes
+    if size is None:
+        size = host_cache_bytes(
+            available,
+            token_bytes=-(-layout.page_bytes // layout.page_size),
+            rows=config.max_num_seqs,
+            context=min(longest, config.max_model_len or longest),
+            asked=config.max_model_len,
+            utilization=config.host_memory_utilization,
+        )
+        log.info("the cache takes up to %s of %s that are free", format_bytes(size), format_bytes(available))
+    elif size > available:
+        log.warning("the cache of %s is larger than the free memory, %s", format_bytes(size), format_bytes(available))
+    if size < layout.page_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
+            f"({layout.page_size} tokens), got {format_bytes(size)}",
+            param="engine.kv_cache_bytes",
+            limit=layout.page_bytes,
+            value=size,
+        )
+    return size // layout.page_bytes
+
+
+def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) -> int:
+    """The context in tokens: what is asked for, else as much as the model can attend to and the pages hold.
+
+    Raises ConfigError where the context asked for is longer than either.
+    """
+    capacity = num_pages * config.page_size
+    asked = config.max_model_len
+    if asked is None:
+        return min(longest, capacity)
+    check_context(config, longest)
+    if asked > capacity:
+        raise ConfigError(
+            f"engine.max_model_len {asked} does not fit the cache: {num_pages} pages of {config.page_size} tokens hold "
+            f"{capacity}; raise engine.kv_cache_bytes (or engine.num_pages) or lower engine.max_model_len",
+            param="engine.max_model_len",
+            limit=capacity,
+            value=asked,
+        )
+    return asked
+
+
+def check_context(config: EngineConfig, longest: int) -> None:
+    """Raises ConfigError for a context beyond the `longest` that the model can attend to."""
+    asked = config.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
+            param="engine.max_model_len",
+            limit=longest,
+            value=asked,
+        )
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """The type that dense weights and activations have. Raises ConfigError."""
+    if config.dtype == "auto":
+        return torch.float32 if config.device == "cpu" else torch.bfloat16
+    if config.dtype not in DTYPES:
+        raise _wrong("dtype", config.dtype, f"auto, {', '.join(DTYPES)}", ", ".join(DTYPES))
+    return DTYPES[config.dtype]
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of the cache of a model that computes in `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
+def check_choices(config: EngineConfig) -> None:
+    """What can be said of the settings without looking at this machine. Raises ConfigError."""
+    check_device_name(config.device)
+    for name, known in CHOICES.items():
+        if (chosen := getattr(config, name)) not in known:
+            raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
+    for name in ("gpu_memory_utilization", "host_memory_utilization"):
+        if not 0 < (part := getattr(config, name)) <= 1:
+            raise _wrong(name, part, "above 0 and at most 1", 1)
+    if not on_gpu(config) and config.kv_cache_dtype == "fp8":
+        raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
+    if config.deferred_experts < 0:
+        raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
+    if config.deferred_experts and not on_gpu(config):
+        raise _wrong("deferred_experts", config.deferred_experts, f"0 on device {config.device}", 0)
+    if config.deferred_experts and config.two_batch_overlap == "on":
+        raise _wrong("two_batch_overlap", "on", "auto or off with engine.deferred_experts", "auto, off")
+    if config.two_batch_overlap == "on" and not config.cuda_graphs:
+        raise _wrong("two_batch_overlap", "on", "auto or off without engine.cuda_graphs", "auto, off")
+
+
+def on_gpu(config: EngineConfig) -> bool:
+    """Whether the engine is one of a GPU."""
+    return config.device.partition(":")[0] == "cuda"
+
+
+def _check(config: EngineConfig) -> None:
+    at_least_one = (
+        "threads",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "page_size",
+        "num_pages",
+        "batch_share",
+    )
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise _wrong(name, value, "at least 1", 1)
+    if config.step_tokens < config.max_num_seqs:
+        # Each running row needs one token of every step's budget.
+        limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
+        raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
+    check_choices(config)
+    if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
+        raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
+    try:
+        native.isa()
+    except ValueError as error:
+        raise ConfigError(str(error), param="KTQUEUE_ISA") from error
+    check_device_is_here(config.device)
+
+
+def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:
+    return ConfigError(
+        f"engine.{name} must be {wanted}, got {value!r}", param=f"engine.{name}", limit=limit, value=value
+    )

@@ -1,0 +1,279 @@
+"""A GPU made ready for an engine: attention planned, the model's own parts placed, memory measured and divided.
+
+Knows which figures must be had in which order; the plan itself is engine/memory_plan.py, which asks no device.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import torch
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.units import format_bytes
+from ktqueue.engine.capture import Again
+from ktqueue.engine.device_model import device_model
+from ktqueue.engine.graphs import GraphRunner, steps_to_capture
+from ktqueue.engine.memory_plan import (
+    CONTEXT_BYTES,
+    DeviceUse,
+    MemoryPlan,
+    estimate_graphs,
+    estimate_selection,
+    estimate_step,
+    plan_memory,
+)
+from ktqueue.engine.overlap import Overlap
+from ktqueue.loading.inspect import ModelReport
+from ktqueue.loading.load import LoadedModel
+from ktqueue.operators.experts import CpuExperts
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.experts.streamer import AREAS
+from ktqueue.operators.gpu.handoff.memory import pinned_bytes
+from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
+from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.workers.startup.largest_step import largest_batch
+
+log = logging.getLogger(__name__)
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, in bytes."""
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+
+    def taken(self) -> int:
+        """By whomever."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+    def peak(self) -> int:
+        """What this process's tensors took at most since then, more than they did then."""
+
+
+class CudaMemory:
+    """The memory of a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._before = 0
+
+    @property
+    def total(self) -> int:
+        """See DeviceMemory."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def taken(self) -> int:
+        """See DeviceMemory."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def reset_peak(self) -> None:
+        """See DeviceMemory."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """See DeviceMemory."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGpu:
+    """What the engine of a GPU is built from. `cuda_graphs`: whether decode steps can be captured, and are to be."""
+
+    planner: AttentionPlanner
+    plan: MemoryPlan
+    cuda_graphs: bool
+
+
+def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memory: DeviceMemory) -> PreparedGpu:
+    """Make the model's device ready and divide its memory. Raises ConfigError naming the setting that does not fit."""
+    sum_exactly()
+    planner = _planner(model, layout, config)
+    weights = memory.taken()
+    settings = GpuSettings(
+        max_tokens=config.step_tokens,
+        expert_memory_bytes=config.gpu_expert_memory_bytes,
+        handoff=cast(HandoffMethod, config.handoff),
+        expert_streaming=cast(Streaming, config.expert_streaming),
+        expert_prefetch=config.expert_prefetch,
+        deferred_experts=config.deferred_experts,
+    )
+    try:
+        device_model(model.module).prepare_device(settings)
+    except ValueError as error:
+        raise ConfigError(f"device {config.device}: {error}", param="engine.device", value=config.device) from error
+    except torch.OutOfMemoryError as error:
+        raise _too_much("gpu_expert_memory_bytes", config.gpu_expert_memory_bytes, memory) from error
+    experts = memory.taken() - weights
+    rows = min(config.max_num_seqs, config.step_tokens)
+    memory.reset_peak()
+    try:
+        cache = run_largest_step(model, layout, config, planner)
+    except torch.OutOfMemoryError as error:
+        raise _too_much("max_num_batched_tokens", config.step_tokens, memory) from error
+    step = max(0, memory.peak() - cache)
+    vocabulary = model.card_facts.vocab_size
+    graphs = config.cuda_graphs and _can_be_captured(model, planner)
+    overlap = cast(Overlap, config.two_batch_overlap) if device_model(model.module).takes_turns else "off"
+    use = DeviceUse(
+        weights=weights,
+        experts=experts,
+        workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.taken() - weights - experts),
+        graphs=estimate_graphs(
+            steps_to_capture(rows, overlap=overlap) if graphs else 0, step, config.step_tokens, rows
+        ),
+    )
+    plan = plan_memory(
+        memory.total,
+        use,
+        utilization=config.gpu_memory_utilization,
+        page_bytes=layout.page_bytes,
+        cache_bytes=config.kv_cache_bytes,
+        num_pages=config.num_pages,
+    )
+    return PreparedGpu(planner, plan, graphs)
+
+
+def sum_exactly() -> None:
+    """Let torch's matrix products on GPUs sum in float32, what they multiply float32 included: by default parts of long
+    sums are rounded to bfloat16 or float16 before they are added."""
+    torch.set_float32_matmul_precision("highest")  # not TF32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:
+    """The largest step on a GPU: compiles and measures. The bytes of the cache that it is made over."""
+    batch = largest_batch(model, layout, config)
+    kv = batch.step.kv
+    runner = GraphRunner(
+        model.module,
+        model.card_facts.vocab_size,
+        kv,
+        planner,
+        Again(),
+        device=config.device,
+        buckets=[],
+        max_pages=batch.step.page_table.shape[1],
+    )
+    runner.execute(batch)
+    runner.wait()
+    device_model(model.module).after_step()
+    return kv.pages * layout.page_bytes
+
+
+def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes: int) -> MemoryPlan:
+    """The plan of a model that is not loaded, on a GPU of that size: all but the weights is estimated.
+
+    Raises ConfigError as plan_memory does.
+    """
+    rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
+    vocabulary = report.facts.vocab_size
+    step = estimate_step(
+        tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token
+    )
+    takes_turns = _hands_over(report, config) and config.deferred_experts == 0  # as the loaded model will say
+    overlap = cast(Overlap, config.two_batch_overlap) if takes_turns else "off"
+    captured = steps_to_capture(rows, overlap=overlap) if config.cuda_graphs else 0
+    return plan_memory(
+        device_bytes,
+        DeviceUse(
+            weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
+            experts=_expert_bytes(report, config),
+            workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
+            graphs=estimate_graphs(captured, step, tokens, rows),
+        ),
+        utilization=config.gpu_memory_utilization,
+        page_bytes=report.cache_token_bytes * config.page_size,
+        cache_bytes=config.kv_cache_bytes,
+        num_pages=config.num_pages,
+    )
+
+
+def host_memory_before_loading(report: ModelReport, config: EngineConfig) -> dict[str, int]:
+    """Bytes of the host that a model takes on a GPU's side, by what they are for: weights that stay there, and what the
+    hand-off to experts among them pins."""
+    hands_over = _hands_over(report, config)
+    pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if hands_over else 0
+    return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
+
+
+def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
+    """Whether the GPU leaves experts to the CPU."""
+    return _placed_bytes(report, config) < report.movable_bytes
+
+
+def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:
+    """Of the experts placed on the GPU."""
+    return min(config.gpu_expert_memory_bytes, report.movable_bytes)
+
+
+def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:
+    """Of the experts placed on the GPU, and of the areas that the others stream through, sized by the largest layer."""
+    placed = _placed_bytes(report, config)
+    if config.expert_streaming == "off" or placed == report.movable_bytes:
+        return placed
+    return placed + AREAS * max(0, report.movable_layer_bytes - placed // report.layers)
+
+
+def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: DeviceMemory) -> None:
+    """Tell what the memory went to, now that all of it is taken."""
+    real = replace(plan, use=replace(plan.use, graphs=graph_bytes))
+    told = ", ".join(f"{name} {format_bytes(count)}" for name, count in real.parts().items())
+    log.info(
+        "GPU memory %s: %s; %d pages hold %d tokens; %s taken in all",
+        format_bytes(plan.device_bytes),
+        told,
+        plan.pages,
+        plan.pages * page_size,
+        format_bytes(memory.taken()),
+    )
+
+
+def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:
+    facts = model.attention
+    try:
+        return make_planner(
+            layout,
+            heads=facts.heads,
+            scaling=facts.scaling,
+            windows=facts.windows,
+            device=config.device,
+            dtype=model.dtype,
+            backend=config.attention_backend,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.attention_backend {config.attention_backend!r}: {error}",
+            param="engine.attention_backend",
+            value=config.attention_backend,
+        ) from error
+
+
+def _can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
+    """Whether no step of the model makes the host wait or compute."""
+    if planner.backend == "torch":
+        log.warning("decode steps are not captured in CUDA graphs: torch's attention reads lengths on the host")
+        return False
+    if any(isinstance(module, CpuExperts) for module in model.module.modules()):
+        log.warning("decode steps are not captured in CUDA graphs: CpuExperts makes the host wait for the device")
+        return False
+    return True
+
+
+def _too_much(setting: str, value: int, memory: DeviceMemory) -> ConfigError:
+    return ConfigError(
+        f"engine.{setting} {value} needs more memory than is left of the {format_bytes(memory.total)} of the device",
+        param=f"engine.{setting}",
+        limit=memory.total,
+        value=value,
+    )

@@ -1,0 +1,1 @@
+"""Processes: what `ktqueue up` starts, watches and restarts."""

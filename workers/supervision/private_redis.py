@@ -1,0 +1,67 @@
+"""PrivateRedis: keeps `ktqueue up`'s own Redis running. Knows nothing of what is stored in it."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ktqueue.broker.server import PrivateServer
+from ktqueue.core.errors import Unavailable
+from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
+
+POLL_SECONDS = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class PrivateRedis:
+    """A server on the state folder, brought back with its data when it dies."""
+
+    def __init__(self, state_dir: Path, durability: str) -> None:
+        """`durability` as in the settings."""
+        self._state_dir = state_dir
+        self._durability = durability
+        self._server = PrivateServer()
+        # The kernel ends the server with the thread that started it, so that thread is ours and lives on.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, while it runs."""
+        return self._server.pid
+
+    async def start(self) -> str:
+        """Start the server; returns its URL. Raises Unavailable."""
+        return await self._start(None)
+
+    async def run(self) -> None:
+        """Bring the server back whenever it dies, until cancelled. Raises ProcessFailed."""
+        quick_deaths, began = 0, time.monotonic()
+        assert self._server.url is not None
+        port = urlsplit(self._server.url).port
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self._server.pid is not None:
+                continue
+            quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH else 0
+            if quick_deaths >= MAX_QUICK_DEATHS and not self._server.killed:
+                raise ProcessFailed(f"Redis died {quick_deaths} times in a row; see {self._state_dir / 'redis.log'}")
+            log.warning("redis died; starting it again")
+            began = time.monotonic()
+            try:
+                await self._start(port)
+            except Unavailable as error:  # it died while it read its file
+                log.warning("%s", error)
+
+    async def stop(self) -> None:
+        """End the server. Does nothing the second time."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._server.stop)
+        self._thread.shutdown(wait=False)
+
+    async def _start(self, port: int | None) -> str:
+        def start() -> str:
+            return self._server.start(self._state_dir, port=port, durability=self._durability)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, start)
