@@ -242,25 +242,6 @@ class EngineFlags:
             panel="GPU",
         ),
     ] = None
-    two_batch_overlap: Annotated[
-        str | None,
-        _option(
-            "--two-batch-overlap",
-            say="Let two halves of a decode step take turns on GPU and CPU: auto, on or off.",
-            default=_ENGINE.two_batch_overlap,
-            panel="GPU",
-        ),
-    ] = None
-    deferred_experts: Annotated[
-        int | None,
-        _option(
-            "--deferred-experts",
-            say="Experts of a token that decode adds a layer late: faster, less exact.",
-            default=_ENGINE.deferred_experts,
-            metavar="N",
-            panel="GPU",
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

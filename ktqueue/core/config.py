@@ -110,8 +110,6 @@ class EngineConfig:
     handoff: str = "auto"  # auto | flags | host_functions | direct: routed tokens from the GPU to the CPU and back
     expert_streaming: str = "auto"  # auto | on | off: steps copy experts to the GPU
     expert_prefetch: bool = True  # decode on a GPU fetches into the CPU's caches what the next layer will probably use
-    two_batch_overlap: str = "auto"  # auto | on | off: decode on a GPU runs in halves that take turns with the CPU
-    deferred_experts: int = 0  # of a token on a GPU: added by the next layer, if the CPU computes them
 
     def batch_floor(self, rows: int) -> int:
         """How many of so many rows interactive work takes from no batch job."""

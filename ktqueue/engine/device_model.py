@@ -14,10 +14,6 @@ class DeviceModel(Protocol):
     def prepare_device(self, settings: GpuSettings) -> None:
         """Take what steps of these sizes need. Called once, before the first step."""
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether steps that decode may come in parts (StepContext), and gain by it."""
-
     def after_step(self) -> None:
         """The results of a step are on the host, and nothing of it is under way. Raises what went wrong in it."""
 
@@ -30,8 +26,6 @@ class DeviceModel(Protocol):
 
 class _Plain:
     """A model that wants nothing."""
-
-    takes_turns = False
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass

@@ -113,7 +113,6 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             out_of_memory=self._out_of_memory,
             replayed_steps=self._runner.replayed,
-            overlapped_steps=self._runner.overlapped,
             prepared_steps=self._prepared_steps,
             steps=profile.steps,
             schedule_seconds=profile.schedule_seconds,

@@ -4,7 +4,6 @@ A captured step has a fixed number of rows, its bucket (bucket.py). The planner 
 the host, before the step is launched.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -12,14 +11,11 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.bucket import Bucket
 from ktqueue.engine.capture import Capturer
-from ktqueue.engine.overlap import Overlap, keys_to_overlap
 from ktqueue.engine.runner import Model
 from ktqueue.engine.staging import Staging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 """progress(done, total, what)"""
@@ -34,18 +30,11 @@ def buckets_up_to(rows: int) -> list[int]:
     return [one for one in below if one < rows] + [rows]
 
 
-def steps_to_capture(rows: int, *, overlap: Overlap) -> int:
-    """How many captured steps a runner has at most that decodes up to `rows` rows, halves included."""
-    buckets = buckets_up_to(rows)
-    return len(buckets) + (0 if overlap == "off" else sum(one > 1 for one in buckets))
-
-
 class GraphRunner:
     """Runner (see there) of a model on `device`, whose steps attend as `planner` says.
 
     `buckets`: row counts to capture, the largest first; none: every step runs eagerly. `kv` has a scratch page where
-    there are buckets. `max_pages`: of a row. `overlap`: whether decode steps are cut into halves that take turns, which
-    the model must know how to do. `progress` is called after each capture.
+    there are buckets. `max_pages`: of a row. `progress` is called after each capture.
     """
 
     def __init__(
@@ -59,7 +48,6 @@ class GraphRunner:
         device: str,
         buckets: list[int],
         max_pages: int,
-        overlap: Overlap = "off",
         progress: Progress | None = None,
     ) -> None:
         self._model = model
@@ -70,15 +58,12 @@ class GraphRunner:
         self._prepared: Batch | None = None
         self._graphs: list[Bucket] = []  # rising
         self.replayed = 0  # steps
-        self.overlapped = 0  # of these
         before = capturer.used() if buckets else 0
         with torch.inference_mode():
             for done, rows in enumerate(sorted(buckets, reverse=True), start=1):
                 self._graphs.insert(0, Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
                 if progress is not None:
                     progress(done, len(buckets), "decode graphs")
-            if overlap != "off":
-                self._overlap(overlap, kv)
         self.graph_bytes = max(0, capturer.used() - before) if buckets else 0  # something else may have been freed
         """Device memory that the captured steps hold."""
 
@@ -92,7 +77,6 @@ class GraphRunner:
             if prepared is not batch:
                 bucket.prepare(batch)
             self.replayed += 1
-            self.overlapped += bucket.overlaps
             return bucket.run(batch)
 
     def prepare(self, batch: Batch) -> bool:
@@ -109,24 +93,6 @@ class GraphRunner:
         """As Runner says."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _overlap(self, overlap: Overlap, kv: KVCache) -> None:
-        """Cut buckets into halves: all that can be, or those for which it pays. With more rows halves have more experts
-        in common, which each of them reads, so the first for which it does not is the last to be tried."""
-        for bucket in self._graphs:
-            if bucket.rows == 1:
-                continue
-            try:
-                bucket.cut()
-            except torch.OutOfMemoryError as error:
-                if overlap == "on":
-                    raise
-                logger.warning("decode steps of %d rows and more run whole: %s", bucket.rows, error)
-                break
-            bucket.overlapped_keys = 0 if overlap == "on" else keys_to_overlap(bucket, kv, self._vocab, self.wait)
-            if bucket.overlapped_keys is None:
-                bucket.join()
-                break
 
     def _bucket(self, batch: Batch) -> Bucket | None:
         """The one that `batch` is replayed with; None: it runs eagerly."""

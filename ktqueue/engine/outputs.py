@@ -47,8 +47,7 @@ class EngineStats:
     `prompt_tokens` are computed (not cached) prompt tokens, recomputed ones included;
     `prefix_queries` and `prefix_hits` are tokens looked up in, and served from, the prefix cache.
     `out_of_memory` counts the steps that were made smaller because the device had no memory for them, `replayed_steps`
-    those that replayed a captured graph, `overlapped_steps` those of them whose halves took turns, `prepared_steps`
-    those that were made while the device was at the one before.
+    those that replayed a captured graph, `prepared_steps` those that were made while the device was at the one before.
     Seconds are wall time spent in each part of all steps so far.
     """
 
@@ -63,7 +62,6 @@ class EngineStats:
     prefix_hits: int
     out_of_memory: int
     replayed_steps: int
-    overlapped_steps: int
     prepared_steps: int
     steps: int
     schedule_seconds: float

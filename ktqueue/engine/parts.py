@@ -1,17 +1,14 @@
 """Which runner, selector and cache an engine has: those of the host, or those of a device."""
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.capture import Again, GraphCapturer
-from ktqueue.engine.device_model import device_model
 from ktqueue.engine.device_selector import DeviceSelector
 from ktqueue.engine.graphs import GraphRunner, Progress, buckets_up_to
-from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.selector import HostSelector, Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -52,9 +49,6 @@ def make_parts(
         return Parts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
     kv = KVCache(layout, num_pages, device, scratch=True)
     rows = min(config.max_num_seqs, config.step_tokens)
-    overlap = cast(Overlap, config.two_batch_overlap)
-    # Nothing can be won where the caller computes the step.
-    overlaps = device_model(model).takes_turns and (on_gpu or overlap == "on")
     graphs = GraphRunner(
         model,
         vocabulary.size,
@@ -64,7 +58,6 @@ def make_parts(
         device=device,
         buckets=buckets_up_to(rows) if config.cuda_graphs else [],
         max_pages=-(-max_model_len // layout.page_size),
-        overlap=overlap if overlaps else "off",
         progress=progress,
     )
     return Parts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)

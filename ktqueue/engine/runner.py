@@ -19,10 +19,6 @@ class Runner(Protocol):
     def replayed(self) -> int:
         """Steps that replayed a captured one."""
 
-    @property
-    def overlapped(self) -> int:
-        """Those of them whose halves took turns."""
-
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
 
@@ -42,7 +38,7 @@ class Runner(Protocol):
 class HostRunner:
     """Runner of a model on the CPU, with tokens of ids below `vocab`."""
 
-    replayed = overlapped = 0
+    replayed = 0
 
     def __init__(self, model: Model, vocab: int) -> None:
         self._model = model

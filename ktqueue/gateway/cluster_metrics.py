@@ -26,7 +26,6 @@ _COUNTERS = (
     ("steps", "steps", "Steps of the engine."),
     ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
     ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU was at the one before."),
-    ("overlapped_steps", "overlapped_steps", "Replayed steps that ran in two halves, in turn."),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device had no memory for them."),
     ("expert_moves", "expert_moves", "Experts that came into GPU memory for others."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),

@@ -75,12 +75,12 @@ class ModelFiles:
         return whole.hexdigest()[:DIGEST_CHARACTERS]
 
 
-def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, deferred_experts: int) -> dict[str, Any]:
+def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
     """What of the settings decides tokens. The names of rule files and the numbers of devices do not."""
     return {
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
-        "deferred_experts": deferred_experts,
+        "deferred_experts": 0,  # a removed setting; without it every model would get another digest
         "operators": [[one.name, one.op, sorted(one.options.items())] for one in plan.replacements],
         "devices": sorted((name, device.partition(":")[0]) for name, device in plan.devices.items()),
     }

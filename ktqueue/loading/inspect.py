@@ -78,14 +78,13 @@ def inspect(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-    deferred_experts: int = 0,
 ) -> ModelReport:
     """The report of a model file under a rule file; `tokenizer`: of another folder, `cache_dtype` if not `dtype`.
 
     Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out, a model
     that cannot be run or a tokenizer that cannot be built: that is the report's `refusal`.
     """
-    prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     refusal: KtqueueError | None = prepared.refusal
     if refusal is None:
         try:

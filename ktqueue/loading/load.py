@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
+from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
@@ -134,17 +134,13 @@ def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def prepare(
-    path: str, *, rules: str | None, device: str, dtype: torch.dtype, deferred_experts: int = 0
-) -> PreparedModel:
+def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> PreparedModel:
     """Open, build the skeleton, compare it with the file, plan and rehearse without weights.
 
-    deferred_experts: the setting of that name. Raises CheckpointError, RuleError; ConfigError where a token of the
-    model has no more experts than are to be deferred.
+    Raises CheckpointError, RuleError.
     """
     checkpoint = open_checkpoint(path)
     config, skeleton = build_checked_skeleton(checkpoint, dtype)
-    _check_deferred(deferred_experts, experts_per_token(config))
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     file = rules_file(rules)
     plan = make_plan(modules, load_rules(file, registry), device, _name(dtype))
@@ -182,19 +178,6 @@ def _has_a_head_of_its_own(skeleton: nn.Module, checkpoint: Checkpoint) -> bool:
     as in transformers."""
     tied, names = tied_names(skeleton), set(checkpoint.names())
     return any({one, other} <= names and not checkpoint.alike(one, other) for one, other in tied.items())
-
-
-def _check_deferred(deferred: int, chosen: int) -> None:
-    """At least one expert of a token is waited for."""
-    most = max(0, chosen - 1)
-    if deferred > most:
-        raise ConfigError(
-            f"engine.deferred_experts must be from 0 to {most} for a model with {chosen} experts per token, "
-            f"got {deferred}",
-            param="engine.deferred_experts",
-            limit=most,
-            value=deferred,
-        )
 
 
 def _check_latent_attention(skeleton: nn.Module, plan: LoadPlan, rules: str) -> None:
@@ -254,14 +237,13 @@ def load_model(
     rules: str | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    deferred_experts: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a .gguf file, a Hugging Face folder or `demo`; `rules`: see rules_file.
 
-    Raises CheckpointError naming file and tensor, RuleError naming file:line, ConfigError as `prepare` does.
+    Raises CheckpointError naming file and tensor, RuleError naming file:line.
     """
-    prepared = prepare(path, rules=rules, device=device, dtype=dtype, deferred_experts=deferred_experts)
+    prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     return load_prepared(prepared, progress)
 
 

@@ -5,7 +5,6 @@ Knows no GPU: whoever writes the words may be a stream, a host function or a tes
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,27 +15,19 @@ from ktqueue.operators.native import ExpertLayer
 
 LINE = 128
 """Bytes between two words: processors fetch cache lines in pairs."""
-DEFERS = 1 << 10
-"""Bit of the word of a task that leaves the last experts of each token for later."""
-_ADDS = 1 << 11
 _PREDICTS = 1 << 12
 _TOKENS_AT = 13
 
 
-def request_word(layer: int, tokens: int, *, defers: bool = False, adds: bool = False, predicts: bool = False) -> int:
-    """The number, never 0, that names a task. defers: it leaves the last experts of each token for later; adds: to its
-    output goes what the task before has left; predicts: behind the request comes what the next layer will use."""
-    return tokens << _TOKENS_AT | predicts * _PREDICTS | adds * _ADDS | defers * DEFERS | layer + 1
+def request_word(layer: int, tokens: int, *, predicts: bool = False) -> int:
+    """The number, never 0, that names a task. predicts: after the request the GPU writes which experts the next layer
+    will probably use."""
+    return tokens << _TOKENS_AT | predicts * _PREDICTS | layer + 1
 
 
-def names_task(word: int, layer: int, tokens: int) -> bool:
-    """Whether a request word is one of this layer and this number of tokens."""
-    return word & ~(DEFERS | _ADDS | _PREDICTS) == request_word(layer, tokens)
-
-
-class SlotMemory(NamedTuple):
-    """What one slot works on, all in CPU memory: input [bytes] uint8, out [max_tokens, hidden] float32, the two words
-    [1] int32. Each begins on a cache line; the words lie LINE apart or more."""
+class HandoffMemory(NamedTuple):
+    """Memory of one task at a time, all on the host: input [bytes] uint8, out [max_tokens, hidden] float32, and two
+    words [1] int32. Each begins on a cache line; the words are LINE bytes apart or more."""
 
     input: torch.Tensor
     out: torch.Tensor
@@ -59,14 +50,11 @@ class HandoffStatistics:
 
 
 class HandoffService:
-    """Runs tasks on `slots`: by a thread of its own that watches the request words (`serve`), by `run`, or by a host
-    function.
+    """Runs tasks on `memory`: in a thread that watches the request word (`serve`), in `run`, or in a host function.
 
-    deferred_experts: the last of each token, which a task that defers leaves for later; such a task and the next one
-    need slots of their own (csrc/handoff/handoff.h says why).
     An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two looks. A task that has not ended after
     `stuck_seconds` breaks the service: all requests are then answered without being run, and `take_error` says so from
-    then on. Memory of slots and layers are kept alive. Raises ValueError.
+    then on. The memory and the layers are kept alive. Raises ValueError.
     """
 
     def __init__(
@@ -74,10 +62,9 @@ class HandoffService:
         hidden: int,
         experts_per_token: int,
         max_tokens: int,
-        slots: Sequence[SlotMemory],
+        memory: HandoffMemory,
         *,
         serve: bool,
-        deferred_experts: int = 0,
         idle_seconds: float = 0.02,
         stuck_seconds: float = 60.0,
     ) -> None:
@@ -85,9 +72,9 @@ class HandoffService:
             hidden,
             experts_per_token,
             max_tokens,
-            deferred_experts,
-            [(one.input.data_ptr(), one.out.data_ptr(), one.request.data_ptr(), one.done.data_ptr()) for one in slots],
-            list(slots),
+            0,
+            [(memory.input.data_ptr(), memory.out.data_ptr(), memory.request.data_ptr(), memory.done.data_ptr())],
+            memory,
             serve,
             idle_seconds,
             stuck_seconds,
@@ -109,18 +96,14 @@ class HandoffService:
         the next layer will probably get."""
         return self._service.predicted_offset(tokens)
 
-    def run(self, slot: int, word: int) -> None:
-        """Run a task in this thread, what it defers included, words aside."""
-        self._service.run(slot, word)
+    def run(self, word: int) -> None:
+        """Run a task in this thread, without reading or writing the words."""
+        self._service.run(0, word)
 
-    def host_task(self, slot: int, word: int) -> tuple[int, int]:
-        """Addresses of a `void (*)(void *)` and of its argument: the call is `run(slot, word)`, but for what the task
-        defers. They last as long as this object."""
-        return self._service.host_function, self._service.host_task(slot, word)
-
-    def rest_task(self) -> tuple[int, int]:
-        """The same for what the last task has deferred."""
-        return self._service.rest_function, self._service.rest_task()
+    def host_task(self, word: int) -> tuple[int, int]:
+        """Addresses of a `void (*)(void *)` and of its argument: that call does `run(word)`. Both stay valid as long as
+        this object lives."""
+        return self._service.host_function, self._service.host_task(0, word)
 
     def take_error(self) -> str | None:
         """The first error since the last call."""

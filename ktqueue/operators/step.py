@@ -32,8 +32,6 @@ class StepContext:
     kv: the paged cache.
     attention: how the step attends on a GPU; None: by the arrays above.
     live_tokens: [1] int32, tokens from the first that are real, the others pad a captured graph; None: all are real.
-    parts: the same rows in two steps, each with its own attention, for a model that lets them take turns; (): all rows
-    go together.
     """
 
     query_starts: torch.Tensor
@@ -43,4 +41,3 @@ class StepContext:
     kv: KVCache
     attention: AttentionPlan | None = None
     live_tokens: torch.Tensor | None = None
-    parts: "tuple[StepContext, ...]" = ()

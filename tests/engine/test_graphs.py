@@ -15,7 +15,6 @@ from ktqueue.engine.staging import Fetcher, FixedStaging, Staging
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
-from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
@@ -208,8 +207,6 @@ def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocab
 class Wanting:
     """A model that wants to know of steps."""
 
-    takes_turns = False
-
     def __init__(self, model):
         self.model, self.calls = model, []
 
@@ -262,21 +259,3 @@ def test_the_demo_model_says_the_same(graphs, answered):
         answers.append(answered(engine))
         assert (engine.stats().replayed_steps > 0) == (graphs and planner is not None)
     assert answers[0] == answers[1]
-
-
-def test_what_is_deferred_is_the_same_with_and_without_graphs(by_decoder, answered):
-    """Rows come and go, and what pads a captured step defers nothing of theirs."""
-    loaded, tokenizer = load_model("demo", rules=by_decoder), load_tokenizer("demo")
-    answers = []
-    for deferred, graphs in ((2, True), (2, False), (0, True)):
-        loaded.module.prepare_device(GpuSettings(max_tokens=64, expert_streaming="off", deferred_experts=deferred))
-        config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=48, cuda_graphs=graphs)
-        planner = TorchPlanner(16)
-        engine = Engine(loaded.module, tokenizer, loaded.kv_layout(16), config, 64, 256, planner=planner)
-        for i in range(6):
-            prompt = list(range(3 + 40 * i % 97, 30 + 40 * i % 97))
-            engine.add(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=10 + 2 * i))
-        answers.append(answered(engine))
-        assert (engine.stats().replayed_steps > 0) == graphs
-        engine.close()
-    assert answers[0] == answers[1] != answers[2]

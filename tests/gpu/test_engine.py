@@ -190,28 +190,6 @@ def test_experts_on_either_side(device, handoff, memory, models, answers, by_dec
     engine.close()
 
 
-@pytest.mark.parametrize(("overlap", "keys"), [("on", 0), ("on", 300), ("auto", None)])
-@pytest.mark.parametrize("handoff", ["auto", "host_functions"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_halves_that_take_turns(device, handoff, overlap, keys, models, answers, by_decoder, caplog):
-    """Always, from so many keys on or as was found by trial."""
-    if device == "cpu" and (handoff, overlap) != ("auto", "on"):
-        pytest.skip("tensors of a CPU are handed off directly, and halves are never faster there")
-    caplog.set_level("INFO", "ktqueue.engine.overlap")
-    for name in ("demo", "experts"):
-        model = load_model(models[name], rules=by_decoder, device=device)
-        engine = on_device(model, settings_for(device, handoff=handoff, two_batch_overlap=overlap))
-        for bucket in engine._runner._graphs[1:] if keys else ():
-            bucket.overlapped_keys = keys
-        assert serve(engine, requests(model.card_facts.vocab_size, 16), go_on=True) == answers(name)
-        engine.close()
-        if overlap == "on":
-            stats = engine.stats()
-            assert 0 < stats.overlapped_steps <= stats.replayed_steps - (5 if keys else 0)
-        else:
-            assert "decode steps of 2 rows" in caplog.text
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_pages_and_aborts_change_nothing(device, models, answers, by_decoder):
     model = load_model(models["experts"], rules=by_decoder, device=device)

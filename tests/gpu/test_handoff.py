@@ -57,25 +57,25 @@ def forward(layer: native.ExpertLayer, x, ids, weights) -> torch.Tensor:
     return out
 
 
-def submit(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0) -> torch.Tensor:
+def submit(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
     """Enqueue copies of the rows to where the CPU reads them, then the request; where its result will be. Copies to
     pinned memory that do not block keep the stream's order, and can be captured."""
-    buffers = handoff.buffers(len(x), slot=slot)
+    buffers = handoff.buffers(len(x))
     for target, source in zip(buffers[:3], (x, ids, weights), strict=True):
         target.copy_(source, non_blocking=True)
-    handoff.request(layer, len(x), slot=slot)
+    handoff.request(layer, len(x))
     return buffers.result
 
 
-def settle(handoff: Handoff, layer: int, result: torch.Tensor, *, slot: int = 0) -> torch.Tensor:
+def finish(handoff: Handoff, layer: int, result: torch.Tensor) -> torch.Tensor:
     """Enqueue the wait for the task and a copy of its result, which is given, [tokens, hidden] on the device."""
-    handoff.settle(layer, len(result), slot=slot)
+    handoff.wait(layer, len(result))
     return result.to("cuda", non_blocking=True)
 
 
 def run(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
     """Enqueue a task from its beginning to its end."""
-    return settle(handoff, layer, submit(handoff, layer, x, ids, weights))
+    return finish(handoff, layer, submit(handoff, layer, x, ids, weights))
 
 
 def test_auto_takes_flags():
@@ -148,7 +148,7 @@ def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
             normed.copy_(add_rms_norm(residual, ones, 1e-6, copy=buffers.x))
             route(logits, K, renormalise=True, copies=(buffers.cpu_ids, buffers.weights))
             handoff.request(number, tokens)
-            handoff.settle(number, tokens)
+            handoff.wait(number, tokens)
             added = buffers.result
             kept[-1].copy_(add_rms_norm(residual, ones, 1e-6, added=added))
 
@@ -178,17 +178,15 @@ def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
     assert torch.equal(last, kept[-1])
 
 
-def test_two_slots_in_a_graph_while_the_gpu_works(handoff, layers):
-    number = handoff.add_layer(layers[0])
-    first, second = inputs(4, 1), inputs(3, 2)
-    results = [torch.zeros(4, HIDDEN, device="cuda"), torch.zeros(3, HIDDEN, device="cuda")]
+def test_the_gpu_works_while_the_cpu_does(handoff, layers):
+    number, given = handoff.add_layer(layers[0]), inputs(4, 1)
+    kept = torch.zeros(4, HIDDEN, device="cuda")
     square = torch.randn(256, 256, device="cuda")
 
     def step():
-        places = [submit(handoff, number, *given, slot=slot) for slot, given in enumerate((first, second))]
+        place = submit(handoff, number, *given)
         busy = square @ square
-        for slot, (kept, place) in enumerate(zip(results, places, strict=True)):
-            kept.copy_(settle(handoff, number, place, slot=slot))
+        kept.copy_(finish(handoff, number, place))
         return busy
 
     step()
@@ -197,12 +195,10 @@ def test_two_slots_in_a_graph_while_the_gpu_works(handoff, layers):
     with torch.cuda.graph(graph):
         step()
     for _ in range(20):
-        for one in results:
-            one.zero_()
+        kept.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        for one, given in zip(results, (first, second), strict=True):
-            assert torch.equal(one.cpu(), forward(layers[0], *given))
+        assert torch.equal(kept.cpu(), forward(layers[0], *given))
     handoff.check()
 
 
@@ -252,7 +248,7 @@ native.set_threads(1)
 tokens = 20000  # far more than are done before this process has ended
 quiet = [np.zeros(512 * 1024 * 4, np.uint8)] * 8
 packed = [PackedExperts("F32", *shape, quiet) for shape in ((1024, 512), (1024, 512), (512, 1024))]
-handoff = Handoff(512, 8, tokens, "cuda", method="flags", slots=1, stuck_seconds=0.05)
+handoff = Handoff(512, 8, tokens, "cuda", method="flags", stuck_seconds=0.05)
 number = handoff.add_layer(native.ExpertLayer(ExpertWeights(*packed)))
 ids = (torch.arange(8 * tokens, device="cuda") % 8).view(tokens, 8)
 rows = torch.ones(tokens, 512, device="cuda"), ids, torch.ones(tokens, 8, device="cuda")
@@ -260,7 +256,7 @@ for _ in range(3):
     for target, source in zip(handoff.buffers(tokens), rows):
         target.copy_(source, non_blocking=True)
     handoff.request(number, tokens)
-    handoff.settle(number, tokens)
+    handoff.wait(number, tokens)
 torch.cuda.synchronize()
 try:
     handoff.check()

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-from ktqueue.operators.native_handoff import LINE, HandoffService, SlotMemory, request_word
+from ktqueue.operators.native_handoff import LINE, HandoffMemory, HandoffService, request_word
 
 HIDDEN, EXPERTS, K, MOST = 64, 6, 3, 12
 
@@ -13,51 +13,46 @@ HIDDEN, EXPERTS, K, MOST = 64, 6, 3, 12
 class Gpu:
     """A service, its memory, and what a stream would do to it."""
 
-    def __init__(self, slots: int = 2, **options) -> None:
-        words = torch.zeros((2 * slots + 1) * LINE // 4, dtype=torch.int32)
+    def __init__(self, **options) -> None:
+        words = torch.zeros(3 * LINE // 4, dtype=torch.int32)
         skip = -words.data_ptr() % LINE // 4
-        self.memory = [
-            SlotMemory(
-                torch.zeros(16384, dtype=torch.uint8),
-                torch.zeros(MOST, HIDDEN),
-                words[skip + 64 * slot :][:1],
-                words[skip + 64 * slot + 32 :][:1],
-            )
-            for slot in range(slots)
-        ]
+        self.memory = HandoffMemory(
+            torch.zeros(16384, dtype=torch.uint8),
+            torch.zeros(MOST, HIDDEN),
+            words[skip:][:1],
+            words[skip + LINE // 4 :][:1],
+        )
         self.service = HandoffService(HIDDEN, K, MOST, self.memory, **{"serve": True, **options})
 
-    def write(self, x, ids, weights, slot: int = 0) -> None:
+    def write(self, x, ids, weights) -> None:
         tokens = len(x)
         place = self.service.x_offset(tokens)
-        memory = self.memory[slot].input.numpy()
+        memory = self.memory.input.numpy()
         memory[: 8 * tokens * K] = np.frombuffer(ids.numpy().tobytes(), np.uint8)
         memory[8 * tokens * K : 12 * tokens * K] = np.frombuffer(weights.numpy().tobytes(), np.uint8)
         memory[place : place + 4 * tokens * HIDDEN] = np.frombuffer(x.numpy().tobytes(), np.uint8)
 
-    def predict(self, ids, slot: int = 0) -> None:
+    def predict(self, ids) -> None:
         """What the next layer will probably get; before the request, so that the service finds it."""
         place = self.service.predicted_offset(len(ids))
-        self.memory[slot].input.numpy()[place : place + 8 * ids.numel()] = np.frombuffer(
-            ids.numpy().tobytes(), np.uint8
-        )
+        self.memory.input.numpy()[place : place + 8 * ids.numel()] = np.frombuffer(ids.numpy().tobytes(), np.uint8)
 
-    def request(self, word: int, slot: int = 0) -> None:
-        self.memory[slot].done[0] = 0
-        self.memory[slot].request[0] = word
+    def request(self, word: int) -> None:
+        self.memory.done[0] = 0
+        self.memory.request[0] = word
 
-    def wait(self, word: int, slot: int = 0, seconds: float = 20) -> None:
+    def wait(self, word: int, seconds: float = 20) -> None:
         end = time.monotonic() + seconds
-        while int(self.memory[slot].done[0]) != word:
+        while int(self.memory.done[0]) != word:
             assert time.monotonic() < end, "nobody answered"
             time.sleep(0)
 
-    def run(self, layer: int, x, ids, weights, slot: int = 0, **bits: bool) -> torch.Tensor:
+    def run(self, layer: int, x, ids, weights, **bits: bool) -> torch.Tensor:
         word = request_word(layer, len(x), **bits)
-        self.write(x, ids, weights, slot)
-        self.request(word, slot)
-        self.wait(word, slot)
-        return self.memory[slot].out[: len(x)].clone()
+        self.write(x, ids, weights)
+        self.request(word)
+        self.wait(word)
+        return self.memory.out[: len(x)].clone()
 
 
 def inputs(tokens: int, seed: int = 0):

@@ -46,55 +46,6 @@ def test_one_layer_with_the_same_word_each_time(gpu, layers, run_layer):
         assert torch.equal(gpu.run(number, *given), run_layer(layers[0], *given))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, MOST])
-def test_two_slots_at_once(gpu, layers, run_layer, tokens):
-    numbers = [gpu.service.add_layer(layer) for layer in layers]
-    for replay in range(10):
-        given = [inputs(tokens, 100 + replay), inputs(tokens, 200 + replay)]
-        words = [request_word(numbers[slot], tokens) for slot in (0, 1)]
-        for slot in (0, 1):
-            gpu.write(*given[slot], slot=slot)
-        for slot in (0, 1):
-            gpu.request(words[slot], slot)
-        for slot in (1, 0):
-            gpu.wait(words[slot], slot)
-            assert torch.equal(gpu.memory[slot].out[:tokens], run_layer(layers[slot], *given[slot]))
-
-
-def test_two_slots_in_turns(gpu, layers, run_layer):
-    """As the halves of a step have them: one asks for its next layer while the other's is computed. Whole steps that
-    predict come in between, and in some steps one half fails in its second layer."""
-    numbers = [gpu.service.add_layer(layer) for layer in layers]
-
-    def ask(slot: int, number: int) -> None:
-        gpu.write(*given[slot][number], slot=slot)
-        gpu.request(request_word(number, 2 - slot), slot)
-
-    for replay in range(20):
-        given = [[inputs(2 - slot, 100 * replay + 10 * slot + number) for number in numbers] for slot in (0, 1)]
-        expected = [[run_layer(layers[number], *rows[number]) for number in numbers] for rows in given]
-        failing = replay % 4  # 2, 3: none
-        if failing < 2:
-            given[failing][1][1][0, 0] = EXPERTS
-            expected[failing][1][:] = torch.nan
-        for slot in (0, 1):
-            ask(slot, numbers[0])
-        for number in numbers:
-            for slot in (0, 1):
-                gpu.wait(request_word(number, 2 - slot), slot)
-                found = gpu.memory[slot].out[: 2 - slot].clone()
-                torch.testing.assert_close(found, expected[slot][number], rtol=0, atol=0, equal_nan=True)
-                if number != numbers[-1]:
-                    ask(slot, number + 1)
-        error = gpu.service.take_error()
-        assert (error is None) == (failing > 1)
-        assert error is None or f"on {2 - failing} tokens" in error
-        whole = inputs(3, replay)
-        for number in numbers:
-            assert torch.equal(gpu.run(number, *whole, predicts=True), run_layer(layers[number], *whole))
-    assert gpu.service.statistics.tasks == 20 * 9 - 10 and gpu.service.statistics.failed == 10
-
-
 def test_counts_what_it_ran(gpu, layers):
     number = gpu.service.add_layer(layers[0])
     x, _, weights = inputs(2)
@@ -116,7 +67,7 @@ def test_what_is_predicted_changes_nothing_and_is_counted(gpu, layers, run_layer
             gpu.predict(predicted)
             gpu.request(word)
             gpu.wait(word)
-            assert torch.equal(gpu.memory[0].out[:2], run_layer(layer, *given))
+            assert torch.equal(gpu.memory.out[:2], run_layer(layer, *given))
     used = [set(inputs(2, 10 * replay + number)[1].flatten().tolist()) for replay in range(30) for number in (1, 2)]
     statistics = gpu.service.statistics
     assert (statistics.predicted, statistics.predicted_used) == (2 * 60, sum(len(one & {0, 3}) for one in used))
@@ -165,7 +116,7 @@ def test_a_word_that_means_nothing_is_answered(gpu, layers, word, message):
     gpu.request(word)
     gpu.wait(word)
     assert message in gpu.service.take_error()
-    assert gpu.memory[0].out[0].isnan().all()
+    assert gpu.memory.out[0].isnan().all()
 
 
 def test_no_expert_on_the_cpu(gpu, layers):
@@ -191,18 +142,15 @@ def test_runs_in_the_calling_thread_and_as_a_host_function(layers, run_layer):
     for replay in range(3):
         given = inputs(4, replay)
         gpu.write(*given)
-        gpu.memory[0].out.fill_(torch.nan)
+        gpu.memory.out.fill_(torch.nan)
         if replay == 0:
-            gpu.service.run(0, request_word(number, 4))
+            gpu.service.run(request_word(number, 4))
         else:
-            function, task = gpu.service.host_task(0, request_word(number, 4))
+            function, task = gpu.service.host_task(request_word(number, 4))
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(task)
-        assert torch.equal(gpu.memory[0].out[:4], run_layer(layers[0], *given))
-    assert gpu.service.host_task(0, 7) == gpu.service.host_task(0, 7)
-    assert gpu.service.host_task(0, 7) != gpu.service.host_task(1, 7)
-    for call in (gpu.service.run, gpu.service.host_task):
-        with pytest.raises(ValueError, match="there is no slot 2"):
-            call(2, 7)
+        assert torch.equal(gpu.memory.out[:4], run_layer(layers[0], *given))
+    assert gpu.service.host_task(7) == gpu.service.host_task(7)
+    assert gpu.service.host_task(7) != gpu.service.host_task(8)
 
 
 def test_requests_at_the_close_are_answered(layers):
@@ -213,11 +161,11 @@ def test_requests_at_the_close_are_answered(layers):
     word = request_word(number, 1)
     gpu.request(word)
     time.sleep(0.01)
-    assert int(gpu.memory[0].done[0]) == 0, "the thread has ended"
+    assert int(gpu.memory.done[0]) == 0, "the thread has ended"
 
 
 def test_refuses_what_does_not_fit(layers, make_weights):
-    gpu = Gpu(slots=1, serve=False)
+    gpu = Gpu(serve=False)
     other = native.ExpertLayer(make_weights("Q4_0", 2, 32, 32))
     with pytest.raises(ValueError, match="has a hidden size of 64, got 32"):
         gpu.service.add_layer(other)
@@ -229,9 +177,9 @@ def test_refuses_what_does_not_fit(layers, make_weights):
             HandoffService(HIDDEN, K, tokens, gpu.memory, serve=False)
     with pytest.raises(ValueError, match="times must be positive"):
         HandoffService(HIDDEN, K, MOST, gpu.memory, serve=False, stuck_seconds=0)
-    crooked = gpu.memory[0]._replace(input=gpu.memory[0].input[4:])
+    crooked = gpu.memory._replace(input=gpu.memory.input[4:])
     with pytest.raises(ValueError, match="cache line of 64 bytes"):
-        HandoffService(HIDDEN, K, MOST, [crooked], serve=False)
+        HandoffService(HIDDEN, K, MOST, crooked, serve=False)
     for _ in range(1023):
         gpu.service.add_layer(layers[0])
     with pytest.raises(ValueError, match="at most 1023 layers"):
@@ -242,7 +190,7 @@ STUCK = """
 import sys, time
 import numpy as np, torch
 from ktqueue.operators import native
-from ktqueue.operators.native_handoff import HandoffService, SlotMemory, request_word
+from ktqueue.operators.native_handoff import HandoffMemory, HandoffService, request_word
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 native.set_threads(1)
@@ -254,8 +202,8 @@ words = torch.zeros(256, dtype=torch.int32)
 words = words[-words.data_ptr() % 128 // 4:]
 input = torch.zeros(100 * size + 64 + 2048 * size, dtype=torch.uint8)
 input[:64 * size].view(torch.int64).copy_(torch.arange(8 * size) % 8)
-memory = SlotMemory(input, torch.zeros(size, 512), words[:1], words[32:33])
-service = HandoffService(512, 8, size, [memory], serve=True, stuck_seconds=0.05)
+memory = HandoffMemory(input, torch.zeros(size, 512), words[:1], words[32:33])
+service = HandoffService(512, 8, size, memory, serve=True, stuck_seconds=0.05)
 word = request_word(service.add_layer(layer), size)
 for _ in range(3):  # the first hangs, the others come after it
     memory.done[0] = 0
@@ -280,7 +228,7 @@ WITHOUT_A_POOL = """
 import os, threading, time
 import numpy as np, torch
 from ktqueue.operators import native
-from ktqueue.operators.native_handoff import HandoffService, SlotMemory, request_word
+from ktqueue.operators.native_handoff import HandoffMemory, HandoffService, request_word
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 native.set_threads(2)
@@ -288,8 +236,8 @@ quiet = PackedExperts("F32", 16, 16, [np.zeros(16 * 16 * 4, np.uint8)])
 layer = native.ExpertLayer(ExpertWeights(quiet, quiet, quiet))  # so small that a token needs no other thread
 words = torch.zeros(256, dtype=torch.int32)
 words = words[-words.data_ptr() % 128 // 4:]
-memory = SlotMemory(torch.zeros(512, dtype=torch.uint8), torch.zeros(1, 16), words[:1], words[32:33])
-service = HandoffService(16, 1, 1, [memory], serve=True, stuck_seconds=0.5)
+memory = HandoffMemory(torch.zeros(512, dtype=torch.uint8), torch.zeros(1, 16), words[:1], words[32:33])
+service = HandoffService(16, 1, 1, memory, serve=True, stuck_seconds=0.5)
 word = request_word(service.add_layer(layer), 1, predicts=True)
 service.add_layer(layer)
 probe = native.ReadProbe(1 << 22)

@@ -27,8 +27,8 @@ def plan_of(path, rules, dtype=torch.float32):
     return prepare(str(path), rules=str(rules), device="cpu", dtype=dtype).plan
 
 
-def settings_of(plan, dtype="float32", kv_cache_dtype="float32", deferred_experts=0):
-    return digest_settings(plan, dtype=dtype, kv_cache_dtype=kv_cache_dtype, deferred_experts=deferred_experts)
+def settings_of(plan, dtype="float32", kv_cache_dtype="float32"):
+    return digest_settings(plan, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.fixture
@@ -83,11 +83,10 @@ def test_settings_count_where_they_decide_tokens(tmp_path):
         settings_of(plan_of("demo", RULES / "exact.yaml")),
         settings_of(default, dtype="bfloat16"),
         settings_of(default, kv_cache_dtype="fp8"),
-        settings_of(default, deferred_experts=1),
         settings_of(LoadPlan(default.replacements, {"": "cuda:0"})),
     ]
     digests = {digest("demo", **one) for one in (settings_of(default), *others)}
-    assert len(digests) == 6
+    assert len(digests) == 5
     second = settings_of(replace(default, devices={"": "cuda:1"}))
     assert digest("demo", **second) in digests  # which of the GPUs it is does not
 

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from ktqueue.core.errors import CheckpointError, ConfigError, RuleError
-from ktqueue.loading.inspect import inspect
+from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
@@ -380,16 +379,3 @@ def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
     model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("modules.yaml")))
     assert {type(one).__name__ for one in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
     assert_equals_transformers(model, folder)
-
-
-def test_more_deferred_experts_than_a_token_has_are_named_before_weights_are_read() -> None:
-    read: list[int] = []
-    for look in (
-        lambda: inspect("demo", device="cuda", deferred_experts=4),
-        lambda: load_model("demo", deferred_experts=4, progress=lambda done, *_: read.append(done)),
-    ):
-        with pytest.raises(ConfigError, match="from 0 to 3 for a model with 4 experts per token, got 4") as caught:
-            look()
-        assert (caught.value.param, caught.value.limit, caught.value.value) == ("engine.deferred_experts", 3, 4)
-    assert not read
-    inspect("demo", device="cuda", deferred_experts=3)

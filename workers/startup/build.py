@@ -19,7 +19,6 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import host_cache_bytes
-from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.inspect import ModelReport, inspect
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
@@ -41,7 +40,6 @@ CHOICES = {
     "attention_backend": get_args(BackendName),
     "handoff": get_args(HandoffMethod),
     "expert_streaming": get_args(Streaming),
-    "two_batch_overlap": get_args(Overlap),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_SPIN_MICROSECONDS = 2000
@@ -78,7 +76,6 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
         rules=config.rules,
         device=config.device,
         dtype=dtype,
-        deferred_experts=config.deferred_experts,
     )
     if prepared.refusal is not None:
         raise prepared.refusal
@@ -98,7 +95,6 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
             model.plan,
             dtype=str(dtype),
             kv_cache_dtype=str(cache_dtype(config, dtype)),
-            deferred_experts=config.deferred_experts,
         )
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 
@@ -114,7 +110,6 @@ def report_of(config: EngineConfig) -> ModelReport:
         device=config.device,
         dtype=dtype,
         cache_dtype=cache_dtype(config, dtype),
-        deferred_experts=config.deferred_experts,
     )
     check_context(config, report.facts.max_position_embeddings)
     return report
@@ -275,14 +270,6 @@ def check_choices(config: EngineConfig) -> None:
             raise _wrong(name, part, "above 0 and at most 1", 1)
     if not on_gpu(config) and config.kv_cache_dtype == "fp8":
         raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
-    if config.deferred_experts < 0:
-        raise _wrong("deferred_experts", config.deferred_experts, "at least 0", 0)
-    if config.deferred_experts and not on_gpu(config):
-        raise _wrong("deferred_experts", config.deferred_experts, f"0 on device {config.device}", 0)
-    if config.deferred_experts and config.two_batch_overlap == "on":
-        raise _wrong("two_batch_overlap", "on", "auto or off with engine.deferred_experts", "auto, off")
-    if config.two_batch_overlap == "on" and not config.cuda_graphs:
-        raise _wrong("two_batch_overlap", "on", "auto or off without engine.cuda_graphs", "auto, off")
 
 
 def on_gpu(config: EngineConfig) -> bool:

@@ -14,7 +14,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.capture import Again
 from ktqueue.engine.device_model import device_model
-from ktqueue.engine.graphs import GraphRunner, steps_to_capture
+from ktqueue.engine.graphs import GraphRunner, buckets_up_to
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
     DeviceUse,
@@ -24,13 +24,12 @@ from ktqueue.engine.memory_plan import (
     estimate_step,
     plan_memory,
 )
-from ktqueue.engine.overlap import Overlap
 from ktqueue.loading.inspect import ModelReport
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
-from ktqueue.operators.gpu.experts.streamer import AREAS
-from ktqueue.operators.gpu.handoff.memory import pinned_bytes
+from ktqueue.operators.gpu.experts.streaming import AREAS
+from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup.largest_step import largest_batch
@@ -105,7 +104,6 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         handoff=cast(HandoffMethod, config.handoff),
         expert_streaming=cast(Streaming, config.expert_streaming),
         expert_prefetch=config.expert_prefetch,
-        deferred_experts=config.deferred_experts,
     )
     try:
         device_model(model.module).prepare_device(settings)
@@ -123,14 +121,11 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
     graphs = config.cuda_graphs and _can_be_captured(model, planner)
-    overlap = cast(Overlap, config.two_batch_overlap) if device_model(model.module).takes_turns else "off"
     use = DeviceUse(
         weights=weights,
         experts=experts,
         workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.taken() - weights - experts),
-        graphs=estimate_graphs(
-            steps_to_capture(rows, overlap=overlap) if graphs else 0, step, config.step_tokens, rows
-        ),
+        graphs=estimate_graphs(len(buckets_up_to(rows)) if graphs else 0, step, config.step_tokens, rows),
     )
     plan = plan_memory(
         memory.total,
@@ -181,9 +176,7 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
     step = estimate_step(
         tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token
     )
-    takes_turns = _hands_over(report, config) and config.deferred_experts == 0  # as the loaded model will say
-    overlap = cast(Overlap, config.two_batch_overlap) if takes_turns else "off"
-    captured = steps_to_capture(rows, overlap=overlap) if config.cuda_graphs else 0
+    captured = len(buckets_up_to(rows)) if config.cuda_graphs else 0
     return plan_memory(
         device_bytes,
         DeviceUse(

@@ -1,4 +1,4 @@
-"""CopyStream: copies of host memory to the device beside the steps, ordered by marks. On CPU tensors, at once."""
+"""CopyStream: copies from host memory to the device that run beside the steps. On CPU tensors they run at once."""
 
 import ctypes
 import logging
@@ -13,42 +13,45 @@ from ktqueue.operators.gpu.handoff.driver import Driver
 logger = logging.getLogger(__name__)
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""(source on the host, target on the device), [bytes] uint8 each."""
+"""(source on the host, target on the device), both [bytes] uint8."""
 
 
 class Mark:
-    """A point on a stream. Without an event it is passed already (CPU)."""
+    """A point on a stream. Without an event (on a CPU) it has been passed already."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
 
     def passed(self) -> bool:
-        """Whether all before it is done."""
+        """Whether everything before the mark is done."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """Time on the device from `earlier`; both are passed. 0 on a CPU, where nobody waits for a copy."""
+        """Device time between two marks that were passed. 0 on a CPU, where nothing waits for a copy."""
         if self.event is None or earlier.event is None:
             return 0.0
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 class CopyStream:
-    """A stream of its own for copies to `device`."""
+    """A second stream of `device`, for copies."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._driver = Driver.load() if on_gpu else None
+        self.on_gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
+        self._driver = Driver.load() if self.on_gpu else None
         self._pinned: list[int] = []
 
     def pin(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        """Pin host memory, (address, bytes) each, until `close`, so that copies from it make nobody wait and kernels
-        can read it. What cannot be pinned stays as it is, with a warning and False."""
+        """Pin host memory, given as (address, bytes), until `close`.
+
+        Copies from pinned memory are asynchronous, and kernels can read it. Returns False and logs a warning if the
+        memory cannot be pinned.
+        """
         if self._driver is None:
             return True
-        for address, size in joined(ranges):
+        for address, size in merge_ranges(ranges):
             try:
                 self._driver.host_register(address, size)
             except RuntimeError as error:
@@ -58,12 +61,12 @@ class CopyStream:
         return True
 
     def device_address(self, address: int) -> int:
-        """How kernels name the byte at `address` of memory that is pinned."""
+        """The address by which kernels read the pinned byte at host address `address`."""
         return address if self._driver is None else self._driver.device_address(address)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Copy each source, which must stay as it is until then, to its target. The host does not wait if the source
-        is pinned."""
+        """Copy each source to its target. Sources must not change until then. The host waits for sources that are not
+        pinned."""
         if self._stream is None:
             for source, target in copies:
                 target.copy_(source)
@@ -72,59 +75,61 @@ class CopyStream:
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
 
-    def after(self, mark: Mark) -> None:
-        """What is copied from now on waits for `mark`."""
+    def wait_for(self, mark: Mark) -> None:
+        """Let all later copies wait for `mark`."""
         if self._stream is not None and mark.event is not None:
             self._stream.wait_event(mark.event)
 
-    def hold(self, mark: Mark) -> None:
-        """Let the current stream wait for `mark`."""
+    def let_steps_wait_for(self, mark: Mark) -> None:
+        """Let the current stream, which runs the steps, wait for `mark`."""
         if mark.event is not None:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def mark(self) -> Mark:
-        """Behind all copies so far."""
-        return Mark(None if self._stream is None else self._stream.record_event(_event()))
+        """A mark behind all copies so far."""
+        return Mark(None if self._stream is None else self._stream.record_event(_timed_event()))
 
-    def here(self) -> Mark:
-        """Behind all that has been launched on the current stream."""
-        return Mark(None if self._stream is None else torch.cuda.current_stream(self.device).record_event(_event()))
+    def mark_step(self) -> Mark:
+        """A mark behind everything launched on the current stream so far."""
+        if self._stream is None:
+            return Mark(None)
+        return Mark(torch.cuda.current_stream(self.device).record_event(_timed_event()))
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a small host tensor, from which the current stream may copy while the original changes."""
+        """A copy of a small host tensor, from which the current stream can copy while the original changes."""
         return tensor.clone() if self._stream is None else tensor.pin_memory()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros on the host, to which the device copies without making anybody wait."""
+        """Zeros in host memory, pinned so that copies from the device to it are asynchronous."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def finish(self) -> None:
-        """Wait until all copies are done."""
+        """Block until all copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies, and give back what was pinned."""
+        """Block until all copies are done, then unpin the memory."""
         self.finish()
         while self._pinned and self._driver is not None:
             self._driver.host_unregister(self._pinned.pop())
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(address, bytes), rising; those that touch are one."""
-    found: list[tuple[int, int]] = []
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(address, bytes) sorted by address, adjacent ranges merged."""
+    merged: list[tuple[int, int]] = []
     for address, size in sorted(ranges):
-        if found and sum(found[-1]) == address:
-            found[-1] = (found[-1][0], found[-1][1] + size)
+        if merged and sum(merged[-1]) == address:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
         else:
-            found.append((address, size))
-    return found
+            merged.append((address, size))
+    return merged
 
 
 def host_bytes(address: int, size: int) -> torch.Tensor:
-    """Host memory as [size] uint8, to be read only and while it lives."""
+    """A view of host memory as [size] uint8. Only read it, and only while its owner lives."""
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
 
-def _event() -> torch.cuda.Event:
+def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -18,12 +18,11 @@ from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFact
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory, ExpertStatistics
 from ktqueue.operators.gpu.experts.scoring import Scoring
-from ktqueue.operators.gpu.experts.step import Deferred, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.gpu.turns import Turns, take_turns
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import cosines_and_sines
 from ktqueue.operators.native_handoff import HandoffStatistics
@@ -95,9 +94,9 @@ class GpuDecoder(Operator):
                     )
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
-        for one, following in itertools.pairwise(self._layers):
-            if one.routes and following.routes:
-                one.foresee(following)
+        for earlier, later in itertools.pairwise(self._layers):
+            if earlier.routes and later.routes:
+                earlier.predict_next_experts(later)
         self._norm = dense.vector("model.norm.weight")
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._dense_bytes = dense.bytes
@@ -110,11 +109,6 @@ class GpuDecoder(Operator):
         if not self._layers:
             raise RuntimeError("GpuDecoder has no weights yet")
         self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether steps that decode may come in parts: some experts are on the CPU, and none is deferred."""
-        return self._experts is not None and self._experts.takes_turns
 
     @property
     def expert_layers_run(self) -> int:
@@ -177,58 +171,44 @@ class GpuDecoder(Operator):
         use_cache: bool = False,
     ) -> DecoderOutput:
         """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising; all on the
-        device. A step with parts: one that only decodes, if `takes_turns`. Raises RuntimeError before
-        `prepare_device`."""
+        device. Raises RuntimeError before `prepare_device`."""
         if self._experts is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
         residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
-        if step.parts:
-            rows = [len(part.slot_mapping) for part in step.parts]
-            given = zip(torch.split(residual, rows), torch.split(positions, rows), step.parts, strict=True)
-            experts = self._experts.parts(rows)
-            works = [self._layers_of(*one, None, its) for one, its in zip(given, experts, strict=True)]
-            return self._logits(torch.cat(take_turns(works)))
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
-        whole = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
-        kept = logits_to_keep if scored < tokens else None
-        (x,) = take_turns([self._layers_of(residual, positions, step, kept, whole)])
-        return self._logits(x)
+        experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
+        x = self._run_layers(residual, positions, step, logits_to_keep if scored < tokens else None, experts)
+        if scored == 0:
+            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
+        return DecoderOutput(self._head(x, dtype=torch.float32)[None])
 
-    def _layers_of(
+    def _run_layers(
         self,
         residual: torch.Tensor,
         positions: torch.Tensor,
         step: StepContext,
         kept: torch.Tensor | None,
         experts: StepExperts,
-    ) -> Turns[torch.Tensor]:
-        """All layers and the last norm: [scored, hidden]. kept: [scored] int64, the tokens that are scored; None: all.
-
-        Writes to the residual [tokens, hidden]. Yields before the stream waits for the CPU.
-        """
+    ) -> torch.Tensor:
+        """Run all layers and the last norm: [scored, hidden]. kept: [scored] int64, the tokens that are scored; None:
+        all. Writes to the residual [tokens, hidden]."""
         rotary = self._rotary(step.kv)
-        deferred = Deferred()
+        pending = PendingResidual()
         for layer in self._layers[:-1]:
-            query = layer.attention.query(residual, deferred, positions, rotary, step)
+            query = layer.attention.query(residual, pending, positions, rotary, step)
             attended = layer.attention.attend(query, step)
-            deferred = yield from layer.mlp(residual, attended, experts, step.live_tokens)
+            pending = layer.mlp(residual, attended, experts, step.live_tokens)
         # Behind the keys and values of the last layer only the rows that are scored matter.
         last = self._layers[-1]
-        query = last.attention.query(residual, deferred, positions, rotary, step)
+        query = last.attention.query(residual, pending, positions, rotary, step)
         if kept is not None and len(kept) == 0:
             return residual[kept]
         attended = last.attention.attend(query, step)
         if kept is not None:
             residual, attended = residual[kept], attended[kept]
-        deferred = yield from last.mlp(residual, attended, experts, step.live_tokens if kept is None else None)
-        return deferred.add_to(residual, self._norm, self.facts.epsilon)
-
-    def _logits(self, x: torch.Tensor) -> DecoderOutput:
-        """x [scored, hidden]."""
-        if len(x) == 0:
-            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
-        return DecoderOutput(self._head(x, dtype=torch.float32)[None])
+        pending = last.mlp(residual, attended, experts, step.live_tokens if kept is None else None)
+        return pending.add_to(residual, self._norm, self.facts.epsilon)
 
     def after_step(self) -> None:
         """To be called once the device has finished a step: raises RuntimeError if the CPU's experts failed in it,

@@ -4,7 +4,7 @@ import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights
-from ktqueue.operators.gpu.experts.step import Deferred
+from ktqueue.operators.gpu.experts.step import PendingResidual
 from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.latent_shape import LatentShape, absorb, absorbed, make_key, rms_norm, values_of
 from ktqueue.operators.step import StepContext
@@ -30,15 +30,20 @@ class LatentLayer:
         self._o = weights.linear(f"{own}.o_proj")
 
     def query(
-        self, residual: torch.Tensor, before: Deferred, positions: torch.Tensor, rotary: Rotary, step: StepContext
+        self,
+        residual: torch.Tensor,
+        pending: PendingResidual,
+        positions: torch.Tensor,
+        rotary: Rotary,
+        step: StepContext,
     ) -> torch.Tensor:
-        """Add `before` to the residual [tokens, hidden] and write the step's latents.
+        """Add `pending` to the residual [tokens, hidden] and write the step's latents to the cache.
 
-        The query: [tokens, heads, latent + rotary].
+        Returns the query [tokens, heads, latent + rotary].
         """
         shape = self._shape
         cosine, sine = rotary.cosine[positions], rotary.sine[positions]
-        down = self._down(before.add_to(residual, self._norm, self._epsilon))
+        down = self._down(pending.add_to(residual, self._norm, self._epsilon))
         query, key = torch.split(down, [down.shape[-1] - shape.key, shape.key], -1)
         step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
         if self._query_up is not None and self._query_norm is not None:

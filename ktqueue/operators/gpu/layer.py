@@ -7,11 +7,10 @@ import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights, Linear
-from ktqueue.operators.gpu.experts.step import Deferred, StepExperts
+from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.fused import few_rows_linear, gated, qk_norm_rope_append
 from ktqueue.operators.gpu.latent_layer import LatentLayer
 from ktqueue.operators.gpu.rotary import Rotary
-from ktqueue.operators.gpu.turns import Turns
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
 
@@ -31,14 +30,19 @@ class Attention:
         self._k_norm = weights.vector(f"{own}.k_norm.weight") if facts.qk_norm else None
 
     def query(
-        self, residual: torch.Tensor, before: Deferred, positions: torch.Tensor, rotary: Rotary, step: StepContext
+        self,
+        residual: torch.Tensor,
+        pending: PendingResidual,
+        positions: torch.Tensor,
+        rotary: Rotary,
+        step: StepContext,
     ) -> torch.Tensor:
-        """Add `before` to the residual [tokens, hidden] and write the step's keys and values.
+        """Add `pending` to the residual [tokens, hidden] and write the step's keys and values to the cache.
 
-        The query: [tokens, heads, head_dim].
+        Returns the query [tokens, heads, head_dim].
         """
         facts, kv = self._facts, step.kv
-        x = before.add_to(residual, self._norm, facts.epsilon)
+        x = pending.add_to(residual, self._norm, facts.epsilon)
         return qk_norm_rope_append(
             self._qkv(x),
             heads=facts.heads,
@@ -103,7 +107,7 @@ class DecoderLayer:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return
         self._router = weights.matrix(f"{mlp}.gate.weight")
-        self._next: tuple[torch.Tensor, torch.Tensor] | None = None  # see foresee
+        self._next: tuple[torch.Tensor, torch.Tensor] | None = None  # see predict_next_experts
         if layer.shared_expert:
             shared = DenseMlp(f"{mlp}.shared_expert", layer.activation, weights)
             self._shared = shared, weights.linear(f"{mlp}.shared_expert_gate")
@@ -116,32 +120,37 @@ class DecoderLayer:
         return self._routed is not None
 
     def mlp(
-        self, residual: torch.Tensor, attended: torch.Tensor, experts: StepExperts | None, live: torch.Tensor | None
-    ) -> Turns[Deferred]:
-        """Add the projection of `attended` to the residual [tokens, hidden]; what the MLP makes of that, not yet added.
+        self, residual: torch.Tensor, attended: torch.Tensor, experts: StepExperts, live: torch.Tensor | None
+    ) -> PendingResidual:
+        """Add the projection of `attended` to the residual [tokens, hidden]. Returns the output of the MLP, pending.
 
-        `live`: StepContext.live_tokens. Yields before the stream waits for the CPU.
+        `live`: StepContext.live_tokens.
         """
-        projected = Deferred(self.attention.project(attended))
+        projected = PendingResidual(self.attention.project(attended))
         if self._mlp is not None:
-            return Deferred(added=self._mlp(projected.add_to(residual, self._norm, self._epsilon)))
-        assert experts is not None and self._routed is not None
-        buffers = experts.buffers(self._routed, len(residual))
-        x = projected.add_to(residual, self._norm, self._epsilon, copy=buffers.x if buffers else None)
-        logits = few_rows_linear(x, self._router, dtype=torch.float32)
-        shared = self._shared_expert if self._shared else None
-        foreseen = self._foreseen if self._next else None
-        return (yield from experts.run(self._routed, x, logits, live, shared, buffers, foreseen))
+            return PendingResidual(added=self._mlp(projected.add_to(residual, self._norm, self._epsilon)))
+        assert self._routed is not None
+        task = experts.cpu_task(self._routed, len(residual))
+        x = projected.add_to(residual, self._norm, self._epsilon, copy=None if task is None else task.buffers.x)
+        return experts.run(
+            self._routed,
+            x,
+            few_rows_linear(x, self._router, dtype=torch.float32),
+            live,
+            task=task,
+            shared=self._shared_expert if self._shared else None,
+            next_logits=self._next_logits if self._next else None,
+        )
 
-    def foresee(self, following: "DecoderLayer") -> None:
-        """`following` is the next layer, with routed experts as this one: what its router will say is to be guessed."""
+    def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
+        """Guess the experts of `next_layer` in each step. Both layers have routed experts."""
         norm = self._norm.float()
-        scale = torch.where(norm == 0, 0, following._norm.float() / norm)
-        self._next = scale.to(self._norm.dtype), following._router
+        scale = torch.where(norm == 0, 0, next_layer._norm.float() / norm)
+        self._next = scale.to(self._norm.dtype), next_layer._router
 
-    def _foreseen(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden] as this layer's router gets it -> what the next one's says if nothing more comes to the
-        residual: logits [tokens, experts] float32."""
+    def _next_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], the input of this layer's router -> the next router's logits [tokens, experts] float32,
+        as they would be if this layer's experts added nothing to the residual."""
         assert self._next is not None
         scale, router = self._next
         return few_rows_linear(x * scale, router, dtype=torch.float32)

@@ -4,21 +4,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
-"""How routed tokens get to the CPU's experts and back; "direct" is for tensors that live on the CPU."""
+"""How routed tokens reach the CPU's experts; "direct" is for tensors on the CPU."""
 Streaming = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSettings:
-    """Given to `prepare_device` of a model before its first step.
+    """The argument of a model's `prepare_device`, which is called before the first step.
 
-    max_tokens: of a step. expert_memory_bytes: GPU memory for experts; what all of them need, or more: all go there.
-    expert_streaming: whether steps copy experts to the GPU that do not live there; "auto": where it is faster.
-    streaming_tokens: a long step has at least so many. fetched_share: of the experts that a short step uses and the GPU
-    has not, the part that comes to it, from 0 to 1; None: what is fastest here, by a measurement. expert_prefetch:
-    while the GPU works on a step that only decodes, the CPU brings into its caches what the next layer will probably
-    use of its experts. deferred_experts: of each token in such a step, those of least weight, whose result a layer does
-    not wait for if the CPU computes it: the next layer with routed experts adds it.
+    max_tokens: of a step. expert_memory_bytes: GPU memory for experts; larger values than all experts need are allowed.
+    expert_streaming: whether long steps copy absent experts to the GPU; "auto": if that is faster. streaming_tokens:
+    the smallest long step. fetched_shares: the share of its missing experts, from 0 to 1, that a short step copies to
+    the GPU: for steps of one token, and for others. None: measured on this machine. expert_prefetch: while the GPU
+    works on a decode step, the CPU loads the experts that the next layer will probably use into its caches.
     """
 
     max_tokens: int
@@ -26,6 +24,5 @@ class GpuSettings:
     handoff: HandoffMethod = "auto"
     expert_streaming: Streaming = "auto"
     streaming_tokens: int = 64
-    fetched_share: float | None = None
+    fetched_shares: tuple[float, float] | None = None
     expert_prefetch: bool = True
-    deferred_experts: int = 0

@@ -19,10 +19,8 @@ from decoder_families import (
 from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.experts import memory as expert_memory
 from ktqueue.operators.gpu.experts import step as hybrid_experts
-from ktqueue.operators.gpu.experts.fetching import FetchedShares
-from ktqueue.operators.gpu.experts.placement import READ_EVERY
+from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels.expert_products import experts
@@ -102,7 +100,7 @@ def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, f
     model = make_model(family)
     plain = make_decoder(model, quant)
     expected = fed(plain)
-    given = {"expert_streaming": "on", "fetched_share": fetched}
+    given = {"expert_streaming": "on", "fetched_shares": (fetched, fetched)}
     decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **given)
     for _ in range(2):
         assert_close(fed(decoder), expected, 1e-5)
@@ -113,16 +111,15 @@ def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, f
     assert (told["expert_fetched_share_one"], told["expert_fetched_share_several"]) == (fetched, fetched)
 
 
-@pytest.mark.parametrize("shares", [FetchedShares(0.0, 1.0), FetchedShares(1.0, 0.0), FetchedShares(0.5, 1.0)])
-def test_steps_of_one_token_have_a_share_of_their_own(shares, make_decoder, monkeypatch):
+@pytest.mark.parametrize(("one", "several"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
+def test_steps_of_one_token_have_a_share_of_their_own(one, several, make_decoder):
     model = make_model("qwen3_moe", num_hidden_layers=2)
     expected = fed(make_decoder(model))
-    monkeypatch.setattr(expert_memory, "measure_shares", lambda *_: shares)
-    decoder = make_decoder(model, expert_streaming="auto")
+    decoder = make_decoder(model, expert_streaming="auto", fetched_shares=(one, several))
     assert_close(fed(decoder), expected, 1e-5)
     cache = Cache(decoder, device=decoder.device, planner=make_planner_for)
     with torch.inference_mode():
-        for rows, share in (({"a": [5], "b": [6, 7]}, shares.several), ({"a": [8]}, shares.one)):
+        for rows, share in (({"a": [5], "b": [6, 7]}, several), ({"a": [8]}, one)):
             used = decoder.handoff_statistics.experts_used
             cache.step(rows)
             decoder.after_step()
@@ -186,7 +183,7 @@ def test_hot_experts_move_to_the_gpu(make_decoder):
     decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
     cache, expected = (Cache(one, device=decoder.device, planner=make_planner_for) for one in (decoder, plain))
     with torch.inference_mode():
-        for i in range(8 * READ_EVERY):
+        for i in range(8 * READ_EVERY_STEPS):
             chunk = {str(i): [3, 4, 5, 3, 4]}  # the same few experts again and again
             torch.testing.assert_close(cache.step(chunk), expected.step(chunk), atol=1e-4, rtol=1e-4)
             for one in (cache, expected):

@@ -39,11 +39,6 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"expert_streaming": "yes"}, "engine.expert_streaming"),
         ({"gpu_memory_utilization": 1.5}, "engine.gpu_memory_utilization"),
         ({"host_memory_utilization": 0}, "engine.host_memory_utilization"),
-        ({"deferred_experts": -1}, "engine.deferred_experts"),
-        ({"deferred_experts": 1}, "engine.deferred_experts"),
-        ({"two_batch_overlap": "yes"}, "engine.two_batch_overlap"),
-        ({"two_batch_overlap": "on", "deferred_experts": 1, "device": "cuda"}, "engine.two_batch_overlap"),
-        ({"two_batch_overlap": "on", "cuda_graphs": False}, "engine.two_batch_overlap"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: str) -> None:

@@ -14,7 +14,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.handoff.memory import pinned_bytes
+from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, Streaming
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 
@@ -42,8 +42,6 @@ class MadeUpMemory:
 
 class Prepared(torch.nn.Module):
     """A model with parts on the device."""
-
-    takes_turns = False
 
     def __init__(self, model: torch.nn.Module, prepare: Callable[[GpuSettings], None]) -> None:
         super().__init__()
@@ -81,8 +79,8 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
 
     wrapped = Prepared(demo.module, prepare)
     layout = demo.kv_layout(16)
-    gpu = prepare_gpu(replace(demo, module=wrapped), layout, replace(CONFIG, deferred_experts=3), memory)
-    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB, deferred_experts=3)]
+    gpu = prepare_gpu(replace(demo, module=wrapped), layout, CONFIG, memory)
+    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB)]
     assert wrapped.shapes == [(3, 99, 9)] and wrapped.steps == 1
     use, cache = gpu.plan.use, 9 * layout.page_bytes
     assert (use.weights, use.experts) == (100 * MIB, 7 * MIB)
@@ -92,18 +90,6 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO):
         log_memory(gpu.plan, 11 * MIB, 16, memory)
     assert "graphs 11.0 MiB" in caplog.text and f"{gpu.plan.pages} pages" in caplog.text
-
-
-@pytest.mark.parametrize(("takes_turns", "overlap", "graphs"), [(True, "auto", 5), (True, "off", 3), (False, "on", 3)])
-def test_there_is_memory_for_halves_where_a_model_takes_turns(
-    takes_turns: bool, overlap: str, graphs: int, demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 1, 2 and 3 rows, and two of these in halves."""
-    monkeypatch.setattr("ktqueue.workers.startup.gpu_memory._can_be_captured", lambda model, planner: True)
-    wrapped = Prepared(demo.module, lambda settings: setattr(wrapped, "takes_turns", takes_turns))
-    config = replace(CONFIG, two_batch_overlap=overlap)
-    gpu = prepare_gpu(replace(demo, module=wrapped), demo.kv_layout(16), config, MadeUpMemory())
-    assert gpu.plan.use.graphs // (16 * MIB) == graphs
 
 
 @pytest.mark.parametrize(
@@ -186,16 +172,12 @@ def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: boo
 @pytest.mark.parametrize(
     ("settings", "graphs"),
     [
-        ({}, 5),  # of 1, 2 and 3 rows, and two of them in halves
-        ({"two_batch_overlap": "on"}, 5),
-        ({"two_batch_overlap": "off"}, 3),
-        ({"deferred_experts": 1}, 3),
+        ({}, 3),  # of 1, 2 and 3 rows
         ({"gpu_expert_memory_bytes": 1 << 40}, 3),
         ({"cuda_graphs": False}, 0),
     ],
 )
 def test_graphs_before_loading_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
-    """Halves only where a loaded model takes turns: some experts are on the CPU, and none is deferred."""
     config = replace(CONFIG, device="cuda", **settings)
     plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.graphs // (16 * MIB) == graphs

@@ -1,7 +1,9 @@
-"""FetchedExperts: short steps bring a share of the experts that they use and the GPU has not, while the CPU computes
-the others.
+"""Fetching: short steps copy a share of their missing experts to the GPU over PCIe, while the CPU computes the rest.
 
-Long steps stream instead (streamer.py), whose staging memory this uses: no step does both, and they follow one another.
+Both read host memory at the same time, and together they reach a higher bandwidth. A step is captured before it is
+known which experts it will use, so kernels choose and copy them: `divide` after the router, `fetch` from pinned memory.
+Both have a Triton kernel for CUDA tensors and a plain torch twin for others. Long steps stream instead (streaming.py).
+The two use the same staging memory, which is safe because no step does both and steps follow one another.
 """
 
 from collections.abc import Sequence
@@ -9,115 +11,193 @@ from dataclasses import dataclass
 
 import torch
 
-from ktqueue.operators.gpu.copy_stream import CopyStream
-from ktqueue.operators.gpu.experts.fetched import divide, fetch, parts_of
+from ktqueue.operators.gpu.copy_stream import CopyStream, host_bytes
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
-from ktqueue.operators.gpu.experts.step import ExpertPlaces, Places, RoutedLayer
+from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer
+
+Ranges = Sequence[tuple[int, int]]
+"""(address, bytes) of the pieces of an expert in host memory, in the order of its record."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedShares:
-    """Of the absent experts that a step uses, the part that comes to it, from 0 to 1: `one` for a step of one token,
-    whose few experts can only be divided coarsely, `several` for all others."""
+    """The share of a step's missing experts that is fetched, from 0 to 1. `one`: in steps of one token, whose few
+    experts can only be divided coarsely; `several`: in all others."""
 
     one: float
     several: float
 
     def of(self, tokens: int) -> float:
-        """For a step of so many tokens."""
+        """The share for a step of `tokens` tokens."""
         return self.one if tokens == 1 else self.several
 
 
-class _Layer:
-    """How the experts of a layer lie in host memory. addresses: [experts, parts] int64; parts: [parts, 2] int64, start
-    and size in words; sizes: the same in bytes."""
+class _HostLayer:
+    """Where the experts of a layer are in host memory.
+
+    addresses: [experts, parts] int64, for kernels; parts: [parts, 2] int64, start and size in words of 8 bytes; sizes:
+    the same in bytes.
+    """
 
     def __init__(self, layer: RoutedLayer, copies: CopyStream) -> None:
-        ranges = [layer.packed.ranges(expert) for expert in range(layer.experts)]
-        self.sizes, addresses = parts_of(ranges[0], ranges)
-        seen = [[copies.device_address(one) for one in row] for row in addresses]
-        self.addresses = torch.tensor(seen, dtype=torch.int64, device=copies.device)
+        self.sizes, addresses = split_into_parts([layer.packed.ranges(expert) for expert in range(layer.experts)])
+        for_kernels = [[copies.device_address(address) for address in row] for row in addresses]
+        self.addresses = torch.tensor(for_kernels, dtype=torch.int64, device=copies.device)
         self.parts = torch.tensor(self.sizes, dtype=torch.int64, device=copies.device) // 8
 
 
-class Fetcher:
-    """For `layers` that `pool` holds in part, all of whose host memory is pinned. shares: what comes; to be set before
-    steps are captured."""
+class FetchedExperts(ExpertResidency):
+    """Where the experts are during short steps that fetch some of them.
 
-    def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
+    `layers` are in `pool` in part, and all of their host memory is pinned. resident: uses are counted where it counts
+    them. shares: how much is fetched. Set it before steps are captured.
+    """
+
+    def __init__(
+        self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream, resident: ExpertResidency
+    ) -> None:
         self.shares = FetchedShares(0.0, 0.0)
         self.memory = pool.memory
         self._layers = layers
         self._pool = pool
-        self._held = [_Layer(layer, copies) for layer in layers]
-        # One of each for all layers: a layer's are read before the next one's are written.
+        self.resident = resident
+        self._host_layers = [_HostLayer(layer, copies) for layer in layers]
+        # All layers share these: the current layer's are read before the next layer's are written.
         self._offsets = torch.full((pool.host.shape[1],), ABSENT, dtype=torch.int64, device=copies.device)
-        self._sources: dict[tuple[int, int], torch.Tensor] = {}  # by slots and parts
+        self._sources: dict[tuple[int, int], torch.Tensor] = {}  # by number of slots and parts
+        self._tokens = 0
 
-    def places(self, layer: int) -> Places:
-        """Where `choose` says that the experts of a layer are."""
+    def locations(self, layer: int) -> ExpertLocations:
+        """See ExpertResidency."""
         offsets = self._offsets[: self._layers[layer].experts]
-        return Places(offsets, offsets, chosen=False)
+        return ExpertLocations(offsets, offsets, fixed=False)
+
+    def use_counts(self, layer: int) -> torch.Tensor | None:
+        """See ExpertResidency."""
+        return self.resident.use_counts(layer)
 
     def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
-        """Take experts from the CPU: see divide."""
+        """See ExpertResidency and divide."""
+        self._tokens = len(ids)
         divide(
             ids,
             self._pool.offsets[layer, : self._layers[layer].experts],
-            self._held[layer].addresses,
+            self._host_layers[layer].addresses,
             self.shares.of(len(ids)),
             self._pool.staging_start,
             self._layers[layer].record.bytes,
-            offsets=self.places(layer).gate_up,
-            sources=self._to_come(layer, len(ids)),
+            offsets=self.locations(layer).gate_up,
+            sources=self._sources_of(layer, len(ids)),
             cpu_ids=cpu_ids,
         )
 
-    def fetch(self, layer: int, tokens: int) -> None:
-        """Let them come, for a step of so many tokens."""
-        held, record = self._held[layer], self._layers[layer].record.bytes
-        sources = self._to_come(layer, tokens)
-        fetch(sources, held.parts, held.sizes, self.memory, self._pool.staging_start, record)
+    def wait_for_arrival(self, layer: int) -> None:
+        """Copy the chosen experts on the current stream."""
+        host, record = self._host_layers[layer], self._layers[layer].record.bytes
+        sources = self._sources_of(layer, self._tokens)
+        fetch(sources, host.parts, host.sizes, self.memory, self._pool.staging_start, record)
 
-    def _to_come(self, layer: int, tokens: int) -> torch.Tensor:
-        """[slots, parts]: as many as can come at most."""
+    def _sources_of(self, layer: int, tokens: int) -> torch.Tensor:
+        """[slots, parts] int64: host addresses of what is fetched. Slots: the largest number that can be fetched."""
         absent = self._layers[layer].experts - self._pool.slots[layer]
         used = min(tokens * self._layers[layer].experts_per_token, absent)
         slots = max(1, min(absent, int(self.shares.of(tokens) * used)))
-        key = slots, len(self._held[layer].sizes)
+        key = slots, len(self._host_layers[layer].sizes)
         if key not in self._sources:
             self._sources[key] = torch.zeros(key, dtype=torch.int64, device=self.memory.device)
         return self._sources[key]
 
 
-class FetchedExperts:
-    """ExpertPlaces of the steps that fetch. `resident`: of those that do not."""
+def split_into_parts(experts: Sequence[Ranges]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Cut the records of a layer's experts at the same places, so that each part is contiguous in all of them.
 
-    def __init__(self, fetcher: Fetcher, resident: ExpertPlaces) -> None:
-        self.memory = fetcher.memory
-        self._fetcher = fetcher
-        self._resident = resident
-        self._tokens = 0
+    Returns the parts as (start, bytes) in a record, and for each expert the address of each part. Raises ValueError if
+    the experts differ in size.
+    """
+    starts = sorted({start for ranges in experts for start in _starts(ranges)})
+    size = sum(length for _, length in experts[0])
+    parts = [(start, end - start) for start, end in zip(starts, [*starts[1:], size], strict=True)]
+    addresses = []
+    for ranges in experts:
+        if sum(length for _, length in ranges) != size:
+            raise ValueError(f"experts of a layer have {size} bytes, not {sum(length for _, length in ranges)}")
+        addresses.append([_address_of(ranges, start) for start, _ in parts])
+    return parts, addresses
 
-    def places(self, layer: int) -> Places:
-        """See ExpertPlaces."""
-        return self._fetcher.places(layer)
 
-    def counts(self, layer: int) -> torch.Tensor | None:
-        """See ExpertPlaces."""
-        return self._resident.counts(layer)
+def divide(
+    ids: torch.Tensor,
+    resident: torch.Tensor,
+    addresses: torch.Tensor,
+    share: float,
+    area: int,
+    record: int,
+    *,
+    offsets: torch.Tensor,
+    sources: torch.Tensor,
+    cpu_ids: torch.Tensor,
+) -> None:
+    """Choose `share` (from 0 to 1) of the experts that are used and not resident, lowest numbers first. The number is
+    rounded down to whole experts.
 
-    def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
-        """See ExpertPlaces."""
-        self._tokens = len(ids)
-        self._fetcher.choose(layer, ids, cpu_ids)
+    ids: [tokens, k] int64, negative: none. resident: [experts] int64, offset of the expert's record, negative: absent.
+    addresses: [experts, parts] int64, in host memory. area: offset of the first fetched record; each has `record`
+    bytes. Outputs: offsets [experts] int64, as `resident` with the chosen experts added. sources [slots, parts] int64,
+    addresses to fetch from, 0: nothing; at most `slots` experts are chosen. cpu_ids [tokens, k] int64, as ids, with -1
+    where the GPU has or gets the expert.
+    """
+    if ids.is_cuda:
+        from ktqueue.operators.gpu.kernels import fetch as kernels
 
-    def arrive(self, layer: int) -> None:
-        """See ExpertPlaces."""
-        self._fetcher.fetch(layer, self._tokens)
+        kernels.divide(ids.contiguous(), resident, addresses, share, area, record, offsets, sources, cpu_ids)
+        return
+    used = torch.bincount(ids[ids >= 0], minlength=len(resident)) > 0
+    absent = torch.where(used & (resident < 0))[0]
+    chosen = absent[: min(int(share * len(absent)), len(sources))]
+    offsets.copy_(resident)
+    offsets[chosen] = area + record * torch.arange(len(chosen))
+    sources.zero_()
+    sources[: len(chosen)] = addresses[chosen]
+    cpu_ids.copy_(torch.where((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0), -1, ids))
 
-    def leave(self, layer: int) -> None:
-        """What comes next to their place comes behind them on the same stream."""
 
-    def settle(self, layer: int) -> None:
-        """It is as for every other layer."""
+def fetch(
+    sources: torch.Tensor,
+    parts: torch.Tensor,
+    sizes: Sequence[tuple[int, int]],
+    memory: torch.Tensor,
+    area: int,
+    record: int,
+) -> None:
+    """Copy the experts that `divide` has chosen to their offsets in `memory` [bytes] uint8.
+
+    sizes: (start, bytes) of the parts, multiples of 16. parts: the same in words of 8 bytes, [parts, 2] int64 on the
+    device of `memory`. The host memory must be pinned if `memory` is on a GPU.
+    """
+    if memory.is_cuda:
+        from ktqueue.operators.gpu.kernels import fetch as kernels
+
+        kernels.fetch(sources, parts, max(size for _, size in sizes), memory, area, record)
+        return
+    for slot, row in enumerate(sources.tolist()):
+        for address, (start, size) in zip(row, sizes, strict=True):
+            if address:
+                begin = area + slot * record + start
+                memory[begin : begin + size] = host_bytes(address, size)
+
+
+def _starts(ranges: Ranges) -> list[int]:
+    """Where each range begins in the record."""
+    starts, start = [], 0
+    for _, size in ranges:
+        starts.append(start)
+        start += size
+    return starts
+
+
+def _address_of(ranges: Ranges, offset: int) -> int:
+    """The address of byte `offset` of the record."""
+    for (address, size), begin in zip(ranges, _starts(ranges), strict=True):
+        if begin <= offset < begin + size:
+            return address + offset - begin
+    raise ValueError(f"a record ends before byte {offset}")

@@ -1,7 +1,7 @@
-"""ExpertPool: GPU memory that holds records of experts, and the tables that say where each expert is.
+"""ExpertPool: GPU memory for experts, and the tables that say where each expert is.
 
-Slots belong to a layer: an expert takes the place of another one of the same layer. Knows not which experts are worth
-a place.
+Each slot belongs to one layer, so an expert can only replace another expert of its layer. The pool does not decide
+which experts are worth a slot.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 
 from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, host_bytes
-from ktqueue.operators.gpu.experts.step import Places, RoutedLayer
+from ktqueue.operators.gpu.experts.step import ExpertLocations, RoutedLayer
 
 ABSENT = -1
 
 
 def slots_that_fit(layers: Sequence[RoutedLayer], budget: int) -> list[int]:
-    """How many experts of each layer fit into `budget` bytes when the layers take one in turn."""
+    """Number of experts of each layer that fit into `budget` bytes, if the layers take one expert in turn."""
     slots, left = [0] * len(layers), budget
     growing = list(enumerate(layers))
     while growing:
@@ -30,10 +30,11 @@ def slots_that_fit(layers: Sequence[RoutedLayer], budget: int) -> list[int]:
 
 
 class ExpertPool:
-    """memory: uint8 on the device: the slots of all layers, and then `staging` bytes for the streamer.
+    """The slots of all layers, and `staging` bytes behind them for experts that are copied for a single step.
 
-    offsets: [layers, experts] int64 on the device, where the steps find each expert's record, ABSENT: not there. `host`
-    is its mirror, ahead of it until `publish`. A layer with fewer experts than another has ABSENT for the rest.
+    memory: uint8 on the device. offsets: [layers, experts] int64 on the device, where each expert's record begins, or
+    ABSENT. host: the same table on the host; changes reach the device with `publish`. Layers with fewer experts than
+    others have ABSENT in the rest of their row.
     """
 
     def __init__(self, layers: Sequence[RoutedLayer], slots: Sequence[int], staging: int, copies: CopyStream) -> None:
@@ -43,7 +44,8 @@ class ExpertPool:
         sizes = [count * layer.record.bytes for count, layer in zip(slots, layers, strict=True)]
         starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         self.staging_start = int(starts[-1])
-        self.version = 0  # of `host`
+        self.version = 0
+        """Grows with each change of the tables."""
         self.memory = torch.empty(self.staging_start + staging, dtype=torch.uint8, device=copies.device)
         experts = max((layer.experts for layer in layers), default=0)
         self.host: npt.NDArray[np.int64] = np.full((len(layers), experts), ABSENT, np.int64)
@@ -59,10 +61,10 @@ class ExpertPool:
         """Bytes of device memory."""
         return self.memory.nbytes + self.offsets.nbytes
 
-    def places(self, layer: int, *, on_gpu: bool, on_cpu: bool) -> Places:
-        """Where the steps find the layer's experts; `on_gpu`, `on_cpu` as in Places."""
+    def locations(self, layer: int, *, on_gpu: bool, on_cpu: bool) -> ExpertLocations:
+        """Where steps find the layer's experts. `on_gpu`, `on_cpu`: see ExpertLocations."""
         row = self.offsets[layer, : self._layers[layer].experts]
-        return Places(row, row, on_gpu, on_cpu)
+        return ExpertLocations(row, row, on_gpu, on_cpu)
 
     def upload(self, layer: int, expert: int, offset: int) -> None:
         """Copy an expert's record to `offset` in `memory`, on the copy stream."""
@@ -73,6 +75,6 @@ class ExpertPool:
         self._copies.copy(copies)
 
     def publish(self) -> None:
-        """Let the steps that are launched from now on find the experts where `host` says."""
+        """Let steps that are launched from now on use the table in `host`."""
         self.offsets.copy_(self._copies.staged(torch.from_numpy(self.host)), non_blocking=True)
         self.version += 1

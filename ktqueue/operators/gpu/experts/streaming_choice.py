@@ -1,106 +1,180 @@
-"""StreamingChoice: which share of the absent experts a step streams. What steps took decides; costs say what to try.
+"""StreamingChoice: which share of the absent experts a long step streams.
 
-Steps are compared with those of like length: up to a power of two and more than half of it. The estimate for a share
-that was tried is what its steps took; for others what `costs` say, times a guess of how far off they are. The share of
-the least estimate is taken, so one is tried only while it promises more than all that are known, and nothing is tried
-any more once none does. Knows no tensor.
+Measured steps decide, and StreamingCosts says which share to try next. Steps are compared with others of similar
+length: those with the same power of two as upper bound. The estimate for a share that was tried is the time of its
+steps. For other shares it is the time that the costs predict, times a guess of how wrong they are. The share with the
+lowest estimate wins. So a share is tried only while it promises more than all known ones. Knows no tensor.
 """
 
 from dataclasses import dataclass, field, replace
 
-from ktqueue.operators.gpu.experts.streaming_costs import StreamingCosts
-
 LEVELS = 16
 SHARES = tuple(level / LEVELS for level in range(LEVELS + 1))
-CAUTION = 1.15  # a split between CPU and copies that was never tried must promise so much more: both disturb each other
-MOST_TRIED = 6  # shares for one length, before only those are taken that were tried
-BELIEVED = 2  # runs of a share: in the first, kernels are compiled and copies found
-NEWEST = 0.3  # weight of the newest step
-AGAIN, NEAR = 32, 1.25  # so many steps after its last one, a share is tried again that took up to so much more
+CAUTION = 1.15  # an untried split between CPU and copies must promise so much more: they slow each other down
+MAX_TRIED_SHARES = 6  # for one length; after that only tried shares are chosen
+TRUSTED_RUNS = 2  # of a share: the first run compiles kernels and prepares copies
+NEWEST_WEIGHT = 0.3  # of the newest step in what is learned
+RETRY_STEPS, RETRY_RATIO = 32, 1.25  # a share up to RATIO times slower than the best is tried again after STEPS steps
+FIXED_SECONDS = 2e-4  # a layer on the CPU with few experts: signals, threads that meet, an uneven choice
 
 
 @dataclass(slots=True)
-class _Tried:
-    """factor: what steps took beside what the first costs say, by which those of like length are compared; runs: their
-    number; last: the youngest."""
+class StreamingCosts:
+    """Predicts the time of a step that streams a share of the experts on this machine.
+
+    All times are seconds for one layer with routed experts. `copy` copies all experts that are not on the GPU, and
+    `cpu` computes them. `gpu` is the GPU's time before the experts: the CPU waits for it, copies do not. Streaming all
+    experts takes max(gpu, copy). Streaming none takes
+        gpu + FIXED_SECONDS + 2 * rows + alone * cpu
+    For a share in between, the CPU and the copies read the same memory at the same time:
+        max(rows + share * copy, gpu + FIXED_SECONDS + 2 * rows + (1 - share) * cpu)
+    where `rows` moves all tokens to the CPU, or its results back, over the bus that also carries the experts.
+
+    cpu_fixed, cpu_token: `cpu` is cpu_fixed + cpu_token * tokens while copies run. alone: the fraction of it that the
+    CPU needs without copies. row: `rows` is row * tokens. gpu_token: `gpu` is gpu_token * tokens; 0 before the first
+    step.
+    """
+
+    cpu_fixed: float
+    cpu_token: float
+    copy: float
+    row: float = 0.0
+    alone: float = 1.0
+    gpu_token: float = 0.0
+
+    def cpu(self, tokens: int) -> float:
+        """The CPU's time for all absent experts."""
+        return self.cpu_fixed + self.cpu_token * tokens
+
+    def gpu(self, tokens: int) -> float:
+        """The GPU's time before the experts."""
+        return self.gpu_token * tokens
+
+    def seconds(self, tokens: int, share: float) -> float:
+        """The time of a layer that streams `share` of its absent experts, from 0 to 1."""
+        gpu, rows = self.gpu(tokens), self.row * tokens
+        if share == 1:
+            return max(gpu, self.copy)
+        before = gpu + FIXED_SECONDS + 2 * rows
+        if share == 0:
+            return before + self.alone * self.cpu(tokens)
+        return max(rows + share * self.copy, before + (1 - share) * self.cpu(tokens))
+
+    def learn(self, tokens: int, share: float, *, cpu: float, copy: float, gpu: float) -> None:
+        """Learn from a step that streamed `share`. cpu, copy, gpu: measured seconds per layer, 0: not known. The GPU's
+        time contains the rows that come and go."""
+        if share < 1 and cpu > 0:
+            expected = (1 - share) * self.cpu(tokens) * (self.alone if share == 0 else 1)
+            factor = _limited(cpu / expected) ** NEWEST_WEIGHT if expected > 0 else 1.0
+            self.cpu_fixed *= factor
+            self.cpu_token *= factor
+        if share > 0 and copy > 0 and self.copy > 0:
+            self.copy *= _limited(copy / (share * self.copy)) ** NEWEST_WEIGHT
+        if gpu > 0:
+            without_rows = max(0.0, gpu - (2 * self.row * tokens if share < 1 else 0))
+            credible = min(without_rows, max(2 * self.gpu(tokens), self.cpu(tokens)))
+            self.gpu_token += NEWEST_WEIGHT * (credible / tokens - self.gpu_token)
+
+
+def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+    """(fixed, per token) of a line through two points (tokens, seconds). Neither is negative."""
+    per_token = max(0.0, (large[1] - small[1]) / max(1, large[0] - small[0]))
+    return max(0.0, small[1] - per_token * small[0]), per_token
+
+
+@dataclass(slots=True)
+class _TriedShare:
+    """factor: the time of its steps divided by the prediction of the initial costs, which makes steps of similar length
+    comparable. last_step: number of the latest step with this share."""
 
     factor: float
     runs: int = 0
-    last: int = 0
+    last_step: int = 0
 
 
 @dataclass(slots=True)
-class _Length:
-    """Steps of one length, and the shares that were tried in them."""
+class _LengthHistory:
+    """The steps of similar length, and the shares that were tried in them."""
 
     steps: int = 0
-    tried: dict[float, _Tried] = field(default_factory=dict)
+    tried: dict[float, _TriedShare] = field(default_factory=dict)
 
 
 class StreamingChoice:
-    """For a model of so many `layers` with routed experts. `always`: something is streamed in every step."""
+    """Chooses for a model with `layers` layers of routed experts. `always`: every step streams something."""
 
     def __init__(self, costs: StreamingCosts, layers: int, *, always: bool) -> None:
         self._costs = costs
-        self._first = replace(costs)  # `costs` learn, and what was measured must not move with them
+        self._initial_costs = replace(costs)  # `costs` learn, but old measurements must stay comparable
         self._layers = layers
         self._shares = SHARES[1:] if always else SHARES
-        self._lengths: dict[int, _Length] = {}
+        self._histories: dict[int, _LengthHistory] = {}
 
     def share(self, tokens: int) -> float:
-        """For a step of so many tokens, from 0 (nothing is streamed) to 1."""
-        length = self._length(tokens)
+        """The share for a step of `tokens` tokens, from 0 (nothing is streamed) to 1."""
+        history = self._history(tokens)
         shares = self._shares
-        if len(length.tried) >= MOST_TRIED:
-            shares = tuple(share for share in shares if share == 1 or share in length.tried)
-        estimates = {share: self._estimate(length, tokens, share) for share in shares}
-        best = min(reversed(shares), key=estimates.__getitem__)  # of equals the one that leaves the CPU alone most
-        near = [
+        if len(history.tried) >= MAX_TRIED_SHARES:
+            shares = tuple(share for share in shares if share == 1 or share in history.tried)
+        estimates = {share: self._estimate(history, tokens, share) for share in shares}
+        best = min(reversed(shares), key=estimates.__getitem__)  # of equals, the largest: it leaves the CPU most alone
+        to_retry = [
             share
-            for share, one in length.tried.items()
-            if length.steps - one.last >= AGAIN and estimates[share] <= NEAR * estimates[best]
+            for share, tried in history.tried.items()
+            if history.steps - tried.last_step >= RETRY_STEPS and estimates[share] <= RETRY_RATIO * estimates[best]
         ]
-        return min(near, key=lambda share: length.tried[share].last) if near else best
+        return min(to_retry, key=lambda share: history.tried[share].last_step) if to_retry else best
 
     def learn(self, tokens: int, share: float, seconds: float) -> None:
-        """Take in what a whole step took that streamed `share`."""
-        length = self._length(tokens)
-        length.steps += 1
-        factor = seconds / self._seconds(self._first, tokens, share)
-        one = length.tried.setdefault(share, _Tried(factor))
-        one.runs += 1
-        one.last = length.steps
-        if one.runs <= BELIEVED:
-            one.factor = min(one.factor, factor)
+        """Learn from the time of a whole step that streamed `share`."""
+        history = self._history(tokens)
+        history.steps += 1
+        factor = seconds / self._seconds(self._initial_costs, tokens, share)
+        tried = history.tried.setdefault(share, _TriedShare(factor))
+        tried.runs += 1
+        tried.last_step = history.steps
+        if tried.runs <= TRUSTED_RUNS:
+            tried.factor = min(tried.factor, factor)
         else:
-            one.factor += NEWEST * (min(factor, 2 * one.factor) - one.factor)
+            tried.factor += NEWEST_WEIGHT * (min(factor, 2 * tried.factor) - tried.factor)
 
-    def _length(self, tokens: int) -> _Length:
-        return self._lengths.setdefault((tokens - 1).bit_length(), _Length())
+    def _history(self, tokens: int) -> _LengthHistory:
+        return self._histories.setdefault((tokens - 1).bit_length(), _LengthHistory())
 
     def _seconds(self, costs: StreamingCosts, tokens: int, share: float) -> float:
         return max(1e-9, self._layers * costs.seconds(tokens, share))
 
-    def _estimate(self, length: _Length, tokens: int, share: float) -> float:
-        """A share with too few runs is still expected to be as good as was guessed, if its runs were not better."""
-        one = length.tried.get(share)
-        known = None if one is None else one.factor * self._seconds(self._first, tokens, share)
-        if one is not None and known is not None and one.runs >= BELIEVED:
-            return known
-        guess = self._guess(length, tokens, share) * self._seconds(self._costs, tokens, share)
-        return guess if known is None else min(guess, known)
+    def _estimate(self, history: _LengthHistory, tokens: int, share: float) -> float:
+        """Expected seconds of a step. A share with too few runs is still estimated as if untried, unless its runs were
+        better than that."""
+        tried = history.tried.get(share)
+        measured = None if tried is None else tried.factor * self._seconds(self._initial_costs, tokens, share)
+        if tried is not None and measured is not None and tried.runs >= TRUSTED_RUNS:
+            return measured
+        guess = self._error_guess(history, tokens, share) * self._seconds(self._costs, tokens, share)
+        return guess if measured is None else min(guess, measured)
 
-    def _guess(self, length: _Length, tokens: int, share: float) -> float:
-        """How far off the costs are. Streaming all or nothing: not. A split: as far as the nearest one that was tried,
-        or, before there is one, further than the better of the other two."""
+    def _error_guess(self, history: _LengthHistory, tokens: int, share: float) -> float:
+        """The factor by which the costs are probably wrong: 1 for streaming all or nothing.
+
+        For a split it is the factor of the nearest split that was tried. If there is none, it is CAUTION times the
+        better of the other two.
+        """
         if share in (0, 1):
             return 1.0
-        off = {
-            at: one.factor * self._seconds(self._first, tokens, at) / self._seconds(self._costs, tokens, at)
-            for at, one in length.tried.items()
-            if one.runs >= BELIEVED
+        errors = {
+            other: tried.factor
+            * self._seconds(self._initial_costs, tokens, other)
+            / self._seconds(self._costs, tokens, other)
+            for other, tried in history.tried.items()
+            if tried.runs >= TRUSTED_RUNS
         }
-        splits = [at for at in off if 0 < at < 1]
+        splits = [other for other in errors if 0 < other < 1]
         if splits:
-            return max(1.0, off[min(splits, key=lambda at: abs(at - share))])
-        return CAUTION * max(1.0, min(off.values(), default=1.0))
+            return max(1.0, errors[min(splits, key=lambda other: abs(other - share))])
+        return CAUTION * max(1.0, min(errors.values(), default=1.0))
+
+
+def _limited(ratio: float) -> float:
+    """The part of a change that a single step can prove: something else may have been slow, such as a compilation."""
+    return min(2.0, max(0.5, ratio))

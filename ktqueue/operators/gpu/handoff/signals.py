@@ -1,88 +1,80 @@
 """How a stream tells the hand-off's service that a task is ready, and learns that it is done.
 
-Three ways behind one protocol: words in pinned memory, host functions, and a plain call where there is no stream.
+There are three ways behind one protocol: words in pinned memory, host functions, and a plain call without a stream.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation
-from ktqueue.operators.native_handoff import DEFERS, HandoffService, SlotMemory
+from ktqueue.operators.native_handoff import HandoffMemory, HandoffService
 
 
 class Signals(Protocol):
-    """Both calls only enqueue, on the current stream, and may be captured in a graph."""
+    """Both calls only enqueue on the current stream, and a graph can capture them."""
 
-    def request(self, slot: int, word: int) -> None:
-        """The input of the slot is complete: run the task."""
+    def request(self, word: int) -> None:
+        """Ask for the task; its input is complete."""
 
-    def settle(self, slot: int, word: int) -> None:
-        """What is enqueued from here on finds the output of the task."""
+    def wait(self, word: int) -> None:
+        """Wait for the task: its output is complete for everything enqueued after this."""
 
 
-class Direct:
-    """Without a stream: a request is run at once, in the calling thread."""
+class DirectCalls:
+    """Runs a task in the calling thread as soon as it is requested. There is no stream."""
 
     def __init__(self, service: HandoffService) -> None:
         self._service = service
 
-    def request(self, slot: int, word: int) -> None:
+    def request(self, word: int) -> None:
         """Run the task."""
-        self._service.run(slot, word)
+        self._service.run(word)
 
-    def settle(self, slot: int, word: int) -> None:
-        """It is done already."""
+    def wait(self, word: int) -> None:
+        """Do nothing: the task is done."""
 
 
-class Flags:
-    """The GPU itself writes the request word and waits for the done word: one node each."""
+class WordSignals:
+    """The GPU itself writes the request word and waits for the done word, each as one node of the graph."""
 
-    def __init__(self, slots: Sequence[SlotMemory], driver: Driver, device: torch.device) -> None:
+    def __init__(self, memory: HandoffMemory, driver: Driver, device: torch.device) -> None:
         self._driver = driver
         self._device = device
-        self._words = [
-            (driver.device_address(one.request.data_ptr()), driver.device_address(one.done.data_ptr())) for one in slots
-        ]
+        self._request, self._done = (driver.device_address(w.data_ptr()) for w in (memory.request, memory.done))
 
-    def request(self, slot: int, word: int) -> None:
-        """G2 and G3 of csrc/handoff/handoff.h."""
-        request, done = self._words[slot]
-        self._enqueue(MemoryOperation("write", done, 0), MemoryOperation("write", request, word))
+    def request(self, word: int) -> None:
+        """Steps G2 and G3 of csrc/handoff/handoff.h."""
+        self._enqueue(MemoryOperation("write", self._done, 0), MemoryOperation("write", self._request, word))
 
-    def settle(self, slot: int, word: int) -> None:
-        """G4 of csrc/handoff/handoff.h."""
-        self._enqueue(MemoryOperation("wait", self._words[slot][1], word))
+    def wait(self, word: int) -> None:
+        """Step G4 of csrc/handoff/handoff.h."""
+        self._enqueue(MemoryOperation("wait", self._done, word))
 
     def _enqueue(self, *operations: MemoryOperation) -> None:
         self._driver.memory_operations(torch.cuda.current_stream(self._device).cuda_stream, operations)
 
 
-class HostFunctions:
-    """CUDA's own thread runs the task, on a stream beside the current one, which goes on meanwhile. Tasks of all slots
-    share that stream, so that they run in the order of their requests, each behind what the one before has deferred.
+class HostFunctionSignals:
+    """A thread of CUDA runs the task on a second stream, while the current stream continues.
 
-    A task that hangs there hangs the process's CUDA with it: nothing can answer in its place.
+    A task that hangs there blocks all of the process's CUDA work: nothing can answer in its place.
     """
 
-    def __init__(self, service: HandoffService, slots: int, driver: Driver, device: torch.device) -> None:
+    def __init__(self, service: HandoffService, driver: Driver, device: torch.device) -> None:
         self._service = service
         self._driver = driver
         self._device = device
-        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ended: list[torch.cuda.Event | None] = [None] * slots
+        self._task_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ended: torch.cuda.Event | None = None
 
-    def request(self, slot: int, word: int) -> None:
-        """Fork: the stream beside takes over once the input is there. What the task defers runs behind its end."""
-        self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        self._driver.launch_host_function(self._beside.cuda_stream, *self._service.host_task(slot, word))
-        self._ended[slot] = self._beside.record_event()
-        if word & DEFERS:
-            self._driver.launch_host_function(self._beside.cuda_stream, *self._service.rest_task())
+    def request(self, word: int) -> None:
+        """Fork: the task stream runs the task once the input is complete."""
+        self._task_stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._driver.launch_host_function(self._task_stream.cuda_stream, *self._service.host_task(word))
+        self._ended = self._task_stream.record_event()
 
-    def settle(self, slot: int, word: int) -> None:
+    def wait(self, word: int) -> None:
         """Join."""
-        ended = self._ended[slot]
-        assert ended is not None
-        torch.cuda.current_stream(self._device).wait_event(ended)
+        assert self._ended is not None
+        torch.cuda.current_stream(self._device).wait_event(self._ended)

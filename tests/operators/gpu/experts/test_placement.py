@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.copy_stream import CopyStream, Mark
-from ktqueue.operators.gpu.experts import placement as module
-from ktqueue.operators.gpu.experts.placement import READ_EVERY, Placement
+from ktqueue.operators.gpu.experts.placement import HALF_LIFE_TOKENS, READ_EVERY_STEPS, Placement
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool, slots_that_fit
 
 RECORD = 64  # bytes
@@ -53,7 +52,7 @@ def parts() -> tuple[ExpertPool, Placement, LateCopies]:
 
 def read(placement: Placement) -> None:
     """As many steps as it takes until counts have been looked at, and what was sent has come."""
-    for _ in range(READ_EVERY + 1):
+    for _ in range(READ_EVERY_STEPS + 1):
         placement.after_step()
 
 
@@ -110,18 +109,18 @@ def test_little_more_use_moves_nothing(parts):
 
 def test_old_uses_are_forgotten(parts):
     pool, placement, _ = parts
-    placement.counts[0, :2] = 20 * module.HALF_LIFE
+    placement.counts[0, :2] = 20 * HALF_LIFE_TOKENS
     read(placement)
     for _ in range(6):
-        placement.counts[0, 3] += 2 * module.HALF_LIFE
+        placement.counts[0, 3] += 2 * HALF_LIFE_TOKENS
         read(placement)
     placement.after_step()
     assert 3 in holds(pool, 0)  # though it was used less in all
 
 
-def test_moves_of_one_time_are_limited(parts, monkeypatch):
-    pool, placement, _ = parts
-    monkeypatch.setattr(module, "MOST_BYTES", 2 * RECORD)
+def test_moves_of_one_time_are_limited(parts):
+    pool, _, copies = parts
+    placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=2 * RECORD)
     placement.counts[:, 4:6] = torch.tensor([[300, 200], [400, 100]])
     read(placement)
     placement.after_step()

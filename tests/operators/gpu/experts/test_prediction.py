@@ -73,7 +73,7 @@ def test_names_no_expert_that_the_gpu_has(make_decoder, predicted):
 
 def test_leaves_out_what_comes_to_the_gpu(make_decoder, predicted):
     model = make_model("qwen3_moe", num_hidden_layers=2)
-    decode(make_decoder(model, expert_streaming="auto", fetched_share=0.5))
+    decode(make_decoder(model, expert_streaming="auto", fetched_shares=(0.5, 0.5)))
     expected = guesses(model)
     used = expected.unique()
     expected[torch.isin(expected, used[: len(used) // 2])] = -1  # the lowest numbers: see divide

@@ -5,8 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from ktqueue.operators.gpu.experts.streaming_choice import AGAIN, MOST_TRIED, SHARES, StreamingChoice
-from ktqueue.operators.gpu.experts.streaming_costs import StreamingCosts
+from ktqueue.operators.gpu.experts.streaming_choice import (
+    FIXED_SECONDS,
+    MAX_TRIED_SHARES,
+    RETRY_STEPS,
+    SHARES,
+    StreamingChoice,
+    StreamingCosts,
+    fit_line,
+)
 
 LAYERS = 48
 Machine = Callable[[int, float], float]
@@ -59,9 +66,9 @@ def test_stays_with_the_best_after_a_few_steps(differs, tokens):
     taken = [machine(tokens, share) for share in run(choice, machine, tokens, 80)]
     every = {share: machine(tokens, share) for share in SHARES}
     best, ends = min(every.values()), min(every[0], every[1])
-    settled = sorted(taken[2 * MOST_TRIED :])
+    settled = sorted(taken[2 * MAX_TRIED_SHARES :])
     assert settled[len(settled) // 2] <= min(1.12 * best, 1.001 * ends)
-    assert sum(seconds > 1.05 * ends for seconds in taken[2 * MOST_TRIED :]) <= 4  # tried again now and then
+    assert sum(seconds > 1.05 * ends for seconds in taken[2 * MAX_TRIED_SHARES :]) <= 4  # tried again now and then
 
 
 def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on():
@@ -119,5 +126,60 @@ def test_another_share_is_tried_again_when_it_is_near():
             choice.learn(2048, shares[-1], split_takes if shares[-1] == split else 0.33)
         return shares
 
-    assert taken(0.36, 2 * AGAIN).count(split) == 2
-    assert taken(0.2, 3 * AGAIN)[-AGAIN // 2 :] == [split] * (AGAIN // 2)  # it has become faster
+    assert taken(0.36, 2 * RETRY_STEPS).count(split) == 2
+    assert taken(0.2, 3 * RETRY_STEPS)[-RETRY_STEPS // 2 :] == [split] * (RETRY_STEPS // 2)  # it has become faster
+
+
+def slow_machine_costs(**changes: float) -> StreamingCosts:
+    return StreamingCosts(**{"cpu_fixed": 0.002, "cpu_token": 1e-5, "copy": 0.008, **changes})
+
+
+def test_streaming_everything_takes_what_the_copies_take_or_the_gpu():
+    assert slow_machine_costs(row=1e-7).seconds(8192, 1) == 0.008
+    assert slow_machine_costs(gpu_token=1e-6).seconds(16384, 1) == pytest.approx(0.016384)
+
+
+def test_nothing_is_streamed_by_the_cpu_alone():
+    one = slow_machine_costs(alone=0.5, row=1e-7, gpu_token=1e-6)
+    assert one.seconds(1000, 0) == pytest.approx(0.001 + FIXED_SECONDS + 2e-4 + 0.006)
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(0.875, 0.0001 + 0.007), (0.25, 0.001 + FIXED_SECONDS + 2e-4 + 0.009)])
+def test_a_split_ends_with_the_slower_side(share, seconds):
+    """Rows that come back share the bus with the experts; the CPU waits for the GPU's first part and for the rows."""
+    assert slow_machine_costs(row=1e-7, gpu_token=1e-6).seconds(1000, share) == pytest.approx(seconds)
+
+
+def test_learns_what_a_machine_really_does():
+    one, real = (
+        slow_machine_costs(row=1e-7),
+        slow_machine_costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6),
+    )
+    for _ in range(60):
+        gpu = real.gpu(512) + 2 * 512e-7  # with the rows
+        one.learn(512, 0.5, cpu=0.5 * real.cpu(512), copy=0.5 * real.copy, gpu=gpu)
+    assert one.cpu(512) == pytest.approx(real.cpu(512), rel=0.01)
+    assert one.copy == pytest.approx(real.copy, rel=0.01)
+    assert one.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
+
+
+def test_what_the_cpu_takes_alone_is_not_what_it_takes_beside_copies():
+    one = slow_machine_costs(alone=0.5)
+    one.learn(512, 0, cpu=0.5 * one.cpu(512), copy=0.0, gpu=0.0)
+    assert one.cpu(512) == pytest.approx(slow_machine_costs().cpu(512))
+
+
+def test_one_slow_step_is_forgotten():
+    one = slow_machine_costs()
+    one.learn(512, 0.5, cpu=1.0, copy=0.004, gpu=5.0)
+    assert one.cpu(512) < 1.3 * slow_machine_costs().cpu(512)
+    for _ in range(20):
+        one.learn(512, 0.5, cpu=0.5 * slow_machine_costs().cpu(512), copy=0.004, gpu=1e-5)
+    assert one.seconds(512, 0.5) == pytest.approx(slow_machine_costs().seconds(512, 0.5), rel=0.05)
+
+
+def test_a_line_through_two_points():
+    assert fit_line((10, 3.0), (20, 4.0)) == (pytest.approx(2.0), pytest.approx(0.1))
+    assert fit_line((10, 1.0), (110, 101.0)) == (0.0, 1.0)
+    assert fit_line((10, 3.0), (20, 2.0)) == (3.0, 0.0)
+    assert fit_line((4, 3.0), (4, 3.0)) == (3.0, 0.0)

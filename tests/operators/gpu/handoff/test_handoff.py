@@ -8,7 +8,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.driver import MemoryOperation
 from ktqueue.operators.gpu.handoff.handoff import Handoff, _allocate
-from ktqueue.operators.gpu.handoff.signals import Direct, Flags
+from ktqueue.operators.gpu.handoff.signals import DirectCalls, WordSignals
 from ktqueue.operators.native_handoff import HandoffService, request_word
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
@@ -41,19 +41,19 @@ def forward(layer: native.ExpertLayer, x, ids, weights) -> torch.Tensor:
     return out
 
 
-def submit(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0, **word: bool) -> torch.Tensor:
+def submit(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
     """Put the rows where the CPU reads them and request the task; where its result, [tokens, hidden], will be."""
-    buffers = handoff.buffers(len(x), slot=slot)
+    buffers = handoff.buffers(len(x))
     for target, source in zip(buffers[:3], (x, ids, weights), strict=True):
         target.copy_(source)
-    handoff.request(layer, len(x), slot=slot, **word)
+    handoff.request(layer, len(x))
     return buffers.result
 
 
-def run(handoff: Handoff, layer: int, x, ids, weights, *, slot: int = 0, **word: bool) -> torch.Tensor:
+def run(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
     """The result of a task from its beginning to its end."""
-    result = submit(handoff, layer, x, ids, weights, slot=slot, **word)
-    handoff.settle(layer, len(x), slot=slot)
+    result = submit(handoff, layer, x, ids, weights)
+    handoff.wait(layer, len(x))
     return result.clone()
 
 
@@ -69,16 +69,6 @@ def test_direct_equals_the_layer(layers, dtype):
     handoff.check()
     assert handoff.statistics.tasks == 6
     handoff.close()
-
-
-def test_two_slots(layers):
-    handoff = Handoff(HIDDEN, K, MOST, "cpu", method="direct")
-    numbers = [handoff.add_layer(layer) for layer in layers]
-    given = [inputs(3, 1), inputs(5, 2)]
-    results = [submit(handoff, numbers[slot], *given[slot], slot=slot) for slot in (0, 1)]
-    for slot in (1, 0):
-        handoff.settle(numbers[slot], len(results[slot]), slot=slot)
-        assert torch.equal(results[slot], forward(layers[slot], *given[slot]))
 
 
 def test_errors_reach_check(layers):
@@ -97,21 +87,20 @@ def test_refuses_what_does_not_fit(layers):
     for tokens in (0, MOST + 1):
         with pytest.raises(ValueError, match=f"tokens must be from 1 to {MOST}, got {tokens}"):
             handoff.buffers(tokens)
-    with pytest.raises(RuntimeError, match="slot 1 has no task of layer 0 with 2 tokens"):
-        handoff.settle(number, 2, slot=1)
+    with pytest.raises(RuntimeError, match="no task of layer 0 with 2 tokens"):
+        handoff.wait(number, 2)
     submit(handoff, number, *inputs(2))
     for layer, tokens in ((number, 1), (number + 1, 2)):
-        with pytest.raises(RuntimeError, match=f"slot 0 has no task of layer {layer} with {tokens} tokens"):
-            handoff.settle(layer, tokens)
-    with pytest.raises(RuntimeError, match="the last task of slot 0 was not waited for"):
+        with pytest.raises(RuntimeError, match=f"no task of layer {layer} with {tokens} tokens"):
+            handoff.wait(layer, tokens)
+    with pytest.raises(RuntimeError, match="the last task was not waited for"):
         handoff.request(number, 2)
-    handoff.settle(number, 2)
-    with pytest.raises(RuntimeError, match="slot 0 has no task of layer 0 with 2 tokens"):
-        handoff.settle(number, 2)
+    handoff.wait(number, 2)
+    with pytest.raises(RuntimeError, match="no task of layer 0 with 2 tokens"):
+        handoff.wait(number, 2)
     for options, message in [
         ({"method": "flags"}, "method 'flags' does not go with tensors on cpu"),
         ({"method": "best"}, "method must be one of auto, flags, host_functions, direct, got 'best'"),
-        ({"slots": 0}, "must be positive"),
     ]:
         with pytest.raises(ValueError, match=message):
             Handoff(HIDDEN, K, MOST, "cpu", **options)
@@ -123,7 +112,7 @@ class Stream:
     """Runs memory operations as a stream does: one after the other, and a wait takes as long as it takes."""
 
     def __init__(self, memory) -> None:
-        self.words = {word.data_ptr(): word for one in memory for word in (one.request, one.done)}
+        self.words = {word.data_ptr(): word for word in (memory.request, memory.done)}
         self.nodes = 0
 
     def device_address(self, address: int) -> int:
@@ -145,14 +134,14 @@ class Stream:
 
 @pytest.fixture
 def flags(monkeypatch):
-    """(hand-off whose stream is played by Python, the stream). A task that defers defers one expert."""
+    """(hand-off whose stream is played by Python, the stream)."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Handle", (), {"cuda_stream": 5}))
     handoff = Handoff(HIDDEN, K, MOST, "cpu")
-    memory = _allocate(HIDDEN, K, MOST, 2, pinned=False)
-    handoff._service = HandoffService(HIDDEN, K, MOST, memory, serve=True, deferred_experts=1)
+    memory = _allocate(HIDDEN, K, MOST, pinned=False)
+    handoff._service = HandoffService(HIDDEN, K, MOST, memory, serve=True)
     handoff._memory = memory
     stream = Stream(memory)
-    handoff._signals = Flags(memory, stream, torch.device("cpu"))
+    handoff._signals = WordSignals(memory, stream, torch.device("cpu"))
     yield handoff, stream
     handoff.close()
 
@@ -163,7 +152,7 @@ def test_flags_serve_step_after_step(flags, layers):
     for step in range(20):
         for number, layer in zip(numbers, layers, strict=True):
             given = inputs(1 + step % 3, step)
-            assert torch.equal(run(handoff, number, *given, slot=step % 2), forward(layer, *given))
+            assert torch.equal(run(handoff, number, *given), forward(layer, *given))
     assert stream.nodes == 2 * 40, "one for each of the two signals"
     handoff.check()
     assert handoff.statistics.tasks == 40
@@ -176,23 +165,6 @@ def test_flags_with_the_same_word_each_time(flags, layers):
     for step in range(30):
         given = inputs(MOST, step)
         assert torch.equal(run(handoff, number, *given), forward(layers[0], *given))
-
-
-def test_what_a_task_defers_comes_with_the_next(flags, layers):
-    handoff, stream = flags
-    numbers = [handoff.add_layer(layer) for layer in layers]
-    for step in range(20):
-        before = torch.zeros(1 + step % 3, HIDDEN)
-        for index in range(4):
-            x, ids, weights = inputs(len(before), 10 * step + index)
-            layer, slot, last = layers[index % 2], index % 2, index == 3
-            result = submit(handoff, numbers[index % 2], x, ids, weights, slot=slot, defers=not last, adds=index > 0)
-            handoff.settle(numbers[index % 2], len(x), slot=slot)
-            at_once = ids.clone() if last else ids.masked_fill(torch.arange(K) == K - 1, -1)
-            torch.testing.assert_close(result, forward(layer, x, at_once, weights) + before)
-            before = forward(layer, x, ids.masked_fill(torch.arange(K) < K - 1, -1), weights)
-    assert stream.nodes == 2 * 80, "one for each of the two signals, whatever is deferred"
-    handoff.check()
 
 
 def test_a_task_that_nobody_waited_for_is_waited_for_by_the_next(flags, layers):
@@ -210,31 +182,13 @@ def test_buffers_wait_for_a_task_that_was_abandoned(flags, layers):
     handoff, stream = flags
     number = handoff.add_layer(layers[0])
     submit(handoff, number, *inputs(MOST, 1))
-    with pytest.raises(RuntimeError, match="the last task of slot 0 was not waited for"):
+    with pytest.raises(RuntimeError, match="the last task was not waited for"):
         handoff.request(number, 2)
     assert stream.nodes == 1
     handoff.buffers(2)
     assert stream.nodes == 2 and handoff.statistics.tasks == 1
-    with pytest.raises(RuntimeError, match="slot 0 has no task of layer 0 with 2 tokens"):
-        handoff.settle(number, 2)
-
-
-def test_a_step_does_not_overtake_what_one_before_has_left(flags, layers):
-    """The service looks at slot 0 first: a task that was left in slot 1 would come between two of the new step."""
-    handoff, stream = flags
-    number = handoff.add_layer(layers[0])
-    x, ids, weights = inputs(2, 1)
-    run(handoff, number, x, ids, weights, defers=True)
-    submit(handoff, number, *inputs(2, 2), slot=1, defers=True, adds=True)  # and there an exception
-    assert stream.nodes == 3
-    handoff.begin()
-    assert stream.nodes == 4 and handoff.statistics.tasks == 2
-    run(handoff, number, x, ids, weights, defers=True)
-    found = submit(handoff, number, x, ids, weights, slot=1, adds=True)
-    handoff.settle(number, 2, slot=1)
-    late = forward(layers[0], x, ids.masked_fill(torch.arange(K) < K - 1, -1), weights)
-    torch.testing.assert_close(found, forward(layers[0], x, ids, weights) + late)
-    handoff.check()
+    with pytest.raises(RuntimeError, match="no task of layer 0 with 2 tokens"):
+        handoff.wait(number, 2)
 
 
 def test_captures_that_fail_leave_nothing_to_wait_for(flags, layers, monkeypatch):
@@ -243,14 +197,14 @@ def test_captures_that_fail_leave_nothing_to_wait_for(flags, layers, monkeypatch
     given = inputs(2)
     handoff._device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    handoff._signals = Direct(handoff._service)  # what is captured does not reach the service's words
+    handoff._signals = DirectCalls(handoff._service)  # what is captured does not reach the service's words
     submit(handoff, number, *given)
     with pytest.raises(RuntimeError, match="was not waited for, and now a graph is being captured"):
         handoff.buffers(2)
     handoff.check()
     submit(handoff, number, *given)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    handoff._signals = Flags(handoff._memory, stream, torch.device("cpu"))
+    handoff._signals = WordSignals(handoff._memory, stream, torch.device("cpu"))
     assert torch.equal(run(handoff, number, *given), forward(layers[0], *given))
     assert stream.nodes == 2
 
@@ -261,7 +215,7 @@ def test_buffers_are_the_memory_that_the_service_reads_and_writes():
     assert [list(one.shape) for one in buffers] == [[3, 4], [3, 2], [3, 2], [3, 4], [3, 2]]
     for target in buffers:
         target.copy_(torch.arange(target.numel()).view_as(target))
-    memory, out = handoff._memory[0][:2]
+    memory, out = handoff._memory[:2]
     assert memory[:48].view(torch.int64).tolist() == [*range(6)]
     assert memory[48:72].view(torch.float32).tolist() == [*range(6)]
     assert memory[128:176].view(torch.float32).tolist() == [*range(12)]
@@ -271,12 +225,12 @@ def test_buffers_are_the_memory_that_the_service_reads_and_writes():
     handoff.close()
 
 
-def test_a_slot_holds_its_most_tokens():
+def test_the_memory_holds_a_task_of_the_most_tokens():
     assert request_word(47, 1) == 1 << 13 | 48
     assert request_word(0, 1, predicts=True) == 1 << 13 | 1 << 12 | 1
     for hidden, k, most in ((7, 1, 1), (96, 2, 9), (33, 5, 3)):
-        (memory,) = _allocate(hidden, k, most, 1, pinned=False)
-        service = HandoffService(hidden, k, most, [memory], serve=False)
+        memory = _allocate(hidden, k, most, pinned=False)
+        service = HandoffService(hidden, k, most, memory, serve=False)
         assert service.x_offset(most) + 4 * most * hidden <= service.predicted_offset(most)
         assert service.predicted_offset(most) + 8 * most * k <= memory.input.nbytes
         assert service.x_offset(most) >= 12 * most * k

@@ -1,26 +1,23 @@
-"""What a hand-off is said to take of the host's memory is what it takes."""
+"""The host memory that a hand-off announces is what it takes."""
 
 import pytest
 
-from ktqueue.operators.gpu.handoff.handoff import Handoff
-from ktqueue.operators.gpu.handoff.memory import SLOTS, input_bytes, output_bytes, pinned_bytes, word_bytes
+from ktqueue.operators.gpu.handoff.handoff import Handoff, pinned_bytes
 
 
 @pytest.mark.parametrize("shape", [(32, 2, 5), (96, 3, 7), (4, 1, 1), (160, 5, 13)])
-def test_slots_have_what_is_said(shape: tuple[int, int, int]) -> None:
-    """And a task of the most tokens has room for all its parts, wherever they begin."""
-    hidden, _, most = shape
+def test_a_task_of_the_most_tokens_fits(shape: tuple[int, int, int]) -> None:
+    """Wherever its parts begin. The announced size is the next power of two for each block."""
+    hidden, experts_per_token, max_tokens = shape
     handoff = Handoff(*shape, "cpu")
-    for slot in range(SLOTS):
-        task = handoff.buffers(most, slot=slot)
-        assert task.x.untyped_storage().nbytes() == input_bytes(*shape)
-        assert task.result.untyped_storage().nbytes() == output_bytes(hidden, most)
-        assert task.predicted.shape == task.cpu_ids.shape == (most, shape[1])
+    task = handoff.buffers(max_tokens)
+    blocks = [512, task.x.untyped_storage().nbytes(), task.result.untyped_storage().nbytes()]
+    assert task.result.untyped_storage().nbytes() == 4 * max_tokens * hidden
+    assert task.predicted.shape == task.cpu_ids.shape == (max_tokens, experts_per_token)
+    assert pinned_bytes(*shape) == sum(1 << (size - 1).bit_length() for size in blocks)
     handoff.close()
 
 
 def test_memory_is_pinned_in_powers_of_two() -> None:
     mib = 1 << 20
-    assert output_bytes(2048, 8192) == 64 * mib < input_bytes(2048, 8, 8192) <= 128 * mib
-    assert word_bytes(SLOTS) == 640
-    assert pinned_bytes(2048, 8, 8192) == 2 * (128 + 64) * mib + 1024
+    assert pinned_bytes(2048, 8, 8192) == (128 + 64) * mib + 512

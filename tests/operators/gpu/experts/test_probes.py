@@ -2,7 +2,7 @@
 
 import pytest
 
-from ktqueue.operators.gpu.experts.fetch_probe import fastest
+from ktqueue.operators.gpu.experts.probes import fastest
 
 
 @pytest.mark.parametrize(

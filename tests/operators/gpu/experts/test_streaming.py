@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
-from ktqueue.operators.gpu.experts.streaming_costs import StreamingCosts
-from ktqueue.operators.gpu.experts.streaming_steps import StreamingSteps
+from ktqueue.operators.gpu.experts.streaming import StreamingSteps
+from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice, StreamingCosts
 
 RESIDENT: Any = object()
 
@@ -57,7 +56,7 @@ def steps(parts: Any) -> StreamingSteps:
 
 
 def test_long_steps_stream_what_the_choice_says(parts, steps):
-    assert [steps.takes(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
+    assert [steps.is_long(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
     assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
     assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
     assert isinstance(steps.begin(RESIDENT, 1000, 64), Step)
@@ -67,7 +66,7 @@ def test_long_steps_stream_what_the_choice_says(parts, steps):
 
 def test_the_choice_learns_what_long_steps_took_but_the_first(parts, steps):
     for tokens in (1000, 1000, 63, 64):
-        if steps.takes(tokens):
+        if steps.is_long(tokens):
             steps.begin(RESIDENT, tokens, 1)
         parts.now += 0.25
         steps.after_step()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.experts import fetched
+from ktqueue.operators.gpu.experts import fetching
 
 AREA, RECORD = 640, 192
 
@@ -38,7 +38,7 @@ def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[
 
 
 def divide(given: dict[str, Any], share: float) -> dict[str, Any]:
-    fetched.divide(
+    fetching.divide(
         given["ids"], given["resident"], given["addresses"], share, AREA, RECORD,
         offsets=given["offsets"], sources=given["sources"], cpu_ids=given["cpu_ids"],
     )  # fmt: skip
@@ -91,7 +91,7 @@ def test_what_is_chosen_arrives(kernels, by_kernel):
     if by_kernel:
         kernels.fetch(sources, parts, 16_448, memory, AREA, record)
     else:
-        fetched.fetch(sources, parts, sizes, memory, AREA, record)
+        fetching.fetch(sources, parts, sizes, memory, AREA, record)
     shift = begin - host.data_ptr()
     expected = torch.zeros_like(memory)
     for slot, row in ((0, (32, 17_000 // 16 * 16)), (2, (64, 24_000))):
@@ -103,9 +103,9 @@ def test_what_is_chosen_arrives(kernels, by_kernel):
 
 def test_parts_are_what_all_experts_have_in_common():
     apart, touching = [(1000, 64), (5000, 128)], [(2000, 192)]
-    parts, addresses = fetched.parts_of(apart, [apart, touching])
+    parts, addresses = fetching.split_into_parts([apart, touching])
     assert parts == [(0, 64), (64, 128)]
     assert addresses == [[1000, 5000], [2000, 2064]]
-    assert fetched.parts_of(touching, [touching])[0] == [(0, 192)]
+    assert fetching.split_into_parts([touching])[0] == [(0, 192)]
     with pytest.raises(ValueError, match="have 192 bytes, not 64"):
-        fetched.parts_of(apart, [apart, [(3000, 64)]])
+        fetching.split_into_parts([apart, [(3000, 64)]])
