@@ -2,8 +2,7 @@
 
 Experts on the CPU: rows that decode together, and prompts alone; beside each figure what the CPU's experts read a
 second, and what a probe of the memory reads in the same minute. Then decode without and with prefetched experts, in
-turns; in halves that take turns with the CPU; with some experts of each token deferred; with some of the experts in GPU
-memory, and with all. The model is loaded once.
+turns; with some of the experts in GPU memory, and with all. The model is loaded once.
 """
 
 import argparse
@@ -39,19 +38,15 @@ def decode(built: Built, rows: int, rounds: int, prompt_tokens: int = PROMPT_TOK
     """The best of some rounds, and what the CPU's experts did in all of them."""
     engine, decoder = built.engine, decoder_of(built)
     before = decoder.handoff_statistics
-    vocabulary, steps = built.tokenizer.size, engine.stats()
+    vocabulary = built.tokenizer.size
     taken = [
         measure_decode(engine, prompts(rows, prompt_tokens, vocabulary, seed=again), OUTPUT_TOKENS)
         for again in range(rounds)
     ]
     best = max(taken, key=lambda one: one.tokens_per_second)
-    replayed, overlapped = (
-        getattr(engine.stats(), name) - getattr(steps, name) for name in ("replayed_steps", "overlapped_steps")
-    )
     figure = {
         "rows": rows,
         "prompt_tokens": prompt_tokens,
-        "overlapped": overlapped / replayed,
         "tokens_per_second": best.tokens_per_second,
         "step_ms": 1e3 * best.step,
         "fastest_step_ms": 1e3 * best.fastest_step,
@@ -90,26 +85,19 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,32,64", help="rows that decode at once")
     parser.add_argument("--prefill", default="512,2048,8192", help="tokens of prompts that are read alone")
     parser.add_argument("--memory", default="4,8", help="GiB of GPU memory for experts: points of the curve")
-    parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve, and with deferred experts")
-    parser.add_argument("--deferred", default="2", help="experts of each token that are deferred")
+    parser.add_argument("--curve-rows", default="1,4,16", help="rows of the curve")
     parser.add_argument("--prefetch-turns", type=int, default=2, help="without and with expert prefetch, so many times")
-    parser.add_argument("--overlap", default="off,on,auto", help="whether halves of a step take turns, one by one")
-    parser.add_argument("--overlap-rows", default="2,4", help="rows of such steps")
-    parser.add_argument("--overlap-prompts", default="128,16384", help="tokens of their prompts")
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
-    rows, lengths, gigabytes, curve_rows, deferred, overlap_rows, overlap_prompts = (
+    rows, lengths, gigabytes, curve_rows = (
         [int(one) for one in text.split(",") if one]
         for text in (
             given.rows,
             given.prefill,
             given.memory,
             given.curve_rows,
-            given.deferred,
-            given.overlap_rows,
-            given.overlap_prompts,
         )
     )
     config = EngineConfig(
@@ -141,16 +129,10 @@ def main() -> None:
         for on in given.prefetch_turns * (False, True)
     ]
     points += [
-        ("overlap", {"two_batch_overlap": how}, replace(config, two_batch_overlap=how))
-        for how in given.overlap.split(",")
-        if how
-    ]
-    points += [("deferred", {"deferred_experts": count}, replace(config, deferred_experts=count)) for count in deferred]
-    points += [
         ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
         for memory in ([*(count * GIB for count in gigabytes), whole] if gigabytes else [])
     ]
-    result |= {"prefetch": [], "overlap": [], "deferred": [], "curve": []}
+    result |= {"prefetch": [], "curve": []}
     for part, what, settings in points:
         built.engine.close()
         model, tokenizer = built.model, built.tokenizer
@@ -158,12 +140,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         built = assemble(settings, model, tokenizer)
-        shapes = [(count, tokens) for count in overlap_rows for tokens in overlap_prompts]
-        if part != "overlap":
-            counts = rows if settings.gpu_expert_memory_bytes == whole else curve_rows
-            shapes = [(count, PROMPT_TOKENS) for count in counts]
-        for count, tokens in shapes:
-            result[part].append(say(part, {**what, **decode(built, count, given.rounds, tokens)}))
+        for count in rows if settings.gpu_expert_memory_bytes == whole else curve_rows:
+            result[part].append(say(part, {**what, **decode(built, count, given.rounds)}))
         keep()
     built.engine.close()
 

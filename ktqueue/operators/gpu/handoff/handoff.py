@@ -1,8 +1,8 @@
 """Handoff: send tokens to the CPU's experts and get the results back, in stream order and without a sync.
 
-A step that uses it can be captured in a CUDA graph and replayed. csrc/handoff/handoff.h has the protocol, signals.py the three
-ways to follow it. Rows are not copied: the kernels that compute them write to the memory that the CPU reads, and read
-the result from the memory that the CPU writes.
+A step that uses it can be captured in a CUDA graph and replayed. csrc/handoff/handoff.h has the protocol, signals.py
+the three ways to follow it. Rows are not copied: the kernels that compute them write to the memory that the CPU reads,
+and read the result from the memory that the CPU writes.
 """
 
 from typing import NamedTuple, get_args
@@ -126,9 +126,9 @@ class Handoff:
         """The memory of the next task. Kernels enqueued before `request` write its input; kernels enqueued after `wait`
         read its result.
 
-        Stream order is enough (csrc/handoff/handoff.h explains why): the stores of a kernel are done when it ends, and the
-        request is written behind a system-wide fence. By the time the CPU sees this request, the task before has read
-        its input, and what was enqueued before `request` has read its result.
+        Stream order is enough (csrc/handoff/handoff.h explains why): the stores of a kernel are done when it ends, and
+        the request is written behind a system-wide fence. By the time the CPU sees this request, the task before has
+        read its input, and what was enqueued before `request` has read its result.
 
         If an exception left a task without `wait`, its end is waited for first. Raises ValueError for a number of
         tokens out of range, RuntimeError if there is such a task while a graph is being captured.
@@ -218,8 +218,11 @@ class _Pending(NamedTuple):
 
 
 def _input_bytes(hidden: int, experts_per_token: int, max_tokens: int) -> int:
-    """Size of the input in the layout of csrc/handoff/handoff.h: 20 bytes for each pair of a token and an expert (its id, its
-    weight and a predicted id), x in float32, and padding, since x and the predictions begin on a cache line."""
+    """Size of the input in the layout of csrc/handoff/handoff.h.
+
+    20 bytes for each pair of a token and an expert (its id, its weight and a predicted id), x in float32, and padding,
+    since x and the predictions begin on a cache line.
+    """
     return 20 * max_tokens * experts_per_token + 128 + 4 * max_tokens * hidden
 
 
