@@ -94,16 +94,17 @@ async def test_choices_take_a_row_each(broker: Broker, start_worker: Any, finish
         await until_states(broker, running=0, queued=0)
 
 
-async def test_batch_goes_on_however_much_interactive_work_comes(
+async def test_batch_jobs_run_however_many_interactive_jobs_wait(
     broker: Broker, start_worker: Any, finished: Any
 ) -> None:
     async with start_worker():
-        await submit(broker, 40, ask(20), "interactive")
+        interactive = await submit(broker, 40, ask(20), "interactive")
         batch = await submit(broker, 3, ask(4, JobClass.BATCH), "batch")
-        for one in batch:
-            await finished(one)
-        depth = (await broker.jobs.depth())[0]
-        assert depth.interactive + depth.running > 0, "batch waited for all interactive work"
+        for job in (*interactive, *batch):
+            await finished(job)
+        ended = {job.id: job.finished_at or 0.0 for job in await broker.jobs.list(limit=1000)}
+        last = max(ended[job] for job in interactive)
+        assert all(0.0 < ended[job] < last for job in batch), "batch waited for all interactive work"
 
 
 async def test_batch_jobs_that_stand_still_go_back_to_the_queue(
