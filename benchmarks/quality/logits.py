@@ -57,7 +57,7 @@ def twin(path: Path) -> Source:
     config = build_config(checkpoint.config(), checkpoint.path)
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    weights = {name: checkpoint.dense(name, torch.float32) for name in checkpoint.names()}
+    weights = {name: checkpoint.decode(name, torch.float32) for name in checkpoint.names()}
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     if unexpected or set(missing) - set(model.all_tied_weights_keys):

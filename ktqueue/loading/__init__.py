@@ -1,1 +1,1 @@
-"""Floor 2: model files to a ready module and tokenizer. Knows no request scheduling, no Redis, no HTTP."""
+"""Loads a model and its tokenizer from files. Knows no request scheduling, no Redis and no HTTP."""

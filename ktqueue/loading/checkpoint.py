@@ -1,10 +1,10 @@
-"""Tensors as they lie in a file, and a checkpoint made of them.
+"""A model's config and tensors, as stored in its files.
 
-Names are those of the transformers module tree; GGUF and safetensors readers do the naming and
-hand over views into their file maps. Dense tensors are decoded on request, expert weights never.
+Tensor names are those of transformers' module tree. The readers of GGUF and safetensors rename tensors and pass views
+of the mapped files. Dense tensors are decoded on request, expert weights stay packed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,14 +26,18 @@ from ktqueue.loading.weight_formats import (
 from ktqueue.operators.native import dequantize
 from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
-CHUNK_ELEMENTS = 4 << 20  # decoded at a time: bounds the float32 scratch to 16 MiB
+CHUNK_ELEMENTS = 4 << 20  # decoded at once, which limits the float32 buffer to 16 MiB
+Progress = Callable[[int, int, str], None]  # amount done, total amount, name of the next tensor
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # the fused parameters of a transformers experts module
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a file. `data` are its bytes, a view; `heads` > 0: rows are in GGUF's rotary order,
-    pairs interleaved, for that many heads, and are put back when decoded."""
+    """One stored tensor. `data` is a view of its bytes.
+
+    If `heads` is above 0, the rows are in GGUF's rotary order (pairs interleaved) for that many heads. Decoding
+    restores transformers' order.
+    """
 
     name: str
     quant: str
@@ -42,10 +46,10 @@ class CheckpointTensor:
     heads: int = 0
 
     @classmethod
-    def of_file(
+    def from_file(
         cls, path: Any, name: str, quant: str, shape: tuple[int, ...], offset: int, file: Bytes
     ) -> "CheckpointTensor":
-        """A view of `file` at `offset`. Raises CheckpointError where the tensor does not lie inside the file."""
+        """Return a view of `file` at `offset`. Raises CheckpointError if the tensor does not lie inside the file."""
         if quant not in FILE_BLOCKS:
             raise CheckpointError(
                 f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
@@ -70,23 +74,23 @@ class CheckpointTensor:
         """Bytes in the file."""
         return self.data.size
 
-    def matrices(self) -> list[Bytes]:
-        """A [experts, rows, columns] tensor as one flat byte view an expert."""
+    def expert_views(self) -> list[Bytes]:
+        """Return one flat byte view per expert of an [experts, rows, columns] tensor."""
         return list(self.data.reshape(self.shape[0], -1))
 
-    def stack(self) -> PackedExperts:
-        """A [experts, rows, columns] tensor as views."""
+    def packed_experts(self) -> PackedExperts:
+        """Return an [experts, rows, columns] tensor as views."""
         _, rows, columns = self.shape
-        return PackedExperts(self.quant, rows, columns, self.matrices())
+        return PackedExperts(self.quant, rows, columns, self.expert_views())
 
-    def packed(self) -> PackedMatrix:
-        """A [rows, columns] tensor as a view; a copy where rows are in GGUF's rotary order, or widened."""
+    def packed_matrix(self) -> PackedMatrix:
+        """Return a [rows, columns] tensor as a view, or as a copy if its rows are reordered or requantised."""
         rows, columns = self.shape
         data = unpermute_packed(self.data, self.heads, self.data.size // rows) if self.heads else self.data
         return requantise_matrix(PackedMatrix(self.quant, rows, columns, data))
 
-    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Decoded to `dtype` in the tensor's own shape, a chunk of rows at a time."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """Decode to `dtype`, in the tensor's own shape, a chunk of rows at a time."""
         size = row_bytes(self.quant, self.columns)
         rows = self.data.size // size
         out = torch.empty((rows, self.columns), dtype=dtype)
@@ -100,35 +104,35 @@ class CheckpointTensor:
 
 
 def unpermute_packed(data: Bytes, heads: int, size: int) -> Bytes:
-    """As `unpermute`, for packed rows of `size` bytes: formats pack each row by itself, so rows can move. A copy."""
+    """Do what `unpermute` does with packed rows of `size` bytes, each of which is packed by itself. Returns a copy."""
     pairs = data.reshape(heads, -1, 2, size)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def decode_rows(data: Bytes, quant: str, columns: int) -> Floats:
-    """Packed rows to [rows, columns] float32, a copy."""
+    """Decode packed rows to [rows, columns] float32, a copy."""
     count = data.size // row_bytes(quant, columns) * columns
     return dequantize(loaded_format(quant), requantise(quant, data), count).reshape(-1, columns)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a llama-architecture q or k from GGUF's order (pairs side by side) to transformers' (two halves)."""
+    """Reorder the rows of a q or k matrix from GGUF's order (pairs side by side) to transformers' (two halves)."""
     rows = weight.shape[0]
     return weight.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def permute(weight: Floats, heads: int) -> Floats:
-    """The inverse of `unpermute`."""
+    """Do the inverse of `unpermute`."""
     rows = weight.shape[0]
     swapped = weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2)
     return np.ascontiguousarray(swapped).reshape(weight.shape)
 
 
 class Checkpoint:
-    """A model's config and tensors by transformers name. Implements checkpoint.Checkpoint. `files`: the maps of the
-    files that `tensors` and `experts` view.
+    """A model's config and weights, by transformers name.
 
-    Raises CheckpointError where a module's gate and up weights differ in shape.
+    `files` are the maps that `tensors` and `experts` view. Raises CheckpointError if the gate and up weights of a
+    module differ in shape.
     """
 
     def __init__(
@@ -145,20 +149,20 @@ class Checkpoint:
         self._tensors = dict(tensors)
         self._experts = dict(experts)
         for module, weights in experts.items():
-            gate, up = ([len(one.data), one.rows, one.columns] for one in (weights.gate, weights.up))
-            if gate != up:  # `shape` tells of both by what gate is
-                raise CheckpointError(f"{path}: {module}: gate is {gate}, up is {up}; they must have one shape")
+            gate, up = ([len(stack.data), stack.rows, stack.columns] for stack in (weights.gate, weights.up))
+            if gate != up:  # `shape` assumes so
+                raise CheckpointError(f"{path}: {module}: gate is {gate}, up is {up}; they must have the same shape")
 
     def config(self) -> dict[str, Any]:
-        """The transformers config as a plain dict, a copy."""
+        """Return a copy of the transformers config as a plain dict."""
         return dict(self._config)
 
     def names(self) -> list[str]:
-        """Parameter names present; a layer's experts appear as the two fused parameters of their module."""
+        """Return all parameter names. A layer's experts appear as the two fused parameters of their module."""
         return [*self._tensors, *(f"{module}.{part}" for module in self._experts for part in (GATE_UP, DOWN))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape. Raises CheckpointError for an unknown name."""
+        """Return the tensor's shape. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
             return self._tensor(name).shape
         experts, part = found
@@ -166,24 +170,24 @@ class Checkpoint:
         return (len(stack.data), (2 if part == GATE_UP else 1) * stack.rows, stack.columns)
 
     def quant(self, name: str) -> str:
-        """The storage type, such as `Q4_K`. Raises CheckpointError for an unknown name."""
+        """Return the storage format, such as `Q4_K`. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
             return self._tensor(name).quant
         experts, part = found
         return experts.gate.quant if part == GATE_UP else experts.down.quant
 
     def nbytes(self, name: str) -> int:
-        """Bytes in the file. Raises CheckpointError for an unknown name."""
+        """Return the bytes in the file. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
             return self._tensor(name).nbytes
         experts, part = found
         stacks = (experts.gate, experts.up) if part == GATE_UP else (experts.down,)
         return sum(view.size for stack in stacks for view in stack.data)
 
-    def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor decoded to `dtype`. Raises CheckpointError for an unknown name."""
+    def decode(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor decoded to `dtype`. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
-            return self._tensor(name).tensor(dtype)
+            return self._tensor(name).decode(dtype)
         experts, part = found
         out = torch.empty(self.shape(name), dtype=dtype)
         if part == DOWN:
@@ -194,46 +198,47 @@ class Checkpoint:
         return out
 
     def matrix(self, name: str) -> PackedMatrix:
-        """A two-dimensional tensor as it is stored, rows in transformers' order. Raises CheckpointError."""
+        """Return a two-dimensional tensor as stored, rows in transformers' order. Raises CheckpointError."""
         tensor = self._tensor(name)
         if len(tensor.shape) != 2:
-            raise CheckpointError(f"{self.path}: {name} has the shape {list(tensor.shape)}, a matrix is expected")
-        return tensor.packed()
+            raise CheckpointError(f"{self.path}: {name} has the shape {list(tensor.shape)}, expected a matrix")
+        return tensor.packed_matrix()
 
     def experts(self, module: str) -> ExpertWeights:
-        """The packed weights of the experts module of that name. Raises CheckpointError for an unknown one."""
+        """Return the packed weights of an experts module. Raises CheckpointError for an unknown name."""
         try:
             return requantise_experts(self._experts[module])
         except KeyError:
             raise CheckpointError(f"{self.path}: no expert weights for {module}") from None
 
-    def alike(self, name: str, other: str) -> bool:
-        """Whether two tensors of the file hold the same numbers. Raises CheckpointError for an unknown name."""
-        one, two = self._tensor(name), self._tensor(other)
-        if (one.quant, one.shape) != (two.quant, two.shape):
-            return torch.equal(one.tensor(torch.float32), two.tensor(torch.float32))
-        starts = range(0, one.nbytes, CHUNK_ELEMENTS)
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers. Raises CheckpointError for an unknown name."""
+        first, second = self._tensor(name), self._tensor(other)
+        if (first.quant, first.shape) != (second.quant, second.shape):
+            return torch.equal(first.decode(torch.float32), second.decode(torch.float32))
+        starts = range(0, first.nbytes, CHUNK_ELEMENTS)
         return all(
-            np.array_equal(one.data[at : at + CHUNK_ELEMENTS], two.data[at : at + CHUNK_ELEMENTS]) for at in starts
+            np.array_equal(first.data[start : start + CHUNK_ELEMENTS], second.data[start : start + CHUNK_ELEMENTS])
+            for start in starts
         )
 
-    def leave_out(self, name: str) -> None:
-        """Take a tensor for one that the file does not have; of experts all those of their module."""
+    def ignore(self, name: str) -> None:
+        """Treat a tensor as missing. For an expert tensor, this covers all experts of its module."""
         if self._fused(name) is not None:
             del self._experts[name.rpartition(".")[0]]
         self._tensors.pop(name, None)
 
     def expert_modules(self) -> list[str]:
-        """Names of the experts modules present."""
+        """Return the names of all experts modules."""
         return list(self._experts)
 
     def release(self) -> None:
-        """Let go of the memory that the files' pages took; they come back where views of them are read again."""
+        """Drop the files' pages from memory. Views that are read again bring them back."""
         for file in self._files:
             release_pages(file)
 
     def close(self) -> None:
-        """Let go of the file maps and of the memory that their pages took; views handed out stay valid."""
+        """Drop the file maps and the memory of their pages. Views that were handed out stay valid."""
         self._tensors.clear()
         self._experts.clear()
         self.release()
@@ -258,16 +263,18 @@ def _fill(out: torch.Tensor, stack: PackedExperts) -> None:
 
 
 def requantise_matrix(matrix: PackedMatrix) -> PackedMatrix:
-    """A matrix in the type that it is handed out in."""
+    """Return a matrix in the format in which it is loaded."""
     return replace(matrix, quant=loaded_format(matrix.quant), data=requantise(matrix.quant, matrix.data))
 
 
 def requantise_experts(weights: ExpertWeights) -> ExpertWeights:
-    """The experts of a layer in the types that they are handed out in."""
+    """Return the experts of a layer in the formats in which they are loaded."""
 
-    def stack(one: PackedExperts) -> PackedExperts:
-        if one.quant not in REQUANTISED:
-            return one
-        return replace(one, quant=loaded_format(one.quant), data=[requantise(one.quant, data) for data in one.data])
+    def stack(experts: PackedExperts) -> PackedExperts:
+        if experts.quant not in REQUANTISED:
+            return experts
+        return replace(
+            experts, quant=loaded_format(experts.quant), data=[requantise(experts.quant, data) for data in experts.data]
+        )
 
     return ExpertWeights(stack(weights.gate), stack(weights.up), stack(weights.down))

@@ -1,9 +1,10 @@
-"""Hugging Face folder to one GGUF file that is enough to serve the model: weights, config, tokenizer, chat template.
+"""Converts a Hugging Face folder to one GGUF file that is enough to serve the model.
 
-Streams tensor by tensor, expert by expert: at most one packed tensor and one float32 matrix are in memory.
+The file holds weights, config, tokenizer and chat template. It is written tensor by tensor and expert by expert, so at
+most one packed tensor and one float32 matrix are in memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import Checkpoint, decode_rows, permute
+from ktqueue.loading.checkpoint import Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.tensor_names import TensorNameMap
@@ -26,12 +27,10 @@ from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats
 from ktqueue.operators.packed import PackedExperts
 
-Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, name of the next one
-
 
 @dataclass(frozen=True, slots=True)
-class _Output:
-    """One tensor to write: exactly one of `source` (a transformers name), `stack` and `values` is set."""
+class _OutputTensor:
+    """One tensor to write. Exactly one of `source` (a transformers name), `stack` and `values` is set."""
 
     name: str
     quant: str
@@ -39,7 +38,7 @@ class _Output:
     source: str | None = None
     stack: PackedExperts | None = None
     values: Floats | None = None
-    heads: int = 0  # rows go to GGUF's rotary order for that many heads
+    heads: int = 0  # if above 0, rows are written in GGUF's rotary order for that many heads
 
 
 def convert(
@@ -52,11 +51,11 @@ def convert(
     license: str | None = None,  # noqa: A002  (the name of the metadata key)
     progress: Progress | None = None,
 ) -> None:
-    """Write the model of folder `source` as `target`.
+    """Convert the model in the folder `source` and write it to `target`.
 
-    `experts` and `dense` are the types of expert and of other matrices: f32, f16, bf16, q4_0, q8_0 or mxfp4. Norms,
-    biases and routers stay f32; a matrix whose rows are no whole number of blocks becomes f16.
-    Raises CheckpointError naming what cannot be converted; `target` appears only when all went well.
+    `experts` and `dense` are the formats of expert matrices and of other matrices: f32, f16, bf16, q4_0, q8_0 or mxfp4.
+    Norms, biases and routers stay f32. A matrix whose rows are not a whole number of blocks becomes f16. Raises
+    CheckpointError that names what cannot be converted. `target` appears only if no error is raised.
     """
     types = {"experts": experts.upper(), "dense": dense.upper()}
     for role, quant in types.items():
@@ -66,7 +65,7 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
-    build_checked_skeleton(checkpoint, torch.float32)  # what could not be loaded is not written
+    build_checked_skeleton(checkpoint, torch.float32)  # a model that cannot be loaded is not written
     load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}
     if license:
@@ -74,7 +73,7 @@ def convert(
     metadata |= metadata_from_config(family, config, str(source))
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
-    outputs = list(_plan(checkpoint, family, config, types))
+    outputs = list(_output_tensors(checkpoint, family, config, types))
     with GgufWriter(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
         writer.add_metadata(metadata)
         for output in outputs:
@@ -89,53 +88,55 @@ def convert(
     checkpoint.close()
 
 
-def _plan(
+def _output_tensors(
     checkpoint: Checkpoint, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
-) -> Iterator[_Output]:
+) -> Iterator[_OutputTensor]:
     names = TensorNameMap(family.architecture, config["num_hidden_layers"])
 
     def find(name: str) -> str:
         found = names.find(name)
         if found is None:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {name!r} has no place in the {family.architecture} architecture"
+                f"{checkpoint.path}: tensor {name!r} does not exist in the {family.architecture} architecture"
             )
         return found
 
     if (rope := rope_of_config(config))["rope_type"] == "llama3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         factors = llama3_factors(rope, head_dim, checkpoint.path)
-        yield _Output(FACTORS_TENSOR, "F32", factors.shape, values=factors)
+        yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, values=factors)
     modules = checkpoint.expert_modules()
     fused = {f"{module}.{part}" for module in modules for part in ("gate_up_proj", "down_proj")}
     for name in checkpoint.names():
         if name in fused:
             continue
         shape = checkpoint.shape(name)
-        full = len(shape) == 1 or name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
+        in_float32 = len(shape) == 1 or name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
         heads = 0
         if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         if name.endswith("shared_expert_gate.weight"):
             shape = shape[1:]
-        yield _Output(find(name), "F32" if full else _fit(types["dense"], shape), shape, source=name, heads=heads)
+        yield _OutputTensor(
+            find(name), "F32" if in_float32 else _fit(types["dense"], shape), shape, source=name, heads=heads
+        )
     for module in modules:
         weights = checkpoint.experts(module)
         for part, stack in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
             shape = (len(stack.data), stack.rows, stack.columns)
-            yield _Output(find(f"{module}.{part}_proj.weight"), _fit(types["experts"], shape), shape, stack=stack)
+            yield _OutputTensor(find(f"{module}.{part}_proj.weight"), _fit(types["experts"], shape), shape, stack=stack)
 
 
 def _fit(quant: str, shape: tuple[int, ...]) -> str:
     return "F16" if shape[-1] % BLOCKS[quant][0] else quant
 
 
-def _packed(checkpoint: Checkpoint, output: _Output) -> Bytes:
+def _packed(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
     if output.values is not None:
         return quantize(output.values[None], output.quant)
     if output.stack is None:
         assert output.source is not None
-        values = checkpoint.dense(output.source, torch.float32).numpy()
+        values = checkpoint.decode(output.source, torch.float32).numpy()
         if output.heads:
             values = permute(values, output.heads)
         return quantize(values.reshape(-1, values.shape[-1]), output.quant)

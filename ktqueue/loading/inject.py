@@ -1,4 +1,4 @@
-"""Carries a plan out: puts operators in the place of modules. Knows no files and loads no weights."""
+"""Carries out a plan: puts operators in the place of modules. Knows no files and loads no weights."""
 
 from torch import nn
 
@@ -8,10 +8,10 @@ from ktqueue.operators.base import Operator, registry
 
 
 def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Operator]]:
-    """Replace the plan's modules in `model`; the resulting model, which may itself be an operator, and the operators
-    by module name, their weights still to come.
+    """Replace modules of `model` as `plan` says.
 
-    Raises RuleError with file:line where an operator cannot stand in for a module or knows no such option.
+    Returns the new model, which may itself be an operator, and the operators by module name. Their weights are not
+    loaded yet. Raises RuleError with file:line if an operator cannot replace a module or does not have an option.
     """
     operators: dict[str, Operator] = {}
     for replacement in plan.replacements:
@@ -23,7 +23,7 @@ def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Opera
         operator.device = plan.device_of(replacement.name)
         operators[replacement.name] = operator
         if not replacement.name:
-            return operator, operators  # nothing else is left to replace
+            return operator, operators  # the operator is the whole model
         parent, _, leaf = replacement.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, operator)
     return model, operators

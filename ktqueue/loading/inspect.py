@@ -1,4 +1,4 @@
-"""What a model is made of and where each part would go: the plan with bytes, without loading a weight."""
+"""Reports the modules of a model, where each would go and how many bytes it has, without loading weights."""
 
 import math
 import re
@@ -20,21 +20,23 @@ from ktqueue.operators.gpu.quantised_linear import stays_quantised
 from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"
-"""The operator whose dense weights go to its device, held as its option `dense` says, and whose experts are packed for
-the CPU. A tied head is there once."""
+"""The operator with dense weights on its device, held as its option `dense` says, and with experts packed for the CPU.
+A tied head is held once."""
 LATENT = "LatentAttention"
-"""The operator that packs its matrices in float32 on the CPU only, and the one that it absorbs nowhere."""
+"""The operator that packs its matrices only in float32 on the CPU, and never the absorbed one."""
 ABSORBED = ".kv_b_proj"
-"""A matrix that is multiplied into others before they are used, so it is decoded."""
+"""The matrix that is multiplied into others before they are used. It is therefore decoded."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """Like modules of all layers together. `name` has `*` for the layer; `quants`: storage types in the file;
-    `file_bytes`: as stored; `device_bytes`: as held on `device` once loaded; `largest_bytes`: the same of the largest
-    module among them."""
+    """Like modules of all layers together.
+
+    `name` has `*` for the layer. `quants` are the storage formats in the file, `file_bytes` the bytes there.
+    `device_bytes` are the bytes on `device` once loaded, `largest_bytes` the same for the largest of the modules.
+    """
 
     name: str
     count: int
@@ -49,10 +51,11 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """`source`: the file or folder; `rows` in model order; `device_bytes`: weights on each device.
+    """The plan of a model with its bytes.
 
-    `refusal`: why loading would end in an error, or None. `cache_token_bytes`: of the cache, for a token.
-    `movable_bytes`: of experts on the CPU that a GPU may hold too; `movable_layer_bytes`: of those of the largest
+    `source` is the file or folder. `rows` are in model order. `device_bytes` are the bytes of weights on each device.
+    `refusal`: why loading would fail, or None. `cache_token_bytes` are the bytes of the cache per token.
+    `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
     layer.
     """
 
@@ -79,10 +82,11 @@ def inspect(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
 ) -> ModelReport:
-    """The report of a model file under a rule file; `tokenizer`: of another folder, `cache_dtype` if not `dtype`.
+    """Return the report of a model file for a rule file.
 
-    Raises CheckpointError, RuleError, ConfigError as loading would, but for a plan that cannot be carried out, a model
-    that cannot be run or a tokenizer that cannot be built: that is the report's `refusal`.
+    `tokenizer` is a path if it is not part of the model. `cache_dtype` defaults to `dtype`. Raises CheckpointError,
+    RuleError and ConfigError as loading would. The report's `refusal` says if the plan cannot be carried out, the model
+    cannot be run or the tokenizer cannot be built.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     refusal: KtqueueError | None = prepared.refusal
@@ -115,36 +119,41 @@ def inspect(
 
 def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
     skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
-    operators = {one.name: one.op for one in plan.replacements}
-    quantised = {one.name for one in plan.replacements if one.options.get("dense", DEFAULT_DENSE) == "quantised"}
-    tied, stored_names = tied_names(skeleton), set(checkpoint.names())
+    operators = {replacement.name: replacement.op for replacement in plan.replacements}
+    quantised = {
+        replacement.name
+        for replacement in plan.replacements
+        if replacement.options.get("dense", DEFAULT_DENSE) == "quantised"
+    }
+    tied, checkpoint_names = tied_names(skeleton), set(checkpoint.names())
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
-    modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes held by each
+    modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes of each module
     for name, module in skeleton.named_modules():
-        place = find_replaced(name, operators)
-        operator = KEEP if place is None else operators[place]
-        own = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
-        own = [tensor for tensor in own if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
-        if not own:
+        ancestor = find_replaced(name, operators)
+        operator = KEEP if ancestor is None else operators[ancestor]
+        own_tensors = [f"{name}.{key}" for key, _ in (*module.named_parameters(recurse=False), *_kept_buffers(module))]
+        own_tensors = [tensor for tensor in own_tensors if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
+        if not own_tensors:
             continue
         device, packed = plan.device_of(name), operator != KEEP
         if operator == ON_BOTH_SIDES:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
             is_linear = isinstance(module, torch.nn.Linear | torch.nn.Embedding) and not name.endswith(ABSORBED)
-            if place in quantised and is_linear:
-                packed = all(stays_quantised(checkpoint.quant(one)) for one in _product(own[0], stored_names))
+            if ancestor in quantised and is_linear:
+                product = _product(own_tensors[0], checkpoint_names)
+                packed = all(stays_quantised(checkpoint.quant(weight)) for weight in product)
         elif operator == LATENT:
-            floats = all(one.dtype == torch.float32 for one in module.parameters(recurse=False))
+            floats = all(parameter.dtype == torch.float32 for parameter in module.parameters(recurse=False))
             packed = device == "cpu" and floats and not name.endswith(ABSORBED)
         key = (_INDEX.sub(".*", name), type(module).__name__, operator, device)
         modules.setdefault(key, []).append(0)
-        for tensor in own:
+        for tensor in own_tensors:
             source = tied.get(tensor, tensor)
-            held = _held(module, tensor, source, checkpoint, packed=packed, panels=operator == ON_BOTH_SIDES)
-            stored = checkpoint.nbytes(source) if source == tensor else 0
-            grouped.setdefault(key, []).append((checkpoint.quant(source), stored, held))
-            modules[key][-1] += held
+            held_bytes = _held(module, tensor, source, checkpoint, packed=packed, panels=operator == ON_BOTH_SIDES)
+            file_bytes = checkpoint.nbytes(source) if source == tensor else 0
+            grouped.setdefault(key, []).append((checkpoint.quant(source), file_bytes, held_bytes))
+            modules[key][-1] += held_bytes
     for key, tensors in grouped.items():
         pattern, class_name, operator, device = key
         yield ReportRow(
@@ -154,18 +163,18 @@ def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
             operator=operator,
             device=device,
             quants=tuple(sorted({quant for quant, _, _ in tensors})),
-            file_bytes=sum(stored for _, stored, _ in tensors),
+            file_bytes=sum(file_bytes for _, file_bytes, _ in tensors),
             device_bytes=sum(modules[key]),
             largest_bytes=max(modules[key]),
         )
 
 
-def _product(weight: str, stored: Container[str]) -> list[str]:
-    """The weights that are one product with that of the linear module whose weight it is, itself among them."""
+def _product(weight: str, names: Container[str]) -> list[str]:
+    """Return the weights that are multiplied as one matrix together with `weight`, including itself."""
     module, _, kind = weight.rpartition(".")
-    parent, _, own = module.rpartition(".")
-    alike = {own}.union(*(group for group in ONE_PRODUCT if own in group))
-    return [name for one in alike if (name := f"{parent}.{one}.{kind}" if parent else weight) in stored]
+    parent, _, leaf = module.rpartition(".")
+    leaves = {leaf}.union(*(group for group in ONE_PRODUCT if leaf in group))
+    return [name for leaf_name in leaves if (name := f"{parent}.{leaf_name}.{kind}" if parent else weight) in names]
 
 
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -176,11 +185,11 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _held(
     module: torch.nn.Module, tensor: str, source: str, checkpoint: Checkpoint, *, packed: bool, panels: bool
 ) -> int:
-    """Bytes in memory of a tensor: decoded; or packed as operators hold it, embeddings in rows unless as `panels`."""
+    """Return the bytes in memory of a tensor, decoded or packed. Packed embeddings are held in rows unless `panels`."""
     shape = checkpoint.shape(source)
-    own: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
+    parameter: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
     if not packed or (panels and len(shape) < 2):
-        return math.prod(shape) * own.dtype.itemsize
+        return math.prod(shape) * parameter.dtype.itemsize
     if isinstance(module, torch.nn.Embedding) and not panels:
         return tensor_bytes(loaded_format(checkpoint.quant(source)), shape)
     if len(shape) < 2:

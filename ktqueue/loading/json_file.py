@@ -1,4 +1,4 @@
-"""JSON objects from files, as the checkpoints of Hugging Face have them."""
+"""Reads JSON objects from the files of a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from ktqueue.core.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError."""
+    """Read a JSON object from a file. Raises CheckpointError."""
     try:
         value = loads(path.read_bytes())
     except OSError as error:
@@ -16,5 +16,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except CodecError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected")
+        raise CheckpointError(f"{path}: expected a JSON object")
     return value

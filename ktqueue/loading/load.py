@@ -1,4 +1,4 @@
-"""A model file to a model that runs: checkpoint -> skeleton -> plan -> inject -> materialize."""
+"""Loads a model: opens its checkpoint, builds the skeleton, plans, injects operators, and fills in the weights."""
 
 import re
 from collections import Counter
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError, RuleError
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.config_check import longest_context
 from ktqueue.loading.inject import inject
-from ktqueue.loading.materialize import Progress, check_tensors, materialize
+from ktqueue.loading.materialize import check_tensors, materialize
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
 from ktqueue.loading.plan import LoadPlan, find_replaced, make_plan
 from ktqueue.loading.rehearsal import rehearse, rehearse_without_weights
 from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
 from ktqueue.loading.synthetic.checkpoint import open_synthetic
-from ktqueue.operators import decoder as _decoder  # noqa: F401  (these enter their operators in the registry)
+from ktqueue.operators import decoder as _decoder  # noqa: F401  (these imports register operators)
 from ktqueue.operators import experts as _experts  # noqa: F401
 from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401
 from ktqueue.operators import linear as _linear  # noqa: F401
@@ -32,13 +32,16 @@ from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.window import window_of
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
-_ATTEND_LATENTS = ("LatentAttention", "GpuDecoder")
+_LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
 
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the model card says of the weights. `quantization`: the type that most expert bytes are stored in (of a
-    model without experts: most bytes). `max_position_embeddings`: see longest_context."""
+    """What the model card says about the model.
+
+    `quantization` is the format of most expert bytes, or of most bytes in a model without experts. For
+    `max_position_embeddings` see `longest_context`.
+    """
 
     architecture: str
     quantization: str
@@ -48,7 +51,10 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What plans of a GPU's attention must know. `heads`: of the query. `windows`: sliding ones, in keys; 0 is none."""
+    """What an attention plan on a GPU needs to know. `heads` are those of the query.
+
+    `windows` are the sliding windows of all layers, in keys; 0 means no window.
+    """
 
     heads: int
     scaling: float
@@ -57,10 +63,10 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model in eval mode, its attention and experts ours, and its config.
+    """A causal language model in eval mode, with our attention and experts, and its config.
 
-    Call: module(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False,
-    logits_to_keep=rows to score, step=StepContext).logits -> [1, rows, vocab].
+    Call: module(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False, logits_to_keep=rows to score,
+    step=StepContext).logits -> [1, rows, vocab].
     """
 
     module: nn.Module
@@ -72,17 +78,17 @@ class LoadedModel:
 
     @property
     def experts_per_token(self) -> int:
-        """Of a routed layer; 0: the model has none."""
+        """Number of experts per token in a routed layer; 0 for a model without experts."""
         return experts_per_token(self.config)
 
     def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KVLayout:
-        """The cache that the model's attention needs, for pages of `page_size` tokens; in `dtype`, else the model's."""
+        """Return the layout of the model's cache. `page_size` is in tokens, `dtype` defaults to the model's."""
         return kv_layout(self.config, page_size, dtype or self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A checked skeleton with its plan; nothing is loaded yet. `refusal`: why it cannot be, if it cannot."""
+    """A checked skeleton and its plan; no weights are loaded. `refusal`: why loading would fail, or None."""
 
     checkpoint: Checkpoint
     config: Config
@@ -93,14 +99,14 @@ class PreparedModel:
 
 
 def experts_per_token(config: Config) -> int:
-    """Of a routed layer of a model of that config; 0: it has none."""
+    """Return the number of experts per token in a routed layer; 0 for a model without experts."""
     return int(getattr(config, "num_experts_per_tok", None) or 0)
 
 
 def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
-    """The cache of a model of that config."""
+    """Return the layout of the paged KV cache for a model with this config."""
     heads = config.num_attention_heads
-    if latent := getattr(config, "kv_lora_rank", None):  # a latent and a rotary key, which all heads share
+    if latent := getattr(config, "kv_lora_rank", None):  # all heads share a latent and a rotary key
         return KVLayout(
             layers=config.num_hidden_layers,
             kv_heads=1,
@@ -119,7 +125,7 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
-    """The facts of all attention modules."""
+    """Return the facts of all attention modules."""
     scalings, windows = set(), set()
     for _, module in _attention_modules(skeleton):
         windows.add(window_of(module, config))
@@ -128,14 +134,14 @@ def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those with a layer and a scaling, by name."""
+    """Yield the modules that have a layer index and a scaling, by name."""
     for name, module in skeleton.named_modules():
         if getattr(module, "layer_idx", None) is not None and getattr(module, "scaling", None) is not None:
             yield name, module
 
 
 def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) -> PreparedModel:
-    """Open, build the skeleton, compare it with the file, plan and rehearse without weights.
+    """Open the checkpoint, build and check the skeleton, plan, and rehearse without weights.
 
     Raises CheckpointError, RuleError.
     """
@@ -156,55 +162,65 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
 
 
 def build_checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
-    """The config and the skeleton of a checkpoint's model, whose tensors are just those that it has.
+    """Return the config and the skeleton of a checkpoint's model. Their tensors are exactly those of the checkpoint.
 
     Raises CheckpointError.
     """
     config = build_config(checkpoint.config(), checkpoint.path)
-    _check_depth(config, checkpoint)
+    _check_layer_count(config, checkpoint)
     skeleton = build_skeleton(config, dtype, checkpoint.path)
-    if _has_a_head_of_its_own(skeleton, checkpoint):
+    if _has_separate_head(skeleton, checkpoint):
         config.tie_word_embeddings = False
         skeleton = build_skeleton(config, dtype, checkpoint.path)
     copies = tied_names(skeleton).keys() & set(checkpoint.names())
-    for name in (*copies, *ignorable_names(skeleton, checkpoint.names())):  # nobody reads them
-        checkpoint.leave_out(name)
+    for name in (*copies, *ignorable_names(skeleton, checkpoint.names())):  # no module reads them
+        checkpoint.ignore(name)
     check_tensors(skeleton, checkpoint)
     return config, skeleton
 
 
-def _has_a_head_of_its_own(skeleton: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Whether the file has a tensor twice, with other numbers, that the config says to be one: the file is right then,
-    as in transformers."""
+def _has_separate_head(skeleton: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Whether the file holds different numbers for two tensors that the config says are one.
+
+    The file takes precedence then, as in transformers.
+    """
     tied, names = tied_names(skeleton), set(checkpoint.names())
-    return any({one, other} <= names and not checkpoint.alike(one, other) for one, other in tied.items())
+    return any(
+        {target, source} <= names and not checkpoint.are_equal(target, source) for target, source in tied.items()
+    )
 
 
 def _check_latent_attention(skeleton: nn.Module, plan: LoadPlan, rules: str) -> None:
-    """A cache of latents is read by operators of ours alone."""
-    operators = {one.name: one.op for one in plan.replacements}
+    """Check that operators of ours replace all latent attention: only they can read a cache of latents."""
+    operators = {replacement.name: replacement.op for replacement in plan.replacements}
     for name, module in _attention_modules(skeleton):
-        place = find_replaced(name, operators)
-        if place is None or operators[place] not in _ATTEND_LATENTS:
+        ancestor = find_replaced(name, operators)
+        if ancestor is None or operators[ancestor] not in _LATENT_OPERATORS:
             raise RuleError(
-                f"{rules}: {name} ({type(module).__name__}) must be replaced by {' or '.join(_ATTEND_LATENTS)}, "
-                f"{'no rule does so' if place is None else f'which {operators[place]} is not'}"
+                f"{rules}: {name} ({type(module).__name__}) must be replaced by {' or '.join(_LATENT_OPERATORS)}, "
+                f"{'but no rule does so' if ancestor is None else f'but {operators[ancestor]} replaces it'}"
             )
 
 
-def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, home: str) -> None:
-    """A step's numbers stay where the model is: only CpuExperts fetches and returns them."""
-    operators = {one.name: one.op for one in plan.replacements}
+def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, model_device: str) -> None:
+    """Check that all modules are on the model's device.
+
+    Only CpuExperts moves the numbers of a step to another device and back.
+    """
+    operators = {replacement.name: replacement.op for replacement in plan.replacements}
     for name, module in skeleton.named_modules():
-        place = find_replaced(name, operators)
-        if next(module.parameters(recurse=False), None) is None or (place and operators[place] == "CpuExperts"):
+        ancestor = find_replaced(name, operators)
+        if next(module.parameters(recurse=False), None) is None or (ancestor and operators[ancestor] == "CpuExperts"):
             continue
-        if torch.device(device := plan.device_of(name)) not in (torch.device(home), torch.device(f"{home}:0")):
+        if torch.device(device := plan.device_of(name)) not in (
+            torch.device(model_device),
+            torch.device(f"{model_device}:0"),
+        ):
             raise RuleError(
-                f"{rules}: {name} ({type(module).__name__}) would be on {device}, the model is on {home}: only "
+                f"{rules}: {name} ({type(module).__name__}) would be on {device}, the model is on {model_device}: only "
                 "CpuExperts can be on another device than the model",
                 param="engine.rules",
-                limit=home,
+                limit=model_device,
                 value=device,
             )
 
@@ -213,18 +229,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_depth(config: Config, checkpoint: Checkpoint) -> None:
-    """A wrong layer count would build a skeleton of any size."""
+def _check_layer_count(config: Config, checkpoint: Checkpoint) -> None:
+    """Check that the config has no more layers than the file: a wrong number would build a skeleton of any size."""
     stated = getattr(config, "num_hidden_layers", None)
     found = len({match[1] for name in checkpoint.names() if (match := _LAYER.search(name))})
     if not found:
         raise CheckpointError(
-            f"{checkpoint.path}: there are no tensors of layers named layers.N or h.N, as supported models have them; "
+            f"{checkpoint.path}: no tensor belongs to a layer named layers.N or h.N, as in all supported models; "
             f"model_type is {config.model_type}"
         )
     if not isinstance(stated, int) or stated > found:
         raise CheckpointError(
-            f"{checkpoint.path}: num_hidden_layers is {stated!r}, there are tensors of {found} layers",
+            f"{checkpoint.path}: num_hidden_layers is {stated!r}, but there are tensors of {found} layers",
             param="num_hidden_layers",
             limit=found,
             value=repr(stated),
@@ -239,16 +255,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a .gguf file, a Hugging Face folder or `demo`; `rules`: see rules_file.
+    """Load a .gguf file, a Hugging Face folder or `demo`. For `rules` see rules_file.
 
-    Raises CheckpointError naming file and tensor, RuleError naming file:line.
+    Raises CheckpointError that names file and tensor, RuleError that names file:line.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     return load_prepared(prepared, progress)
 
 
 def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
-    """Load what has been prepared. Raises its refusal, and CheckpointError naming file and tensor."""
+    """Load a prepared model. Raises its refusal, or CheckpointError that names file and tensor."""
     if prepared.refusal is not None:
         raise prepared.refusal
     facts = card_facts(prepared.config, prepared.checkpoint)
@@ -263,26 +279,26 @@ def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> 
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
-    """The facts for the model card. Raises CheckpointError where the config lacks one."""
-    stored: Counter[str] = Counter()
+    """Return the facts for the model card. Raises CheckpointError if the config lacks one."""
+    format_bytes: Counter[str] = Counter()
     experts = {f"{module}.{part}" for module in checkpoint.expert_modules() for part in (GATE_UP, DOWN)}
     for name in experts or checkpoint.names():
-        stored[checkpoint.quant(name)] += checkpoint.nbytes(name)
+        format_bytes[checkpoint.quant(name)] += checkpoint.nbytes(name)
     try:
         return CardFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
-            quantization=stored.most_common(1)[0][0],
+            quantization=format_bytes.most_common(1)[0][0],
             max_position_embeddings=longest_context(config),
             vocab_size=int(config.vocab_size),
         )
     except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{checkpoint.path}: the config is not complete: {error}") from error
+        raise CheckpointError(f"{checkpoint.path}: the config is incomplete: {error}") from error
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a .gguf file (of a split one: any part), a Hugging Face folder, `demo`, or `synthetic:SHAPE:QUANT[:LAYERS]`.
+    """Open a .gguf file (any part of a split one), a Hugging Face folder, `demo`, or `synthetic:SHAPE:QUANT[:LAYERS]`.
 
-    Raises CheckpointError naming the file and the tensor or key at fault.
+    Raises CheckpointError that names the file and the tensor or key at fault.
     """
     if path.startswith(SYNTHETIC_PREFIX):
         return open_synthetic(path)

@@ -9,23 +9,28 @@ import numpy as np
 
 from ktqueue.core.errors import CheckpointError
 
-_POINTER = b"version https://git-lfs"  # what a repository has in the place of a large file
+_POINTER = b"version https://git-lfs"  # a repository's stand-in for a large file
 
 
 def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The file's bytes, mapped read-only; the map lives as long as a view of it. Raises CheckpointError."""
+    """Map the bytes of a file, read-only. The map lives as long as a view of it. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise CheckpointError(f"{path}: the file is empty")
             if file.read(len(_POINTER)) == _POINTER:
-                raise CheckpointError(f"{path}: a pointer of Git LFS, not the file itself: git lfs pull fetches that")
+                raise CheckpointError(
+                    f"{path}: this is a Git LFS pointer, not the file itself: run git lfs pull to download it"
+                )
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
 def release_pages(data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Count none of the pages of a file mapped by `map_file` as this process's memory any more; views stay valid, and
-    what is read again comes back from the file or the system's cache of it."""
+    """Drop the pages of a mapped file from this process's memory.
+
+    Views stay valid: pages that are read again come back from the file or from the system's page cache. `data` must
+    come from `map_file`.
+    """
     data.base.obj.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Fills every parameter of a model on the meta device from a checkpoint, and asserts that nothing is left out."""
+"""Fills every parameter of a model on the meta device from a checkpoint, and checks that no parameter is left out."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,24 +6,23 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.plan import LoadPlan, is_below
 from ktqueue.loading.skeleton import compute_buffers, tied_names
 from ktqueue.operators.base import Operator
 from ktqueue.operators.native import as_array
 from ktqueue.operators.packed import ExpertWeights, Floats, PackedMatrix
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of what comes next
 MAX_NAMED = 5
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Compare the untouched skeleton with the checkpoint: same names, same shapes.
+    """Check that the untouched skeleton and the checkpoint have the same tensor names and shapes.
 
-    Raises CheckpointError naming the tensors that are missing, surplus or wrongly shaped.
+    Raises CheckpointError that names missing, surplus or wrongly shaped tensors.
     """
     tied = tied_names(model)
-    wanted = {name: _stored_shape(tensor) for name, tensor in model.state_dict().items() if name not in tied}
+    wanted = {name: _checkpoint_shape(tensor) for name, tensor in model.state_dict().items() if name not in tied}
     present = set(checkpoint.names())
     problems = [
         *_listed("missing", sorted(wanted.keys() - present)),
@@ -49,15 +48,14 @@ def materialize(
     plan: LoadPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Fill `model`: the `skeleton` into which `operators` have been put, or the one operator in place of it all.
-    `check` must have passed.
+    """Fill `model`: the `skeleton` with `operators` in it, or the one operator that replaces all of it.
 
-    Raises CheckpointError where weights do not fit an operator, it leaves one of them, or a tensor is left on the
-    meta device.
+    `check_tensors` must have passed. Raises CheckpointError if weights do not fit an operator, if an operator leaves
+    one of its weights, or if a tensor stays on the meta device.
     """
     tied = tied_names(skeleton)
     targets = [name for name, tensor in model.state_dict().items() if tensor.is_meta and name not in tied]
-    report = _Report(checkpoint, progress)
+    report = _ProgressReport(checkpoint, progress)
     views = {name: CheckpointWeights(checkpoint, name, tied, report.next) for name in operators}
     report.start([*targets, *(name for view in views.values() for name in view.names())])
     for name in targets:
@@ -79,8 +77,8 @@ def materialize(
     report.next()
 
 
-def _stored_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of checkpoints, where a number is a vector of one."""
+def _checkpoint_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the tensor's shape in a checkpoint, where a number is a vector of one."""
     return tuple(tensor.shape) or (1,)
 
 
@@ -88,14 +86,14 @@ def _load(operator: Operator, weights: "CheckpointWeights", checkpoint: Checkpoi
     try:
         operator.load(weights)
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {weights.newest}: {error}") from error
+        raise CheckpointError(f"{checkpoint.path}: {weights.latest}: {error}") from error
     if left := weights.names():
-        words = "; ".join(_listed(f"not taken by {type(operator).__name__}", left))
-        raise CheckpointError(f"{checkpoint.path}: {words}")
+        problem = "; ".join(_listed(f"not taken by {type(operator).__name__}", left))
+        raise CheckpointError(f"{checkpoint.path}: {problem}")
 
 
-class _Report:
-    """Adds up the bytes of what is done and tells `progress`."""
+class _ProgressReport:
+    """Adds up the bytes that are loaded and passes them to `progress`."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
         self._checkpoint = checkpoint
@@ -105,12 +103,15 @@ class _Report:
         self._current = 0
 
     def start(self, names: list[str]) -> None:
-        """`names`: all tensors that will be read."""
+        """Set all tensors that will be read."""
         self._sizes = {name: self._checkpoint.nbytes(name) for name in names}
 
     def next(self, *names: str) -> None:
-        """The ones before are done, `names` come next; none: all is done. Pages of the file that were read go, so that
-        a model never takes its memory twice while it is loaded."""
+        """Report that the previous tensors are loaded and that `names` come next; no names means that all are loaded.
+
+        Pages of the file that have been read are dropped, so that a model never takes its memory twice while it is
+        loaded.
+        """
         self._checkpoint.release()
         self._done += self._current
         self._current = sum(self._sizes[name] for name in names)
@@ -119,16 +120,16 @@ class _Report:
 
 
 def _fill(model: nn.Module, name: str, checkpoint: Checkpoint, source: str, device: str) -> None:
-    """Give the model's tensor `name` the value of the checkpoint's `source`."""
+    """Set the model's tensor `name` to the value of the checkpoint's tensor `source`."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if leaf in module._parameters:
         kept = module.get_parameter(leaf)
-        value = checkpoint.dense(source, kept.dtype).view(kept.shape).to(device)
+        value = checkpoint.decode(source, kept.dtype).view(kept.shape).to(device)
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     else:
         buffer = module.get_buffer(leaf)
-        module._buffers[leaf] = checkpoint.dense(source, buffer.dtype).view(buffer.shape).to(device)
+        module._buffers[leaf] = checkpoint.decode(source, buffer.dtype).view(buffer.shape).to(device)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -143,47 +144,47 @@ def _listed(what: str, names: list[str]) -> list[str]:
 
 
 class CheckpointWeights:
-    """Implements operators.packed.ModuleWeights for the module named `module` ("": the whole model).
+    """The tensors of one operator's module. It records which ones are taken, so that none is left out.
 
-    `tied`: parameters that are others under a second name. `taking(name, ...)` is called with the names of the
-    tensors that are about to be taken together.
+    Implements operators.packed.ModuleWeights for the module named `module`; "" is the whole model. `tied` maps
+    parameters to the parameters that they repeat. `on_take(name, ...)` is called before tensors are taken together.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, module: str, tied: Mapping[str, str], taking: Callable[..., None]
+        self, checkpoint: Checkpoint, module: str, tied: Mapping[str, str], on_take: Callable[..., None]
     ) -> None:
         self._checkpoint = checkpoint
         self._prefix = f"{module}." if module else ""
         self._tied = tied
-        self._taking = taking
+        self._on_take = on_take
         self._left = dict.fromkeys(
             name for name in checkpoint.names() if name.startswith(self._prefix) and name not in tied
         )
         self._names = set(checkpoint.names())
-        self.newest = module  # what was taken last, for messages
+        self.latest = module  # the last tensor taken, for messages
 
     def names(self) -> list[str]:
-        """Full names of the module's own tensors that are not yet taken."""
+        """Return the full names of the module's own tensors that are not taken yet."""
         return list(self._left)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Whether there is a tensor with that name."""
         return self._full(name) in self._names
 
     def matrix(self, name: str) -> PackedMatrix:
-        """A two-dimensional tensor as it is stored, its rows in transformers' order. Raises CheckpointError."""
+        """Return a two-dimensional tensor as stored, its rows in transformers' order. Raises CheckpointError."""
         full = self._take(name)
         return self._checkpoint.matrix(full)
 
     def vector(self, name: str) -> Floats:
-        """A one-dimensional tensor as float32. Raises CheckpointError."""
+        """Return a one-dimensional tensor as float32. Raises CheckpointError."""
         full = self._take(name)
         if len(shape := self._checkpoint.shape(full)) != 1:
-            raise CheckpointError(f"{self._checkpoint.path}: {full} has the shape {list(shape)}, a vector is expected")
-        return as_array(self._checkpoint.dense(full, torch.float32))
+            raise CheckpointError(f"{self._checkpoint.path}: {full} has the shape {list(shape)}, expected a vector")
+        return as_array(self._checkpoint.decode(full, torch.float32))
 
     def experts(self, name: str) -> ExpertWeights:
-        """The routed experts of the experts module `name` ("": of this module). Raises CheckpointError."""
+        """Return the routed experts of the experts module `name` ("": of this module). Raises CheckpointError."""
         module = (self._prefix + name).removesuffix(".")
         self._mark(f"{module}.{GATE_UP}", f"{module}.{DOWN}")
         return self._checkpoint.experts(module)
@@ -198,8 +199,8 @@ class CheckpointWeights:
         return full
 
     def _mark(self, *names: str) -> None:
-        self.newest = names[0]
+        self.latest = names[0]
         if new := [name for name in names if name in self._left]:
-            self._taking(*new)
+            self._on_take(*new)
         for name in new:
             del self._left[name]

@@ -1,6 +1,6 @@
-"""Where a model's files are: a path, the built-in demo, or a name on the Hugging Face hub, which is downloaded.
+"""Finds a model's files: a path, the built-in demo, or a name on the Hugging Face hub, which is downloaded.
 
-Needs no torch, so that `ktqueue up` finds a wrong name before it starts anything.
+Needs no torch, so `ktqueue up` detects a wrong name before it starts anything.
 """
 
 import difflib
@@ -16,15 +16,15 @@ from ktqueue.core.hub_model import PREFIX, parse
 DEMO = "demo"
 SYNTHETIC_PREFIX = "synthetic:"
 EXPECTED = f"--model takes a .gguf file, a Hugging Face folder, {PREFIX}OWNER/NAME[:QUANT] to download, or {DEMO}"
-MAX_LISTED = 6  # files near a path that is not there
+MAX_LISTED = 6  # suggestions for a path that does not exist
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?", re.ASCII)
 _HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 
 
 def resolve(path: str) -> Path:
-    """`demo` to the built-in model's file; any other path as it is.
+    """Return the file of `demo`, or any other path as it is.
 
-    Raises CheckpointError, which says what to type instead, where nothing is there.
+    Raises CheckpointError, which says what to type instead, if there is no such file or folder.
     """
     if path == DEMO:
         return _built_in()
@@ -34,14 +34,14 @@ def resolve(path: str) -> Path:
 
 
 def resolve_model(path: str) -> Path:
-    """The same, of which a folder must have a config.json. Raises CheckpointError."""
-    place = resolve(path)
-    if place.is_dir() and not (place / "config.json").exists():
-        if files := sorted(place.glob("*.gguf")):
+    """Do what `resolve` does, and require that a folder has a config.json. Raises CheckpointError."""
+    found = resolve(path)
+    if found.is_dir() and not (found / "config.json").exists():
+        if files := sorted(found.glob("*.gguf")):
             listed = ", ".join(str(file) for file in files[:MAX_LISTED])
-            raise _wrong(path, f"this folder has no config.json, but GGUF files; give one of them: {listed}")
+            raise _wrong(path, f"this folder has no config.json, but it has GGUF files; give one of them: {listed}")
         raise _missing(path, "this folder has no config.json")
-    return place
+    return found
 
 
 def _built_in() -> Path:
@@ -54,17 +54,18 @@ def _built_in() -> Path:
     return DEMO_MODEL
 
 
-def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
-    """The settings with a model whose files are here: `hf:` names are downloaded and replaced by the local path.
+def on_this_machine(config: EngineConfig, show_line: Callable[[str], None]) -> EngineConfig:
+    """Return the settings with a model whose files are on this machine.
 
-    A served name is set for them where none is. `say` is given a line for what takes long. Raises CheckpointError for
-    a path without a model; all that `hub.download` raises.
+    An `hf:` name is downloaded and replaced by the local path; a served name is set if there is none. `show_line` gets
+    a line before anything that takes long. Raises CheckpointError for a path without a model, and all that
+    `hub.download` raises.
     """
     if config.model.startswith(PREFIX):
-        from ktqueue.loading.huggingface import hub  # here, since it takes a while to import
+        from ktqueue.loading.huggingface import hub  # imported here, because that takes long
 
         model = parse(config.model)
-        path = hub.download(model, say)
+        path = hub.download(model, show_line)
         return replace(config, model=str(path), served_model_name=config.served_model_name or model.served_name)
     if not config.model.startswith(SYNTHETIC_PREFIX):
         resolve_model(config.model)
@@ -78,7 +79,7 @@ def on_this_machine(config: EngineConfig, say: Callable[[str], None]) -> EngineC
 
 
 def _missing(path: str, why: str) -> CheckpointError:
-    """The error for a path that is none, with what was probably meant."""
+    """Return the error for a path that does not exist, with what was probably meant."""
     if page := _HUB_PAGE.match(path):
         return _wrong(path, f"{why}; to download it, give --model {PREFIX}{page[1]}")
     hints = []
@@ -87,23 +88,23 @@ def _missing(path: str, why: str) -> CheckpointError:
     if difflib.get_close_matches(path.lower(), [DEMO], cutoff=0.7):
         hints.append(f"did you mean {DEMO}?")
     elif near := _near(Path(path)):
-        hints.append(f"near it: {', '.join(near)}")
+        hints.append(f"similar: {', '.join(near)}")
     return _wrong(path, "; ".join([why, *hints, EXPECTED]))
 
 
 def _near(path: Path) -> list[str]:
-    """Models in the folder that the path names, else in the last of its folders that exists; the most alike first."""
+    """Return models in the nearest existing folder of the path, the most similar names first."""
     folder = path.parent
     try:
         models = [
-            place
-            for place in folder.iterdir()
-            if place.suffix == ".gguf" or (place.is_dir() and (place / "config.json").exists())
+            entry
+            for entry in folder.iterdir()
+            if entry.suffix == ".gguf" or (entry.is_dir() and (entry / "config.json").exists())
         ]
     except OSError:
         return []
-    models.sort(key=lambda place: -difflib.SequenceMatcher(None, place.name, path.name).ratio())
-    return [str(place) for place in models[:MAX_LISTED]]
+    models.sort(key=lambda entry: -difflib.SequenceMatcher(None, entry.name, path.name).ratio())
+    return [str(entry) for entry in models[:MAX_LISTED]]
 
 
 def _wrong(path: str, text: str) -> CheckpointError:

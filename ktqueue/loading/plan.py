@@ -1,4 +1,4 @@
-"""(module tree, rules) -> what is replaced by what. A pure function: names and class names in, a plan out."""
+"""Makes the plan of a model from its module tree and the rules: pure functions over names and class names."""
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ktqueue.loading.rules import KEEP, Rule
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One module and the operator that takes its place. `source`: file:line of the rule."""
+    """One module and the operator that replaces it. `source` is the file:line of the rule."""
 
     name: str
     class_name: str
@@ -21,13 +21,16 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`replacements` in tree order; `devices`: module name to device, for it and all below it."""
+    """What is replaced, and where modules live.
+
+    `replacements` are in tree order. `devices` maps a module name to the device of it and of all modules below it.
+    """
 
     replacements: list[Replacement]
     devices: dict[str, str]
 
     def device_of(self, name: str) -> str:
-        """The device of a module or parameter: that of the nearest module above it that has one."""
+        """Return the device of a module or parameter: that of the nearest module above it that has one."""
         while name not in self.devices:
             name = name.rpartition(".")[0]
         return self.devices[name]
@@ -36,41 +39,41 @@ class LoadPlan:
 def make_plan(
     modules: Iterable[tuple[str, str]], rules: Sequence[Rule], device: str, dtype: str = "float32"
 ) -> LoadPlan:
-    """`modules`: (dotted name, class name), parents before children, the root under "". First matching rule wins.
+    """Apply the rules to a module tree. For each module the first matching rule decides.
 
-    `device` and `dtype` are the model's. Below a replaced module nothing is looked at; below a module kept with
-    `recursive: false` nothing either.
-    Raises RuleError with file:line for a rule that decides nothing and is not optional.
+    `modules` are pairs of dotted name and class name, parents before children; the root has the name "". `device` and
+    `dtype` are those of the model. Modules below a replaced module, or below one kept with `recursive: false`, are not
+    visited. Raises RuleError with file:line for a rule that never decides and is not optional.
     """
     plan = LoadPlan([], {"": device})
-    closed: set[str] = set()
+    closed_modules: set[str] = set()
     used: set[int] = set()
     matched: set[int] = set()
     for name, class_name in modules:
-        if is_below(name, closed):
+        if is_below(name, closed_modules):
             continue
-        here = plan.device_of(name)
-        hits = [i for i, rule in enumerate(rules) if rule.matches(name, class_name, here, dtype)]
-        matched.update(hits)
-        if not hits:
+        module_device = plan.device_of(name)
+        matching = [i for i, rule in enumerate(rules) if rule.matches(name, class_name, module_device, dtype)]
+        matched.update(matching)
+        if not matching:
             continue
-        rule = rules[hits[0]]
-        used.add(hits[0])
+        rule = rules[matching[0]]
+        used.add(matching[0])
         if rule.device is not None:
             plan.devices[name] = rule.device
         if rule.op != KEEP:
             plan.replacements.append(Replacement(name, class_name, rule.op, rule.options, rule.source))
         if rule.op != KEEP or not rule.recursive:
-            closed.add(name)
+            closed_modules.add(name)
     for i, rule in enumerate(rules):
         if i not in used and not rule.optional:
-            why = "earlier rules take all modules that it matches" if i in matched else "it matches no module"
-            raise RuleError(f"{rule.source}: this rule is idle: {why}")
+            why = "earlier rules match all its modules" if i in matched else "it matches no module"
+            raise RuleError(f"{rule.source}: this rule has no effect: {why}")
     return plan
 
 
 def find_replaced(name: str, replaced: Container[str]) -> str | None:
-    """The one of `replaced` that is the module or parameter `name` or above it; None: it stays."""
+    """Return the name in `replaced` that is `name` or a module above it; None if there is none."""
     while name not in replaced:
         if not name:
             return None

@@ -1,12 +1,12 @@
-"""Rule files: which modules of the model are replaced by which operators (the door to yaml).
+"""Reads rule files, which say what modules of a model are replaced by what operators.
 
-Reads and checks the language of rules/README.md; every error begins with file:line. Knows no model.
+The language is documented in rules/README.md. Every error begins with file:line. Knows no model.
 """
 
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +24,13 @@ _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is searched in a module's dotted path, `class_name` in its class name, `on_device` ("cpu" or "cuda") and
-    `dtype` are where and in what type the module would compute; all that are given must match. `device` None: the
-    model's. `options` go to the operator. An `optional` rule may be idle. `source` is file:line."""
+    """One rule of a file.
+
+    `name` is searched in a module's dotted path and `class_name` in its class name. `on_device` ("cpu" or "cuda") and
+    `dtype` say where and in what type the module would compute. All conditions that are not None must match. `device`
+    is the new device; None means the model's. `options` are passed to the operator. An `optional` rule may have no
+    effect. `source` is file:line.
+    """
 
     name: re.Pattern[str] | None
     class_name: re.Pattern[str] | None
@@ -40,7 +44,7 @@ class Rule:
     source: str
 
     def matches(self, name: str, class_name: str, device: str, dtype: str) -> bool:
-        """Whether the rule speaks of a module of that name and class that would compute in `dtype` on `device`."""
+        """Whether the rule applies to a module with that name and class that would compute in `dtype` on `device`."""
         return (
             (self.name is None or self.name.search(name) is not None)
             and (self.class_name is None or self.class_name.search(class_name) is not None)
@@ -50,13 +54,13 @@ class Rule:
 
 
 def rules_file(rules: str | None) -> Path:
-    """The rule file that a setting names: one of the shipped ones by its name alone (`exact`), or a path.
+    """Return the rule file that a setting names: a shipped one by its name alone (`exact`), or a path.
 
-    None is the default. Raises RuleError, which lists the shipped names, where there is no such file.
+    None is the default. Raises RuleError, which lists the shipped names, if there is no such file.
     """
     if rules is None:
         return DEFAULT_RULES
-    shipped = {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
+    shipped = _shipped_files()
     if rules in shipped:
         return shipped[rules]
     if Path(rules).is_file():
@@ -72,32 +76,88 @@ def rules_file(rules: str | None) -> Path:
 
 
 def load_rules(path: str | Path, operators: Iterable[str]) -> list[Rule]:
-    """The rules of a file, first to last. `operators`: the names that `op` may have beside `default`.
+    """Return the rules of a file in their order, including those of the file that it is based on.
 
-    Raises RuleError with file:line.
+    `operators` are the names that `op` may have besides `default`. Raises RuleError with file:line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(f"{path}:1: {error}") from error
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise RuleError(f"{path}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
-    reader = _Reader(str(path), sorted({KEEP, *operators}))
-    if not isinstance(root, yaml.SequenceNode) or not root.value:
-        raise RuleError(f"{path}:1: a list of rules is expected")
-    return [reader.rule(node) for node in root.value]
+    return _RuleReader(Path(path), sorted({KEEP, *operators}), ()).rules()
 
 
-class _Reader:
-    def __init__(self, path: str, operators: list[str]) -> None:
+def _shipped_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
+
+
+class _RuleReader:
+    """Reads one rule file. `derived` are the files that are based on it."""
+
+    def __init__(self, path: Path, operators: list[str], derived: tuple[Path, ...]) -> None:
         self._path = path
         self._operators = operators
+        self._derived = derived
 
-    def rule(self, node: yaml.Node) -> Rule:
+    def rules(self) -> list[Rule]:
+        """Return all rules. Raises RuleError with file:line."""
+        root = self._root()
+        if isinstance(root, yaml.MappingNode):
+            return self._derived_rules(root)
+        if not isinstance(root, yaml.SequenceNode) or not root.value:
+            raise RuleError(f"{self._path}:1: expected a list of rules, or a mapping with the key base")
+        return [self._rule(node) for node in root.value]
+
+    def _root(self) -> yaml.Node | None:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RuleError(f"{self._path}:1: {error}") from error
+        try:
+            return yaml.compose(text, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = mark.line + 1 if mark else 1
+            raise RuleError(f"{self._path}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+
+    def _derived_rules(self, root: yaml.MappingNode) -> list[Rule]:
+        """Return this file's own rules, followed by those of its base, changed as `without` and `options` say."""
+        fields = self._fields(root, "a rule file", ("base", "without", "options", "rules"))
+        if "base" not in fields:
+            self._fail(root, "a rule file that is not a list of rules needs base")
+        base_rules = self._base_rules(fields["base"])
+        for node in self._items(fields["without"], "without") if "without" in fields else ():
+            op = self._base_op(node, base_rules)
+            base_rules = [rule for rule in base_rules if rule.op != op]
+        for node, op_options in self._pairs(fields["options"], "options") if "options" in fields else ():
+            op = self._base_op(node, base_rules)
+            values = {key: self._value(value, key) for key, value in self._fields(op_options, op, None).items()}
+            where = f"{self._path}:{node.start_mark.line + 1}"
+            base_rules = [
+                replace(rule, options=rule.options | values, source=f"{rule.source}, with options of {where}")
+                if rule.op == op
+                else rule
+                for rule in base_rules
+            ]
+        first = [self._rule(node) for node in self._items(fields["rules"], "rules")] if "rules" in fields else []
+        if not first and not base_rules:
+            self._fail(root, "there is no rule left")
+        return [*first, *base_rules]
+
+    def _base_rules(self, node: yaml.Node) -> list[Rule]:
+        name = self._text(node, "base", None)
+        shipped = _shipped_files()
+        path = shipped.get(name, self._path.parent / name)
+        if not path.is_file():
+            self._fail(node, f"there is no rule file {name!r}; known by name: {', '.join(shipped)}; or give a path")
+        if path.resolve() in (derived := (self._path.resolve(), *self._derived)):
+            self._fail(node, f"{name} is based on this file, or is this file")
+        return _RuleReader(path, self._operators, derived).rules()
+
+    def _base_op(self, node: yaml.Node, base_rules: list[Rule]) -> str:
+        """Return the operator that `node` names. A rule of the base must use it."""
+        op = self._text(node, "operator", [name for name in self._operators if name != KEEP])
+        if all(rule.op != op for rule in base_rules):
+            self._fail(node, f"no rule of the base uses {op}")
+        return op
+
+    def _rule(self, node: yaml.Node) -> Rule:
         fields = self._fields(node, "a rule", ("match", "replace", "recursive", "optional"))
         for key in ("match", "replace"):
             if key not in fields:
@@ -116,7 +176,7 @@ class _Reader:
                 self._fail(replace["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
             del replace["device"]
         if op == KEEP and replace:
-            self._fail(next(iter(replace.values())), f"op {KEEP} takes no option {next(iter(replace))!r}")
+            self._fail(next(iter(replace.values())), f"op {KEEP} has no option {next(iter(replace))!r}")
         return Rule(
             name=self._pattern(match["name"], "name") if "name" in match else None,
             class_name=self._pattern(match["class"], "class") if "class" in match else None,
@@ -131,15 +191,25 @@ class _Reader:
         )
 
     def _fields(self, node: yaml.Node, what: str, known: tuple[str, ...] | None) -> dict[str, yaml.Node]:
-        if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
-            self._fail(node, f"{what} must be a mapping")
         fields: dict[str, yaml.Node] = {}
-        for key_node, value in node.value:
+        for key_node, value in self._pairs(node, what):
             key = self._text(key_node, f"a key of {what}", list(known) if known else None)
             if key in fields:
-                self._fail(key_node, f"{key!r} is given twice")
+                self._fail(key_node, f"{key!r} appears twice")
             fields[key] = value
         return fields
+
+    def _pairs(self, node: yaml.Node, what: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
+            self._fail(node, f"{what} must be a mapping")
+        pairs: list[tuple[yaml.Node, yaml.Node]] = node.value
+        return pairs
+
+    def _items(self, node: yaml.Node, what: str) -> list[yaml.Node]:
+        if not isinstance(node, yaml.SequenceNode) or node.tag != "tag:yaml.org,2002:seq":
+            self._fail(node, f"{what} must be a list")
+        items: list[yaml.Node] = node.value
+        return items
 
     def _text(self, node: yaml.Node, what: str, known: list[str] | None) -> str:
         value = self._value(node, what)
@@ -162,7 +232,7 @@ class _Reader:
         try:
             return re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
-            self._fail(node, f"{what} is no regular expression: {error}")
+            self._fail(node, f"{what} is not a regular expression: {error}")
 
     def _value(self, node: yaml.Node, what: str) -> Any:
         if node.tag not in {f"tag:yaml.org,2002:{tag}" for tag in _TAGS}:

@@ -1,5 +1,7 @@
-"""A transformers model without weights (the door to transformers): config, module tree on the meta device, what
-it shares and what it computes for itself. Knows no file format and no rules."""
+"""A transformers model without weights: its config and its module tree on the meta device.
+
+Also which tensors it shares and which it computes by itself. Knows no file format and no rules.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -26,44 +28,42 @@ Config = transformers.PretrainedConfig
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
-    """A transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
+    """Build a transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
-    if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig has it
+    if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
         model_type = "ministral"
     config_class = transformers.CONFIG_MAPPING[model_type]
     if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{source}: a model of type {model_type} is no causal language model")
+        raise CheckpointError(f"{source}: a model of type {model_type} is not a causal language model")
     if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
         known = ", ".join(LATENT_MODEL_TYPES)
-        raise CheckpointError(
-            f"{source}: multi-head latent attention of {model_type} is not supported; that of {known} is"
-        )
+        raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")
     check_quantization(values, source)
     check_values(values, source)
     try:
-        values = Config._decode_special_floats(dict(values))  # as transformers writes what JSON has no numbers for
+        values = Config._decode_special_floats(dict(values))  # transformers encodes infinity and NaN, which JSON lacks
         config: Config = config_class.from_dict(dict(values))
         if ignored := ignored_keys(values, config_class):
             config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
             for name in ignored - {DERIVED_KEY}:
-                if hasattr(config, name):  # made of other keys, which it goes before
+                if hasattr(config, name):  # derived from other keys; the stated value has precedence
                     setattr(config, name, values[name])
-    except Exception as error:  # each config class validates in its own way
+    except Exception as error:  # each config class validates differently
         raise CheckpointError(f"{source}: the config is not valid: {error}") from error
     check_config(config, source)
-    config.output_router_logits = False  # else every forward would gather them for a training loss
+    config.output_router_logits = False  # otherwise every forward collects them for a training loss
     config.use_cache = False
     return config
 
 
 def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module:
-    """The causal language model of `config` on the meta device, in eval mode, its attention ours.
+    """Build the causal language model of `config` on the meta device, in eval mode, with our attention.
 
-    Raises CheckpointError where transformers cannot build it.
+    Raises CheckpointError if transformers cannot build it.
     """
     transformers.AttentionInterface.register(attention.NAME, attention.paged_attention)
     try:
@@ -71,9 +71,9 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=attention.NAME, dtype=dtype
             )
-    except KeyError as error:  # of a table of transformers: activations, rotary embeddings
-        raise _unknown(config, error, source) from error
-    except Exception as error:  # a config can be wrong in as many ways as there are models
+    except KeyError as error:  # a name that transformers does not know: activations, rotary embeddings
+        raise _unknown_value(config, error, source) from error
+    except Exception as error:  # each model fails in its own way on a wrong config
         raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)
@@ -82,22 +82,26 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Give tensors that the model wants in float32 that type, as transformers does when it loads one in another: what
-    corrects a router's scores, which in bfloat16 would choose other experts."""
+    """Use float32 for tensors that the model wants in it, as transformers does when it loads a model in another type.
+
+    One of them corrects the scores of a router, which would choose other experts in bfloat16.
+    """
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in model.state_dict(keep_vars=True).items():
             if re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept)
 
 
-def _unknown(config: Config, error: KeyError, source: str) -> CheckpointError:
-    """The refusal that names the field which has the value that was not found."""
+def _unknown_value(config: Config, error: KeyError, source: str) -> CheckpointError:
+    """Return the error that names the config field whose value is unknown to transformers."""
     value = next(iter(error.args), None)
     if value == attention.NAME:
-        return CheckpointError(f"{source}: a {config.model_type} attends in a way of its own, which is not supported")
+        return CheckpointError(
+            f"{source}: a {config.model_type} uses its own kind of attention, which is not supported"
+        )
     fields = config.to_dict()
-    inner = [one for one in fields.values() if isinstance(one, dict)]  # rotary parameters, if there is one set of them
-    for name, stated in (pair for group in (*inner, fields) for pair in group.items()):
+    groups = [field for field in fields.values() if isinstance(field, dict)]  # such as rotary parameters
+    for name, stated in (pair for group in (*groups, fields) for pair in group.items()):
         if type(stated) is type(value) and stated == value:
             limit = f"one that transformers {transformers.__version__} knows"
             return CheckpointError(
@@ -107,33 +111,33 @@ def _unknown(config: Config, error: KeyError, source: str) -> CheckpointError:
 
 
 def _check_kind(model: Any, config: Config, source: str) -> None:
-    """Between steps keys and values are kept, which attention of ours writes and reads: nothing else would be there.
+    """Check that the model keeps only keys and values between steps, which our attention reads and writes.
 
     Raises CheckpointError.
     """
-    if model._is_stateful and not getattr(config, "layer_types", None):  # those say more, and have been looked at
+    if model._is_stateful and not getattr(config, "layer_types", None):  # check_config has checked those
         raise CheckpointError(
-            f"{source}: a {config.model_type} keeps more than keys and values, which is not supported"
+            f"{source}: a {config.model_type} keeps more than keys and values between steps, which is not supported"
         )
 
 
 def _check_heads(model: nn.Module, config: Any, source: str) -> None:
-    """Of the models that we know: what transformers makes by head_dim must fit its heads, or no step could be computed.
+    """Check, for models that we know, that what transformers sizes by head_dim fits the heads.
 
-    Raises CheckpointError.
+    Otherwise every step would fail. Raises CheckpointError.
     """
     latent = config.model_type in LATENT_MODEL_TYPES
     if not latent and type(model).__name__ not in CLASSES:
         return
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
-    made = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
-    if type(model).__name__ == "OlmoeForCausalLM":  # normed over all heads at once, in a width of its own
-        made["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
-    for what, columns in made.items():
+    widths = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
+    if type(model).__name__ == "OlmoeForCausalLM":  # one norm over all heads, with its own width
+        widths["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
+    for what, columns in widths.items():
         if columns != width:
             raise CheckpointError(
-                f"{source}: {name} must be the width of {what}, which is {columns} where head_dim is "
+                f"{source}: {name} must be the width of {what}, which is {columns} for head_dim "
                 f"{getattr(config, 'head_dim', None)}, got {width}",
                 param=name,
                 limit=columns,
@@ -142,48 +146,50 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
 
 
 def build_random(values: Mapping[str, Any]) -> nn.Module:
-    """A freshly initialised float32 model with transformers' own attention, to be trained."""
+    """Build a freshly initialised float32 model with transformers' own attention, for training."""
     config = build_config(values, "a new model")
-    config.output_router_logits = True  # adds the loss that keeps the experts evenly used
+    config.output_router_logits = True  # adds the loss that balances the use of experts
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Parameters that are others under a second name: `{"lm_head.weight": "model.embed_tokens.weight"}`."""
+    """Map each tied parameter to its source, such as `{"lm_head.weight": "model.embed_tokens.weight"}`."""
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
 
 
 def ignorable_names(model: Any, names: Iterable[str]) -> list[str]:
-    """Those of a file's names that transformers knows to have no place in the model: of layers that guess tokens ahead,
-    which it does not build."""
+    """Return the names in a file that have no place in the model and that transformers ignores on purpose.
+
+    These are tensors of layers that predict further tokens, which transformers does not build.
+    """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
-    own = model.state_dict().keys()
-    return [name for name in names if name not in own and any(re.search(pattern, name) for pattern in patterns)]
+    model_names = model.state_dict().keys()
+    return [name for name in names if name not in model_names and any(re.search(pattern, name) for pattern in patterns)]
 
 
 def compute_buffers(model: nn.Module, skeleton: nn.Module, device: str) -> None:
-    """Fill the buffers of `model` that no checkpoint holds, such as rotary frequencies, by `skeleton`'s initialiser.
+    """Fill the buffers of `model` that no checkpoint holds, such as rotary frequencies, with `skeleton`'s initialiser.
 
-    Parameters stay, and so do other buffers: the initialiser passes over what has the mark of a checkpoint's. Raises
-    CheckpointError naming a buffer that it leaves untouched.
+    Parameters and other buffers keep their values: the initialiser skips tensors that are marked as loaded. Raises
+    CheckpointError that names a buffer that the initialiser does not fill.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     owners = {"": skeleton}
     for name, module in model.named_modules():
-        # A model within the model has an initialiser of its own, which knows more of its parts.
+        # A model inside the model has its own initialiser, which knows more of its modules.
         owners[name] = module if isinstance(module, transformers.PreTrainedModel) else owners[name.rpartition(".")[0]]
-        blank = {
+        missing = {
             key: torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             for key, buffer in module.named_buffers(recurse=False)
             if key in module._non_persistent_buffers_set and buffer.is_meta
         }
-        if not blank:
+        if not missing:
             continue
-        module._buffers.update(blank)
+        module._buffers.update(missing)
         with torch.no_grad():
             owners[name]._init_weights(module)  # type: ignore[operator]
-        for key, buffer in blank.items():
-            if module._buffers[key] is buffer and buffer._version == 0:  # nobody has written to it
-                raise CheckpointError(f"transformers computes no value for the buffer {name}.{key}")
+        for key, buffer in missing.items():
+            if module._buffers[key] is buffer and buffer._version == 0:  # no code has written to it
+                raise CheckpointError(f"transformers does not compute the buffer {name}.{key}")

@@ -1,4 +1,9 @@
-"""Storage types of weights: names, block sizes, bytes of a row. Knows no file format."""
+"""Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
+
+No kernel reads Q5_0, but Q8_0 can hold it exactly, so its weights are requantised when they are loaded. llama.cpp
+stores Q5_0 where a row is not a multiple of a K block, such as the down experts of DeepSeek-V2-Lite in Q4_K_M files.
+Its five bits with an offset of 16 become a Q8_0 block with the same scale. Layouts: ggml-common.h.
+"""
 
 import math
 
@@ -22,22 +27,22 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "MXFP4": (32, 17),
 }
 FILE_BLOCKS = {**BLOCKS, "Q5_0": (32, 22)}
-"""The same of all types that may be in a file: see requantised.py for those that kernels do not read."""
+"""All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
 def row_bytes(quant: str, columns: int) -> int:
-    """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
+    """Return the bytes of one row. Raises ValueError if `columns` is not a multiple of the block."""
     elements, size = FILE_BLOCKS[quant]
     if columns % elements:
-        raise ValueError(f"a row of {columns} is no multiple of the {quant} block of {elements}")
+        raise ValueError(f"a row of {columns} is not a multiple of the {quant} block of {elements}")
     return columns // elements * size
 
 
 def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of `shape`, rows last. Raises ValueError as `row_bytes`."""
+    """Return the bytes of a tensor of `shape`, whose last dimension is a row. Raises ValueError like `row_bytes`."""
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
@@ -47,12 +52,15 @@ _Q8_0 = np.dtype([("d", "<u2"), ("q", "i1", 32)])
 
 
 def loaded_format(quant: str) -> str:
-    """The type in which weights of type `quant` are handed out."""
+    """Return the format in which weights stored as `quant` are loaded."""
     return REQUANTISED.get(quant, quant)
 
 
 def requantise(quant: str, data: Bytes) -> Bytes:
-    """Whole blocks of type `quant` as blocks of kept_as(quant): a copy, or `data` itself where they are the same."""
+    """Convert whole blocks of format `quant` to `loaded_format(quant)`.
+
+    Returns a copy, or `data` itself if the formats are the same.
+    """
     if quant not in REQUANTISED:
         return data
     blocks = data.view(_Q5_0)

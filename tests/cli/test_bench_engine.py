@@ -40,7 +40,7 @@ def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]
         (["--rows", "0"], "--rows"),
         (["--rows", "1,two"], "two"),
         (["--prefill", ""], "--prefill"),
-        (["--model", "synthetic:none:q4_k_m"], "there is no shape 'none'"),
+        (["--model", "synthetic:none:q4_k_m"], "unknown shape 'none'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_convert_makes_synthetic_models_up(here):
     for words, says in (
         (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense do not go with a synthetic model"),
         ([".", "--layers", "2"], "--layers goes with a synthetic model only"),
-        (["synthetic:tiny:q9_9"], "there is no quantisation 'q9_9'"),
+        (["synthetic:tiny:q9_9"], "unknown quantisation 'q9_9'"),
     ):
         code, _, err = here("convert", words[0], "new.gguf", *words[1:])
         assert code == 2 and says in err, err

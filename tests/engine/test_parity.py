@@ -255,7 +255,7 @@ def demo():
     """The demo model from its file, its tokenizer, prompts, and transformers' first answers on dequantised weights."""
     checkpoint = open_checkpoint("demo")
     twin = Qwen3MoeForCausalLM(Qwen3MoeConfig(**checkpoint.config())).eval().float()
-    weights = {name: checkpoint.dense(name, torch.float32) for name in checkpoint.names()}
+    weights = {name: checkpoint.decode(name, torch.float32) for name in checkpoint.names()}
     missing, surplus = twin.load_state_dict(weights, strict=False)
     twin.tie_weights()
     assert missing == ["lm_head.weight"] and not surplus and twin.config.tie_word_embeddings

@@ -163,10 +163,8 @@ def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
 def test_tokens_are_the_cpu_s(device, name, path, graphs, models, answers, by_decoder, tmp_path):
     rules = by_decoder
     if path == "modules":
-        text = (RULES / "modules.yaml").read_text()
-        for op in ("CpuExperts", "CpuLinear"):
-            text = text.replace(f"    op: {op}\n", f"    op: {op}\n    activations: float32\n")
-        (tmp_path / "rules.yaml").write_text(text)
+        options = "".join(f"  {op}: {{activations: float32}}\n" for op in ("CpuExperts", "CpuLinear"))
+        (tmp_path / "rules.yaml").write_text(f"base: modules\noptions:\n{options}")
         rules = str(tmp_path / "rules.yaml")
     model = load_model(models[name], rules=rules, device=device)
     engine = on_device(model, settings_for(device, cuda_graphs=graphs))

@@ -38,7 +38,7 @@ def test_every_tensor_equals_what_transformers_loads(
         assert checkpoint.shape(name) == tuple(expected.shape)
         assert checkpoint.quant(name) == "F32"
         assert checkpoint.nbytes(name) == expected.numel() * 4
-        torch.testing.assert_close(checkpoint.dense(name, torch.float32), expected, atol=0, rtol=0)
+        torch.testing.assert_close(checkpoint.decode(name, torch.float32), expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("quant", ["f16", "bf16", "q8_0", "q4_0", "mxfp4"])
@@ -48,7 +48,7 @@ def test_types(quant: str, tiny: Path, make_gguf: Callable[..., Path]) -> None:
     for name, expected in _state(tiny).items():
         full = expected.dim() == 1 or name.endswith("mlp.gate.weight")
         assert checkpoint.quant(name) == ("F32" if full else quant.upper())
-        error = checkpoint.dense(name, torch.float32) - expected
+        error = checkpoint.decode(name, torch.float32) - expected
         assert error.norm() / expected.norm() <= (0 if full else bound), name
 
 
@@ -95,7 +95,7 @@ def test_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
         assert checkpoint.config() == whole.config()
         assert sorted(checkpoint.names()) == sorted(whole.names())
         for name in whole.names():
-            assert torch.equal(checkpoint.dense(name, torch.float32), whole.dense(name, torch.float32))
+            assert torch.equal(checkpoint.decode(name, torch.float32), whole.decode(name, torch.float32))
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-.*part 2 of .* is missing"):
         open_checkpoint(str(parts[0]))
@@ -110,7 +110,7 @@ def test_renamed_part_of_a_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
 def test_parts_swapped(tiny_gguf: Path, tmp_path: Path) -> None:
     parts = _split(tiny_gguf, tmp_path, 10)
     parts[2].write_bytes(parts[1].read_bytes())
-    with pytest.raises(CheckpointError, match="says that it is part"):
+    with pytest.raises(CheckpointError, match="the header says part"):
         open_checkpoint(str(parts[0]))
 
 
@@ -152,7 +152,7 @@ def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> Non
     ("entry", "words"),
     [
         ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "stored as F8_E4M3"),
-        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "12 bytes stored, its shape needs 16"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "12 bytes are stored, but its shape needs 16"),
         ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "truncated or corrupt"),
         ({"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}, "corrupt header entry"),
         ({"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}, r"has an empty dimension: \[0, 4\]"),
@@ -195,8 +195,11 @@ def test_missing_experts_are_named(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("experts.03.gate_proj.weight", r"experts.0?3.gate_proj.*experts.0?3.gate_proj.* are the same of one expert"),
-        ("experts.down_proj", "layers.1.mlp.experts has its weights twice, expert by expert and all in one"),
+        (
+            "experts.03.gate_proj.weight",
+            r"experts.0?3.gate_proj.*experts.0?3.gate_proj.* are the same weights of one expert",
+        ),
+        ("experts.down_proj", "layers.1.mlp.experts has its weights twice, expert by expert and fused"),
     ],
 )
 def test_experts_that_are_given_twice_are_named(name: str, words: str, tiny: Path, tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ def test_pointers_of_git_lfs_are_named(name: str, tiny: Path, tmp_path: Path) ->
     """What is there after a clone without it."""
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     (file := tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:5f\nsize 23\n")
-    with pytest.raises(CheckpointError, match=f"{name}: a pointer of Git LFS, not the file itself"):
+    with pytest.raises(CheckpointError, match=f"{name}: this is a Git LFS pointer, not the file itself"):
         open_checkpoint(str(file if name.endswith("gguf") else tmp_path))
 
 
@@ -248,7 +251,7 @@ def test_one_file_goes_before_an_index(make_model: Callable[..., Path], tmp_path
     weights["model.norm.weight"] = torch.full((64,), 3.0)
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert (tmp_path / "model.safetensors.index.json").exists()
-    found = open_checkpoint(str(tmp_path)).dense("model.norm.weight", torch.float32)
+    found = open_checkpoint(str(tmp_path)).decode("model.norm.weight", torch.float32)
     torch.testing.assert_close(found, _state(tmp_path)["model.norm.weight"], atol=0, rtol=0)
     assert found[0] == 3
 

@@ -99,7 +99,7 @@ def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
     ("change", "words"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, there are tensors of 2 layers"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, but there are tensors of 2 layers"),
         ({"hidden_act": 3}, "config is not valid"),
         ({"moe_intermediate_size": 64}, "of the wrong shape: model.layers.0.mlp.experts.gate_up_proj"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config is not valid: .*'factor'"),
@@ -156,7 +156,7 @@ def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "no GGUF architecture is known for model_type 'mamba'; known: qwen3_moe"),
+        ({"model_type": "mamba"}, "there is no GGUF architecture for model_type 'mamba'; known: qwen3_moe"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False; GGUF's qwen3moe implies True"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": LLAMA3_ROPE}, "rope_type 'llama3' cannot be written"),

@@ -43,7 +43,7 @@ def test_a_copy_under_another_name_is_the_same_model(copy):
 
 def test_one_bit_of_the_weights_makes_another_model(copy, monkeypatch):
     """Wherever it is, and though size and time of the file are as they were."""
-    monkeypatch.setattr(identity, "LEAF_BYTES", 1 << 20)  # so that there are some, and a last one that is not full
+    monkeypatch.setattr(identity, "PART_BYTES", 1 << 20)  # so that there are some, and a last one that is not full
     original, status = digest(copy), copy.stat()
     found = {original}
     for offset in (status.st_size // 2, status.st_size - 1, (1 << 20) - 1, 1 << 20):
@@ -93,7 +93,7 @@ def test_settings_count_where_they_decide_tokens(tmp_path):
 
 def test_a_file_that_changes_while_it_is_loaded_is_refused(copy):
     with ModelFiles(str(copy), None) as files, pytest.raises(Unavailable, match=r"copy.gguf.*changed while"):
-        [leaf.result() for leaves in files._leaves for leaf in leaves]
+        [part.result() for parts in files._parts for part in parts]
         with copy.open("r+b") as file:
             file.write(b"GGUF")
         files.digest({})
@@ -102,7 +102,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(copy):
 def test_a_file_that_is_cut_while_it_is_loaded_is_refused(copy):
     files = ModelFiles(str(copy), None)
     os.truncate(copy, 1000)
-    with pytest.raises(Unavailable, match=r"copy.gguf.*cut while"), files:
+    with pytest.raises(Unavailable, match=r"copy.gguf.*truncated while"), files:
         files.digest({})
 
 

@@ -227,7 +227,7 @@ def test_a_gguf_is_refused_as_loading_refuses_it(
         ("- match: {name: 'q_proj$'}\n  replace: {op: CpuLinear, device: 'cuda:1'}\n", "would be on cuda:1"),
         ("- match: {class: 'ForCausalLM$'}\n  replace: {op: default, device: cuda}\n", "would be on cuda"),
         ("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n", "cannot be replaced by CpuLinear"),
-        ("- match: {class: 'Fox'}\n  replace: {op: CpuLinear}\n", "this rule is idle"),
+        ("- match: {class: 'Fox'}\n  replace: {op: CpuLinear}\n", "this rule has no effect"),
     ],
 )
 def test_rules_are_refused_as_loading_refuses_them(rules: str, words: str, tiny: Path, tmp_path: Path) -> None:

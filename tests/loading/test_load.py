@@ -96,9 +96,9 @@ def test_a_model_that_no_step_could_compute(
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("diffllama", "layer 0 attends 2 times in a step"),
-        ("xglm", "layer 0 attends 0 times in a step"),
-        ("openai-gpt", "layer 0 attends 0 times in a step"),  # it has positions among its buffers, whole numbers
+        ("diffllama", "layer 0 attends 2 times per step"),
+        ("xglm", "layer 0 attends 0 times per step"),
+        ("openai-gpt", "layer 0 attends 0 times per step"),  # it has positions among its buffers, whole numbers
     ],
 )
 def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
@@ -159,7 +159,7 @@ def test_parameters_that_are_single_numbers(
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("bert", "no tensors of layers named layers.N or h.N, .*; model_type is bert"),
+        ("bert", "no tensor belongs to a layer named layers.N or h.N, .*; model_type is bert"),
         ("stablelm", "StableLmAttention is not given the step: the model does not pass it on"),
     ],
 )
@@ -346,7 +346,7 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
     [
         ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
         ({"model_type": None}, "model_type None is unknown"),
-        ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is no causal language model"),
+        ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is not a causal language model"),
         ({"model_type": "recurrent_gemma"}, "a recurrent_gemma keeps more than keys and values"),
         (
             {"model_type": "qwen3_next"},
@@ -354,11 +354,11 @@ def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None
         ),
         ({"model_type": "mamba"}, "full_attention or sliding_attention, got 'linear_attention'"),
         ({"model_type": "llama4_text"}, "full_attention or sliding_attention, got 'chunked_attention'"),
-        ({"model_type": "gptj"}, "a gptj attends in a way of its own"),
+        ({"model_type": "gptj"}, "a gptj uses its own kind of attention"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, there are tensors of 2 layers"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but there are tensors of 2 layers"),
     ],
 )
 def test_unusable_configs(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:

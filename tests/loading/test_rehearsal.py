@@ -39,10 +39,10 @@ def test_a_module_whose_weights_are_read_is_left_as_it_is(
     ("model_type", "words"),
     [
         ("gemma2", "Gemma2ForCausalLM cannot be run: ValueError: paged attention does not compute softcap"),
-        ("diffllama", "layer 0 attends 2 times in a step"),
-        ("bart", "depend on where it stands in a step"),
-        ("mbart", "depend on where it stands in a step"),
-        ("whisper", "ValueError: 2 rows of logits are asked for, it gives 3"),
+        ("diffllama", "layer 0 attends 2 times per step"),
+        ("bart", "depend on its row in the step"),
+        ("mbart", "depend on its row in the step"),
+        ("whisper", "ValueError: 2 rows of logits were requested, got 3"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -91,7 +91,7 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_several_models_in_one_are_refused() -> None:
-    words = "a gemma3 is made of several models, which is not supported; its gemma3_text alone may be"
+    words = "a gemma3 consists of several models, which is not supported; its gemma3_text alone may be"
     with pytest.raises(CheckpointError, match=words):
         build_config({"model_type": "gemma3"}, "folder")
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from ktqueue.core.errors import RuleError
 from ktqueue.loading.load import load_model
-from ktqueue.loading.plan import make_plan
-from ktqueue.loading.rules import DEFAULT_RULES, SHIPPED_RULES, load_rules, rules_file
+from ktqueue.loading.plan import LoadPlan, make_plan
+from ktqueue.loading.rules import DEFAULT_RULES, SHIPPED_RULES, Rule, load_rules, rules_file
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES
 
 OPERATORS = ("CpuExperts", "Other")
@@ -25,21 +25,22 @@ TREE = [
 ]
 
 
-def _rules(tmp_path: Path, text: str) -> list[object]:
+def _rules(tmp_path: Path, text: str) -> list[Rule]:
     path = tmp_path / "rules.yaml"
     path.write_text(text)
-    return load_rules(path, OPERATORS)  # type: ignore[return-value]
+    return load_rules(path, OPERATORS)
 
 
-def _plan(tmp_path: Path, text: str, device: str = "cpu"):  # type: ignore[no-untyped-def]
-    return make_plan(TREE, _rules(tmp_path, text), device)  # type: ignore[arg-type]
+def _plan(tmp_path: Path, text: str, device: str = "cpu") -> LoadPlan:
+    return make_plan(TREE, _rules(tmp_path, text), device)
 
 
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("", 1, "a list of rules is expected"),
-        ("match: {name: a}", 1, "a list of rules is expected"),
+        ("", 1, "expected a list of rules"),
+        ("[]", 1, "expected a list of rules"),
+        ("match: {name: a}", 1, "unknown key of a rule file 'match'; known: base, without, options, rules"),
         ("- match: {name: a}\n  replace: {op: Other}\n  recurse: true", 3, "'recurse'; did you mean 'recursive'?"),
         ("- match:\n    names: a\n  replace: {op: Other}", 2, "'names'; did you mean 'name'?"),
         ("- match: {name: a}\n  replace:\n    op: CpuExpert", 3, "unknown op 'CpuExpert'; did you mean 'CpuExperts'?"),
@@ -51,12 +52,12 @@ def _plan(tmp_path: Path, text: str, device: str = "cpu"):  # type: ignore[no-un
         ("- match: {name: a, dtype: float64}\n  replace: {op: Other}", 1, "'float64'; did you mean"),
         ("- match: {name: a}\n  replace: {op: Other}\n  optional: 1", 3, "optional must be true or false"),
         ("- match: {}\n  replace: {op: Other}", 1, "match needs name or class"),
-        ("- match:\n    name: '('\n  replace: {op: Other}", 2, "name is no regular expression"),
+        ("- match:\n    name: '('\n  replace: {op: Other}", 2, "name is not a regular expression"),
         ("- match: {name: 3}\n  replace: {op: Other}", 1, "name must be a text, got 3"),
         ("- match: {name: a}\n  replace: {op: Other, device: gpu}", 2, "device must be cpu, cuda or cuda:N, got 'gpu'"),
-        ("- match: {name: a}\n  replace: {op: default, isa: x}", 2, "op default takes no option 'isa'"),
+        ("- match: {name: a}\n  replace: {op: default, isa: x}", 2, "op default has no option 'isa'"),
         ("- match: {name: a}\n  replace: {op: Other}\n  recursive: often", 3, "recursive must be true or false"),
-        ("- match: {name: a, name: b}\n  replace: {op: Other}", 1, "'name' is given twice"),
+        ("- match: {name: a, name: b}\n  replace: {op: Other}", 1, "'name' appears twice"),
         ("- match: {name: a}\n  replace: {op: Other\n", 3, "not YAML"),
         ("- match: {name: a}\n  replace: !!python/object:os.system {op: Other}", 2, "replace"),
         ("- match: {name: !!binary aGk=}\n  replace: {op: Other}", 1, "which rules do not use"),
@@ -67,6 +68,66 @@ def test_errors_have_file_and_line(text: str, line: int, words: str, tmp_path: P
     with pytest.raises(RuleError) as caught:
         _rules(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'rules.yaml'}:{line}: ")
+    assert words in str(caught.value)
+
+
+BASE = """- match: {class: Experts}
+  replace: {op: CpuExperts, isa: scalar}
+- match: {class: Norm}
+  replace: {op: Other}
+"""
+
+
+def test_a_file_changes_the_options_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    rules = _rules(tmp_path, "base: base.yaml\noptions:\n  CpuExperts: {activations: float32, isa: avx2}")
+    assert [(rule.op, rule.options) for rule in rules] == [
+        ("CpuExperts", {"activations": "float32", "isa": "avx2"}),
+        ("Other", {}),
+    ]
+    assert rules[0].source == f"{tmp_path}/base.yaml:1, with options of {tmp_path}/rules.yaml:3"
+    assert rules[1].source == f"{tmp_path}/base.yaml:3"
+
+
+def test_a_file_leaves_out_operators_of_its_base_and_puts_its_own_rules_first(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    text = "base: base.yaml\nwithout: [Other]\nrules:\n- match: {name: 'layers.0'}\n  replace: {op: default}"
+    assert [rule.op for rule in _rules(tmp_path, text)] == ["default", "CpuExperts"]
+
+
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "middle.yaml").write_text("base: base.yaml\nwithout: [Other]")
+    rules = _rules(tmp_path, "base: middle.yaml\noptions: {CpuExperts: {isa: avx2}}")
+    assert [(rule.op, rule.options) for rule in rules] == [("CpuExperts", {"isa": "avx2"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("without: [Other]", 1, "needs base"),
+        ("base: defalt", 1, "there is no rule file 'defalt'; known by name: default, exact, modules, quantised"),
+        ("base: rules.yaml", 1, "rules.yaml is based on this file, or is this file"),
+        ("base: circle.yaml", 1, "rules.yaml is based on this file"),
+        ("base: base.yaml\nwithout: Other", 2, "without must be a list"),
+        ("base: base.yaml\nwithout: [CpuExpert]", 2, "'CpuExpert'; did you mean 'CpuExperts'?"),
+        ("base: base.yaml\nwithout: [default]", 2, "unknown operator 'default'"),
+        ("base: base.yaml\nwithout: [Other, Other]", 2, "no rule of the base uses Other"),
+        ("base: base.yaml\nwithout: [Other, CpuExperts]", 1, "there is no rule left"),
+        ("base: base.yaml\noptions: {Other: fast}", 2, "Other must be a mapping"),
+        ("base: base.yaml\noptions: [Other]", 2, "options must be a mapping"),
+        ("base: base.yaml\nwithout: [Other]\noptions:\n  Other: {isa: avx2}", 4, "no rule of the base uses Other"),
+        ("base: base.yaml\nrules: {}", 2, "rules must be a list"),
+        ("base: base.yaml\nrules:\n- match: {name: a}", 3, "a rule needs replace"),
+    ],
+)
+def test_errors_of_a_derived_file_have_file_and_line(text: str, line: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "circle.yaml").write_text("base: rules.yaml")
+    with pytest.raises(RuleError) as caught:
+        _rules(tmp_path, text)
+    file = "circle.yaml" if "circle" in text else "rules.yaml"
+    assert str(caught.value).startswith(f"{tmp_path / file}:{line}: ")
     assert words in str(caught.value)
 
 
@@ -134,7 +195,7 @@ def test_the_root_can_be_replaced(tmp_path: Path) -> None:
 )
 def test_match_by_device_and_type(device: str, dtype: str, count: int, tmp_path: Path) -> None:
     text = "- match: {class: Experts, device: cpu, dtype: float32}\n  replace: {op: Other}\n  optional: true"
-    assert len(make_plan(TREE, _rules(tmp_path, text), device, dtype).replacements) == count  # type: ignore[arg-type]
+    assert len(make_plan(TREE, _rules(tmp_path, text), device, dtype).replacements) == count
 
 
 def test_match_by_the_device_of_the_module_above(tmp_path: Path) -> None:
@@ -191,12 +252,12 @@ def test_devices_are_inherited(tmp_path: Path) -> None:
         (
             "- match: {class: Experts}\n  replace: {op: CpuExperts}\n"
             "- match: {name: '7.mlp.experts'}\n  replace: {op: Other}",
-            "earlier rules take all modules that it matches",
+            "earlier rules match all its modules",
         ),
     ],
 )
 def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(RuleError, match=rf"rules.yaml:\d: this rule is idle: {words}"):
+    with pytest.raises(RuleError, match=rf"rules.yaml:\d: this rule has no effect: {words}"):
         _plan(tmp_path, text)
 
 
@@ -216,6 +277,16 @@ def test_default_rules(tiny: Path) -> None:
     assert planned("Qwen3MoeForCausalLM", "cuda", "float32") == [("", "GpuDecoder")]
     assert planned("Qwen3MoeForCausalLM", "cuda:1", "bfloat16") == [("", "GpuDecoder")]
     assert planned("GptOssForCausalLM", "cuda", "bfloat16") == [on_cpu]
+
+
+def test_the_other_shipped_files_change_the_default() -> None:
+    default, exact, quantised, modules = (
+        load_rules(SHIPPED_RULES / f"{name}.yaml", WHOLE) for name in ("default", "exact", "quantised", "modules")
+    )
+    assert [rule.op for rule in exact] == [rule.op for rule in quantised] == [rule.op for rule in default]
+    assert all(rule.options == {"activations": "float32"} for rule in exact)
+    assert {rule.op: rule.options for rule in quantised if rule.options} == {"GpuDecoder": {"dense": "quantised"}}
+    assert modules == default[2:]
 
 
 def test_default_rules_name_the_models_that_the_decoder_knows() -> None:

@@ -71,7 +71,7 @@ def test_values_are_those_of_the_gguf_library(quant: str, rewrite: Callable[...,
         ("model.layers.1.self_attn.q_proj.weight", "attn_q"),
     ):
         expected = gguf.quants.dequantize(made[f"blk.1.{stored}.weight"], gguf.GGMLQuantizationType[quant])
-        got = checkpoint.dense(name, torch.float32).numpy().ravel()
+        got = checkpoint.decode(name, torch.float32).numpy().ravel()
         np.testing.assert_array_equal(got.view(np.uint32), expected.ravel().view(np.uint32))
         assert checkpoint.quant(name) == quant
 
@@ -134,6 +134,6 @@ def test_rows_that_are_no_whole_blocks(quant: str, make_gguf: Callable[..., Path
     raw[at] = int(gguf.GGMLQuantizationType[quant])
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    words = rf"'{name.decode()}': a row of 48 is no multiple of the {quant} block of {FILE_BLOCKS[quant][0]}"
+    words = rf"'{name.decode()}': a row of 48 is not a multiple of the {quant} block of {FILE_BLOCKS[quant][0]}"
     with pytest.raises(CheckpointError, match=rf"odd.gguf: tensor {words}"):
         load_model(str(path))

@@ -21,7 +21,7 @@ MODELS: dict[str, Mutation] = {
     "a download begins anew": Mutation(
         "a download that was cut short goes on where it stopped",
         "ktqueue/loading/huggingface/hub.py",
-        'part.open("ab" if begun <= file.size else "wb")',
+        'part.open("ab" if downloaded <= file.size else "wb")',
         'part.open("wb")',
         (f"{PULL}::test_a_killed_download_goes_on_and_the_model_is_served",),
     ),
@@ -35,14 +35,14 @@ MODELS: dict[str, Mutation] = {
     "a full disk is found at the end": Mutation(
         "the disk has room for a model before its download starts",
         "ktqueue/loading/huggingface/hub.py",
-        "    if need > free:\n",
-        "    if free == 0:\n",
+        "    if needed_bytes > free_bytes:\n",
+        "    if free_bytes == 0:\n",
         (f"{HUB}::test_the_disk_must_have_room",),
     ),
     "weights come before the refusal": Mutation(
         "a checkpoint that is quantised in an unknown way is refused before its weights are downloaded",
         "ktqueue/loading/huggingface/hub.py",
-        '        if file.path.endswith(".safetensors"):  # the small files are there\n',
+        '        if file.path.endswith(".safetensors"):  # the small files are downloaded already\n',
         "        if False:\n",
         (f"{HUB}::test_a_quantised_folder_is_refused_before_its_weights",),
     ),

@@ -1,1 +1,1 @@
-"""GGUF files: reading, writing, and what their metadata and tensor names mean."""
+"""GGUF files: reading and writing them, and the meaning of their metadata and tensor names."""

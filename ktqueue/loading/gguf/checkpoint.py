@@ -1,4 +1,4 @@
-"""Checkpoint of one GGUF file, or of all parts of a split one: config from metadata, tensors by transformers name."""
+"""Opens a GGUF model, one file or all parts of a split one: the config from metadata, tensors by transformers name."""
 
 import re
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ MAX_LAYERS = 4096
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The files of a GGUF model, in order, by the name of any of them."""
+    """Return the files of a GGUF model in order, from the name of any of them."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
         return [path]
@@ -35,7 +35,10 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_parts(path: Path) -> list[GgufHeader]:
-    """The headers of all parts of a GGUF model, in order; metadata is in the first. Raises CheckpointError."""
+    """Read the headers of all parts of a GGUF model, in order. The metadata is in the first part.
+
+    Raises CheckpointError.
+    """
     match = _SPLIT.fullmatch(path.name)
     if match is None:
         header = read_header(path)
@@ -52,75 +55,78 @@ def read_parts(path: Path) -> list[GgufHeader]:
             raise CheckpointError(f"{part}: part {number} of {count} is missing")
         header = read_header(part)
         if header.metadata.get("split.no", number - 1) != number - 1:
-            raise CheckpointError(f"{part}: says that it is part {header.metadata['split.no']!r}, counted from 0")
+            raise CheckpointError(f"{part}: the header says part {header.metadata['split.no']!r}, counted from 0")
         parts.append(header)
     if not parts:
-        raise CheckpointError(f"{path}: the name says that there are no parts")
-    stated = parts[0].metadata.get("split.tensors.count")
-    found = sum(len(part.tensors) for part in parts)
-    if stated is not None and stated != found:
-        raise CheckpointError(f"{path}: the parts hold {found} tensors, {stated!r} are said to be there")
+        raise CheckpointError(f"{path}: the file name says that the model has 0 parts")
+    stated_count = parts[0].metadata.get("split.tensors.count")
+    found_count = sum(len(part.tensors) for part in parts)
+    if stated_count is not None and stated_count != found_count:
+        raise CheckpointError(f"{path}: the parts hold {found_count} tensors, but the header says {stated_count!r}")
     return parts
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF model. Raises CheckpointError naming the file, key or tensor at fault."""
+    """Open a GGUF model. Raises CheckpointError that names the file, key or tensor at fault."""
     parts = read_parts(path)
-    return build_checkpoint(str(path), parts[0].metadata, _stored(path, parts), [part.data for part in parts])
+    return build_checkpoint(str(path), parts[0].metadata, _file_tensors(path, parts), [part.data for part in parts])
 
 
 def build_checkpoint(
-    path: str, metadata: dict[str, Any], stored: dict[str, CheckpointTensor], files: Iterable[Bytes] = ()
+    path: str, metadata: dict[str, Any], tensors: dict[str, CheckpointTensor], files: Iterable[Bytes] = ()
 ) -> Checkpoint:
-    """The checkpoint of GGUF metadata and tensors by GGUF name; `stored` is changed, `files` are the maps that its
-    tensors view. Raises CheckpointError, whose messages begin with `path`."""
+    """Build a checkpoint from GGUF metadata and tensors by GGUF name.
+
+    `tensors` is changed. `files` are the file maps that the tensors view. Raises CheckpointError, whose messages begin
+    with `path`.
+    """
     family = family_of_metadata(metadata, path)
     config = config_from_metadata(family, metadata, path)
-    if family.rope_factors and (factors := stored.pop(FACTORS_TENSOR, None)):
-        config["rope_parameters"] = _divided(path, config, factors)
+    if family.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
+        config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
-        join_latent_tensors(path, stored)
-    layers = _check_layers(path, config["num_hidden_layers"], stored)
-    dense, stacks = _named(path, family, config, stored, layers)
+        join_latent_tensors(path, tensors)
+    layers = _check_layers(path, config["num_hidden_layers"], tensors)
+    dense, stacks = _rename_tensors(path, family, config, tensors, layers)
     _finish_config(path, config, metadata, dense)
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
     return Checkpoint(path, config, dense, experts, files)
 
 
-def _stored(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
+def _file_tensors(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
     stored: dict[str, CheckpointTensor] = {}
     for part in parts:
         for info in part.tensors:
             if info.name in stored:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
-            stored[info.name] = CheckpointTensor.of_file(
+            stored[info.name] = CheckpointTensor.from_file(
                 part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
             )
     return stored
 
 
-def _divided(path: str, config: dict[str, Any], stored: CheckpointTensor) -> dict[str, Any]:
+def _rope_with_factors(path: str, config: dict[str, Any], stored: CheckpointTensor) -> dict[str, Any]:
     rope, head_dim = config["rope_parameters"], config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    factors = stored.tensor(torch.float32).numpy()
+    factors = stored.decode(torch.float32).numpy()
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"{path}: tensor {stored.name!r} and rope.scaling.type {rope['rope_type']!r} exclude each other"
+            f"{path}: tensor {stored.name!r} and rope.scaling.type {rope['rope_type']!r} cannot be combined"
         )
     if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
         raise CheckpointError(f"{path}: tensor {stored.name!r} must hold {head_dim // 2} positive numbers")
     return longrope_parameters(rope, factors, config["max_position_embeddings"])
 
 
-def _check_layers(path: str, layers: int, stored: dict[str, CheckpointTensor]) -> int:
-    """A wrong layer count would build a skeleton of any size, so it must agree with the tensors."""
-    found = {int(match[1]) for name in stored if (match := _BLOCK.match(name)) and len(match[1]) < 8}
+def _check_layers(path: str, layers: int, tensors: dict[str, CheckpointTensor]) -> int:
+    """Check that block_count agrees with the tensors: a wrong number would build a skeleton of any size."""
+    found = {int(match[1]) for name in tensors if (match := _BLOCK.match(name)) and len(match[1]) < 8}
     if layers > MAX_LAYERS or found != set(range(layers)):
         raise CheckpointError(f"{path}: block_count is {layers}, but there are tensors of {len(found)} layers")
     return layers
 
 
-def _named(
+def _rename_tensors(
     path: str, family: ModelFamily, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: int
 ) -> tuple[dict[str, CheckpointTensor], dict[str, dict[str, CheckpointTensor]]]:
     names = gguf_names(family, layers)
@@ -136,14 +142,17 @@ def _named(
             module, part = split
             stacks.setdefault(module, {})[part] = tensor
         else:
-            dense[name] = _fitted(path, tensor, name, family, config)
+            dense[name] = _adapt_tensor(path, tensor, name, family, config)
     return dense, stacks
 
 
-def _fitted(
+def _adapt_tensor(
     path: str, tensor: CheckpointTensor, name: str, family: ModelFamily, config: dict[str, Any]
 ) -> CheckpointTensor:
-    """What GGUF stores otherwise than transformers: rotary order, and the shared expert's gate as a vector."""
+    """Adapt what GGUF stores differently from transformers.
+
+    That is the rotary order of q and k, and the shared expert's gate, which GGUF stores as a vector.
+    """
     shape, heads = tensor.shape, 0
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)
@@ -151,7 +160,7 @@ def _fitted(
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         if shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} has {shape[0]} rows, which {heads} heads of even size do not divide"
+                f"{path}: tensor {tensor.name!r} has {shape[0]} rows, which are not {heads} heads of even size"
             )
     return replace(tensor, shape=shape, heads=heads)
 
@@ -164,7 +173,7 @@ def _experts(path: str, module: str, parts: dict[str, CheckpointTensor]) -> Expe
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, 3 dimensions expected"
             )
-    return ExpertWeights(**{part: t.stack() for part, t in parts.items()})
+    return ExpertWeights(**{part: t.packed_experts() for part, t in parts.items()})
 
 
 def _finish_config(
@@ -172,7 +181,7 @@ def _finish_config(
 ) -> None:
     embedding = dense.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")
+        raise CheckpointError(f"{path}: tensor 'token_embd.weight' is missing or not a matrix")
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in dense
     for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):

@@ -1,6 +1,6 @@
-"""Model families that GGUF can carry: their config as GGUF metadata, both ways, and their modules.
+"""Model families that GGUF files can hold: their modules, and their config as GGUF metadata, both ways.
 
-A family is one table entry. Knows nothing of tensors' contents and nothing of tokenizers.
+One table entry describes one family. Knows nothing of tensor contents or tokenizers.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,11 @@ _SHARED = tuple(f"mlp.shared_expert{part}" for part in (".gate_proj", ".up_proj"
 
 @dataclass(frozen=True, slots=True)
 class MetadataField:
-    """A config key and the GGUF key, after `{architecture}.`, that carries it. `aliases`: other spellings in
-    config files. A field that is not `required` is left to transformers' default where the file lacks it."""
+    """A config key, and the GGUF key after `{architecture}.` that holds its value.
+
+    `aliases` are other spellings in config files. If a file lacks a field that is not `required`, transformers' default
+    is used.
+    """
 
     config: str
     key: str
@@ -33,11 +36,16 @@ class MetadataField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """`implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of one layer that hold
-    weights, as transformers names them. `permuted`: q and k rows lie in GGUF's own rotary order.
-    `rope_factors`: files may hold divisors of the rotary frequencies. `latent`: its attention is multi-head latent
-    attention. Families may share an architecture: one with experts, one without; or with softmax for the scores of
-    experts and with a sigmoid. `layer_tensors`: of a layer, those whose names end neither in weight nor in bias."""
+    """One model family.
+
+    Families may share an architecture: one with experts and one without, or one that scores experts by softmax and one
+    by sigmoid.
+
+    `implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of a layer that hold weights,
+    with transformers' names. `layer_tensors`: tensors of a layer whose names end neither in weight nor in bias.
+    `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
+    frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
+    """
 
     architecture: str
     model_type: str
@@ -54,7 +62,7 @@ class ModelFamily:
     @property
     def has_experts(self) -> bool:
         """Whether its layers route tokens to experts."""
-        return any(one.key == _EXPERT_KEY for one in self.fields)
+        return any(entry.key == _EXPERT_KEY for entry in self.fields)
 
 
 _EXPERT_KEY = "expert_count"
@@ -191,46 +199,48 @@ MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 
 
 def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
-    """The family of a GGUF file. Raises CheckpointError where the architecture is missing or not among the known, or
-    experts are scored in a way that is not."""
+    """Return the family of a GGUF file.
+
+    Raises CheckpointError if the architecture is missing or unknown, or if the way that experts are scored is unknown.
+    """
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
-    found = [family for family in FAMILIES if family.architecture == architecture]
-    if not found:
+    candidates = [family for family in FAMILIES if family.architecture == architecture]
+    if not candidates:
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
     gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
     sigmoid = gating == SIGMOID
-    if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in found)):
+    if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in candidates)):
         raise CheckpointError(f"{source}: {key} {gating} is not supported")
-    fitting = (family for family in found if (family.has_experts, family.sigmoid) == (routed, sigmoid))
-    return next(fitting, found[0])
+    matching = (family for family in candidates if (family.has_experts, family.sigmoid) == (routed, sigmoid))
+    return next(matching, candidates[0])
 
 
 def family_of_model_type(model_type: str, source: str) -> ModelFamily:
-    """The family of a transformers `model_type`. Raises CheckpointError listing the known ones."""
+    """Return the family of a transformers `model_type`. Raises CheckpointError that lists the known types."""
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise CheckpointError(f"{source}: no GGUF architecture is known for model_type {model_type!r}; known: {known}")
+    raise CheckpointError(f"{source}: there is no GGUF architecture for model_type {model_type!r}; known: {known}")
 
 
 def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
+    """Build a transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
 
-    Raises CheckpointError naming the key that is missing or wrong.
+    Raises CheckpointError that names the missing or invalid key.
     """
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.implied}
-    for one in family.fields:
-        key = f"{family.architecture}.{one.key}"
+    for entry in family.fields:
+        key = f"{family.architecture}.{entry.key}"
         if key not in metadata:
-            if one.required:
+            if entry.required:
                 raise CheckpointError(f"{source}: metadata key {key} is missing")
             continue
-        config[one.config] = metadata_number(metadata[key], one.kind, key, source)
+        config[entry.config] = metadata_number(metadata[key], entry.kind, key, source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
     else:
@@ -240,32 +250,34 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
 
 
 def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
-    """Whole heads are turned by their position, whatever else a file may say."""
+    """Check that rotary embeddings turn whole heads: no other width is supported."""
     key = f"{architecture}.rope.dimension_count"
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if (stated := metadata_count(metadata, key, source)) and stated != width:
+    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if (rotary_width := metadata_count(metadata, key, source)) and rotary_width != head_width:
         raise CheckpointError(
-            f"{source}: metadata key {key} must be the width of a head, {width}, got {stated}",
+            f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",
             param=key,
-            limit=width,
-            value=stated,
+            limit=head_width,
+            value=rotary_width,
         )
 
 
 def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot say."""
+    """Build GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot express."""
     for key, value in family.implied.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
     if config.get("use_sliding_window"):
-        raise CheckpointError(f"{source}: use_sliding_window is true; GGUF's {family.architecture} cannot say so")
+        raise CheckpointError(
+            f"{source}: use_sliding_window is true, which GGUF's {family.architecture} cannot express"
+        )
     metadata: dict[str, Any] = {}
-    for one in family.fields:
-        value = next((config[name] for name in (one.config, *one.aliases) if config.get(name) is not None), None)
-        if value is None and one.required:
-            raise CheckpointError(f"{source}: config key {one.config} is missing")
+    for entry in family.fields:
+        value = next((config[name] for name in (entry.config, *entry.aliases) if config.get(name) is not None), None)
+        if value is None and entry.required:
+            raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
-            metadata[f"{family.architecture}.{one.key}"] = one.kind(value)
+            metadata[f"{family.architecture}.{entry.key}"] = entry.kind(value)
     rope = rope_to_metadata(family.architecture, config, source, latent=family.latent, factors=family.rope_factors)
     if family.latent:
         return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}

@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file without trusting it (versions 2 and 3, little endian).
+"""Reads the header of a GGUF file (versions 2 and 3, little endian).
 
-Every count, length and offset is checked against the bytes that are there before anything is made
-of it, so a damaged file gives a CheckpointError and never a crash, a hang or a large allocation.
-Format: the GGUF specification in ggml's docs/gguf.md. Knows no tensor types and no names.
+The file is not trusted. Every count, length and offset is checked against the size of the file before it is used, so a
+damaged file raises CheckpointError and never causes a crash, a hang or a large allocation. Format: docs/gguf.md of
+ggml. Knows no tensor types and no tensor names.
 """
 
 import math
@@ -20,7 +20,7 @@ from ktqueue.loading.mapped_file import map_file
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_NAME = 64 << 10  # bytes; keys and tensor names are far shorter in practice
+MAX_NAME = 64 << 10  # bytes; real keys and tensor names are much shorter
 DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -29,8 +29,11 @@ _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as the header states it. `shape` is row-major (the file's order reversed); `type_id` is ggml's;
-    `offset` counts from the start of the file."""
+    """One tensor as the header describes it.
+
+    `shape` is row-major, the reverse of the file's order. `type_id` is ggml's number of the tensor type. `offset` is in
+    bytes from the start of the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What one GGUF file holds. `data` maps the whole file, read-only."""
+    """The header of one GGUF file. `data` maps the whole file, read-only."""
 
     path: Path
     metadata: dict[str, Any]
@@ -49,7 +52,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse one GGUF file's header. Raises CheckpointError naming the file and what is wrong."""
+    """Parse the header of one GGUF file. Raises CheckpointError that names the file and what is wrong."""
     data = map_file(path)
     cursor = _Cursor(path, data)
     if cursor.take(4, "the magic") != MAGIC:
@@ -64,21 +67,21 @@ def read_header(path: Path) -> GgufHeader:
     for _ in range(entry_count):
         key = cursor.string("a metadata key", MAX_NAME)
         if key in metadata:
-            raise CheckpointError(f"{path}: metadata key {key!r} is given twice")
+            raise CheckpointError(f"{path}: metadata key {key!r} appears twice")
         metadata[key] = cursor.value(f"metadata {key}", cursor.unsigned(f"the type of metadata {key}", 4))
-    stated = [_tensor(cursor) for _ in range(tensor_count)]
+    tensor_infos = [_tensor(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
         raise CheckpointError(f"{path}: general.alignment must be a power of two, got {alignment!r}")
     start = (cursor.position + alignment - 1) // alignment * alignment
     tensors = []
-    seen = set()
-    for tensor in stated:
-        if tensor.name in seen:
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} is given twice")
+    names = set()
+    for tensor in tensor_infos:
+        if tensor.name in names:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} appears twice")
         if tensor.offset % alignment:
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} begins at no multiple of {alignment}")
-        seen.add(tensor.name)
+            raise CheckpointError(f"{path}: the offset of tensor {tensor.name!r} is not a multiple of {alignment}")
+        names.add(tensor.name)
         tensors.append(TensorInfo(tensor.name, tensor.shape, tensor.type_id, start + tensor.offset))
     return GgufHeader(path, metadata, tensors, data)
 
@@ -98,7 +101,7 @@ def _tensor(cursor: "_Cursor") -> TensorInfo:
 
 
 class _Cursor:
-    """Takes values from the front of the file; no read goes past its end."""
+    """Reads values one after another and never past the end of the file."""
 
     def __init__(self, path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self.path = path
@@ -108,7 +111,7 @@ class _Cursor:
     def take(self, size: int, what: str) -> bytes:
         left = len(self._view) - self.position
         if size > left:
-            raise CheckpointError(f"{self.path}: truncated or corrupt: {what} needs {size} bytes, {left} are left")
+            raise CheckpointError(f"{self.path}: truncated or corrupt: {what} needs {size} bytes, but {left} are left")
         self.position += size
         return bytes(self._view[self.position - size : self.position])
 
@@ -116,7 +119,7 @@ class _Cursor:
         return int.from_bytes(self.take(size, what), "little")
 
     def count(self, what: str, smallest: int) -> int:
-        """A number of things of at least `smallest` bytes each, all of which must fit the file."""
+        """Read the number of items that take at least `smallest` bytes each. They must all fit in the file."""
         number = self.unsigned(what, 8)
         left = len(self._view) - self.position
         if number * smallest > left:
@@ -140,7 +143,7 @@ class _Cursor:
             return self.take(1, what) != b"\0"
         if kind in _SCALARS:
             number = np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize, what), _SCALARS[kind])[0]
-            # The shortest decimal that names the float32: 1e-06, not 9.999999974752427e-07.
+            # The shortest decimal of the float32: 1e-06, not 9.999999974752427e-07.
             return float(str(number)) if kind == 6 else number.item()
         if kind == _ARRAY:
             return self._array(what)
@@ -161,7 +164,7 @@ class _Cursor:
         raise CheckpointError(f"{self.path}: corrupt: {what} is an array of the unknown type {kind}")
 
     def _strings(self, what: str, number: int) -> list[str]:
-        """A token list has 150,000 entries: unpack in place rather than through `string`."""
+        """Read strings in place, without a call for each: a list of tokens has 150,000 entries."""
         view, position, end = self._view, self.position, len(self._view)
         length = struct.Struct("<Q")
         values = []
@@ -180,18 +183,21 @@ class _Cursor:
 
 
 def metadata_number(value: Any, kind: type, key: str, source: str) -> int | float:
-    """`value` of metadata key `key` as a positive `kind`, int (below 2^31) or float. Raises CheckpointError."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return `value` of the metadata key `key` as a positive number.
+
+    `kind` is int (the value must be below 2^31) or float. Raises CheckpointError.
+    """
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
-        good = good and isinstance(value, int) and 0 < value < 1 << 31
-    elif good:
-        good = 0 < value < 1e30
-    if not good:
+        is_valid = is_valid and isinstance(value, int) and 0 < value < 1 << 31
+    elif is_valid:
+        is_valid = 0 < value < 1e30
+    if not is_valid:
         raise CheckpointError(f"{source}: metadata key {key} must be a positive number, got {value!r}")
     return int(value) if kind is int else float(value)
 
 
 def metadata_count(metadata: Mapping[str, Any], key: str, source: str) -> int:
-    """The count under `key`, 0 where there is none. Raises CheckpointError."""
+    """Return the count under `key`, or 0 if the key is missing. Raises CheckpointError."""
     value = metadata.get(key, 0)
     return 0 if value == 0 and not isinstance(value, bool) else int(metadata_number(value, int, key, source))

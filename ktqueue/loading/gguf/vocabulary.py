@@ -1,6 +1,6 @@
-"""What a tokenizer is made of, as plain data: tokens, kinds, merges or scores, and how text is split.
+"""The vocabulary of a GGUF file as plain data: tokens, kinds, merges or scores, and how text is split.
 
-Read from GGUF metadata and written to it. Knows no tokenizer library; building one is tokenizer/library.py's.
+Reads it from metadata and writes it. Knows no tokenizer library: tokenizer/library.py builds the tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk"
 
 
 class TokenKind(IntEnum):
-    """Values of `tokenizer.ggml.token_type` (ggml's llama_token_type)."""
+    """Values of `tokenizer.ggml.token_type`, as in ggml's llama_token_type."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -26,8 +26,11 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyData:
-    """`model`: `gpt2` (byte-level BPE: merges) or `llama` (SentencePiece BPE: scores). `pre`: a name of
-    pre_tokenizers.PRE_TOKENIZERS. `kinds`: gguf token types, one a token. `ids`: special token ids by role."""
+    """The data of one tokenizer.
+
+    `model` is `gpt2` (byte-level BPE with merges) or `llama` (SentencePiece BPE with scores). `pre` is a name in
+    pre_tokenizers.PRE_TOKENIZERS. `kinds` has a TokenKind per token. `ids` maps the role of a special token to its id.
+    """
 
     model: str
     pre: str
@@ -43,12 +46,12 @@ class VocabularyData:
 
 
 def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
-    """The vocabulary of a GGUF file. Raises CheckpointError naming the key that is missing or wrong."""
+    """Read the vocabulary from GGUF metadata. Raises CheckpointError that names the missing or invalid key."""
 
     def get(key: str, kind: type, default: Any = None) -> Any:
         value = metadata.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, kind):
-            raise CheckpointError(f"{source}: metadata key tokenizer.ggml.{key} is missing or no {kind.__name__}")
+            raise CheckpointError(f"{source}: metadata key tokenizer.ggml.{key} is missing or not a {kind.__name__}")
         return value
 
     def strings(key: str, default: Any = None) -> list[str]:
@@ -93,7 +96,7 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
 
 
 def to_metadata(data: VocabularyData) -> dict[str, Any]:
-    """The vocabulary as GGUF metadata, such that `from_metadata` gives it back."""
+    """Return the vocabulary as GGUF metadata. `from_metadata` is the inverse."""
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": data.model,
         "tokenizer.ggml.pre": data.pre,
@@ -112,7 +115,10 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else the next free character from U+0100."""
+    """Map each character of GPT-2's byte alphabet to its byte.
+
+    A printable byte stands for itself, any other byte is the next free character from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

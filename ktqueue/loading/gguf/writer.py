@@ -1,7 +1,4 @@
-"""The door to the gguf library: tensor types, quantisers, tensor names, the writer.
-
-Reading is ours (header.py), because a served file may be damaged.
-"""
+"""Writes GGUF files with the gguf library. header.py reads them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,9 +29,9 @@ _FILE_TYPES = {
 
 
 class GgufWriter:
-    """Writes one GGUF file: metadata and all tensor infos first, then the data tensor by tensor.
+    """Writes one GGUF file: first the metadata and the description of all tensors, then the data of each tensor.
 
-    Use as a context manager; the file appears under its name only when all went well.
+    Use it as a context manager. The file gets its name only if no exception is raised; until then it ends in `.part`.
     """
 
     def __init__(self, path: Path, architecture: str, file_type: str) -> None:
@@ -45,7 +42,7 @@ class GgufWriter:
         self._writer.add_file_type(int(_FILE_TYPES[file_type]))
 
     def add_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Strings, bools, lists, and numbers (int as u32, float as f32)."""
+        """Add strings, bools, lists, and numbers (an int as u32, a float as f32)."""
         for key, value in metadata.items():
             match value:
                 case bool():
@@ -60,7 +57,7 @@ class GgufWriter:
                     self._writer.add_array(key, value)
 
     def add_tensor(self, name: str, quant: str, shape: tuple[int, ...]) -> None:
-        """State a tensor; its data must come in the same order."""
+        """Describe a tensor. The data must be written in the same order as the descriptions."""
         elements, size = FILE_BLOCKS[quant]
         packed = (*shape[:-1], shape[-1] // elements * size)
         self._writer.add_tensor_info(
@@ -68,13 +65,13 @@ class GgufWriter:
         )
 
     def start(self) -> None:
-        """Write the header; data follows."""
+        """Write the header. Only `write` may follow."""
         self._writer.write_header_to_file()
         self._writer.write_kv_data_to_file()
         self._writer.write_ti_data_to_file()
 
     def write(self, packed: Bytes) -> None:
-        """The next tensor's bytes."""
+        """Write the bytes of the next tensor."""
         self._writer.write_tensor_data(packed)
 
     def __enter__(self) -> Self:

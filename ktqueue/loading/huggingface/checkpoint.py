@@ -1,8 +1,8 @@
-"""Checkpoint of a Hugging Face folder: config.json and safetensors, single or sharded.
+"""Opens a Hugging Face folder: config.json and safetensors, single or sharded.
 
-The format is a length, a JSON header and raw little-endian data; it is read here without trust, and
-tensors are views into the file's map. Experts may lie one by one (`experts.3.up_proj.weight`, Mixtral's
-`w1 w3 w2`) or fused (`experts.gate_up_proj`); either way nothing is copied. Knows no GGUF.
+A safetensors file is a length, a JSON header and raw little-endian data. The header is not trusted. Tensors are views
+of the mapped file. Experts are stored one by one (`experts.3.up_proj.weight`, Mixtral's `w1 w3 w2`) or fused
+(`experts.gate_up_proj`); nothing is copied in either case. Knows no GGUF.
 """
 
 import re
@@ -27,24 +27,24 @@ MAX_HEADER = 100 << 20  # bytes; the format's own limit
 _TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; always computed
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; it is always computed
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """Open a Hugging Face folder. Raises CheckpointError naming the file or tensor at fault."""
+    """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault."""
     config = read_json(folder / "config.json")
     check_quantization(config, str(folder))
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
-    extra = _layers_that_predict_more(config)
-    renamed = module_name_function(config)
+    extra = _multi_token_layers(config)
+    module_name = module_name_function(config)
     for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1]):
-            name = renamed(tensor.name)
+            name = module_name(tensor.name)
             if name in tensors:
-                raise CheckpointError(f"{file}: tensor {tensor.name!r} is given twice")
+                raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             layer = _LAYER.match(name)
             if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
                 tensors[name] = tensor
@@ -52,16 +52,21 @@ def open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(str(folder), config, dense, experts, maps)
 
 
-def _layers_that_predict_more(config: dict[str, Any]) -> range:
-    """Behind the model's own come those that guess a token more at a time (DeepSeek-V3); transformers has no modules
-    for them."""
+def _multi_token_layers(config: dict[str, Any]) -> range:
+    """Return the indices of the layers that predict further tokens (DeepSeek-V3).
+
+    They follow the model's own layers. transformers has no modules for them.
+    """
     first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: one file, which goes before an index, as in transformers; or those that the
-    index names. Raises CheckpointError."""
+    """Return the files of a folder's weights: the single file if there is one, as in transformers, or those of the
+    index.
+
+    Raises CheckpointError.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
@@ -77,32 +82,32 @@ def weight_files(folder: Path) -> list[Path]:
 def _read(path: Path, file: Bytes) -> list[CheckpointTensor]:
     size = int.from_bytes(bytes(file[:8]), "little")
     if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
-        raise CheckpointError(f"{path}: truncated or corrupt: the header is said to be {size} bytes")
+        raise CheckpointError(f"{path}: truncated or corrupt: the header length is {size} bytes")
     try:
         header = loads(bytes(file[8 : 8 + size]))
     except CodecError as error:
         raise CheckpointError(f"{path}: corrupt header: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: corrupt header: a JSON object is expected")
+        raise CheckpointError(f"{path}: corrupt header: expected a JSON object")
     header.pop("__metadata__", None)
     return [_tensor(path, name, entry, 8 + size, file) for name, entry in header.items()]
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> CheckpointTensor:
     try:
-        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
-        good = whole and min(shape, default=1) >= 0 and isinstance(kind, str)
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        all_integers = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
+        is_valid = all_integers and min(shape, default=1) >= 0 and isinstance(dtype, str)
     except (KeyError, TypeError, ValueError):
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
     if min(shape, default=1) == 0:
         raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
-    tensor = CheckpointTensor.of_file(path, name, _TYPES.get(kind, kind), shape or (1,), start + begin, file)
+    tensor = CheckpointTensor.from_file(path, name, _TYPES.get(dtype, dtype), shape or (1,), start + begin, file)
     if tensor.data.size != end - begin:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: {end - begin} bytes stored, its shape needs {tensor.data.size}"
+            f"{path}: tensor {name!r}: {end - begin} bytes are stored, but its shape needs {tensor.data.size}"
         )
     return tensor
 
@@ -110,7 +115,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> Checkpo
 def _group(
     folder: Path, tensors: dict[str, CheckpointTensor]
 ) -> tuple[dict[str, CheckpointTensor], dict[str, ExpertWeights]]:
-    """Dense tensors, and the experts of each module in expert order."""
+    """Split tensors into dense ones and the experts of each module, in expert order."""
     dense: dict[str, CheckpointTensor] = {}
     single: dict[str, dict[str, dict[int, CheckpointTensor]]] = {}
     fused: dict[str, dict[str, CheckpointTensor]] = {}
@@ -118,35 +123,37 @@ def _group(
         module, _, part = name.rpartition(".")
         if match := _EXPERT.fullmatch(name):
             parts = single.setdefault(match["module"], {"gate": {}, "up": {}, "down": {}})
-            if (twin := parts[_PARTS[match["part"]]].setdefault(int(match["index"]), tensor)) is not tensor:
-                raise CheckpointError(f"{folder}: tensors {twin.name!r} and {name!r} are the same of one expert")
+            if (existing := parts[_PARTS[match["part"]]].setdefault(int(match["index"]), tensor)) is not tensor:
+                raise CheckpointError(
+                    f"{folder}: tensors {existing.name!r} and {name!r} are the same weights of one expert"
+                )
         elif module.endswith(".experts") and part in (GATE_UP, DOWN):
             fused.setdefault(module, {})[part] = tensor
         else:
             dense[name] = tensor
     if both := sorted(single.keys() & fused.keys()):
-        raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and all in one")
+        raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and fused")
     experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
     experts.update({module: _from_fused(folder, module, parts) for module, parts in fused.items()})
     return dense, experts
 
 
 def _from_single(folder: Path, module: str, parts: dict[str, dict[int, CheckpointTensor]]) -> ExpertWeights:
-    count = max(len(found) for found in parts.values())
+    count = max(len(tensors) for tensors in parts.values())
     stacks = {}
-    for part, found in parts.items():
-        if sorted(found) != list(range(count)):
-            missing = sorted(set(range(count)) - set(found))
+    for part, tensors in parts.items():
+        if sorted(tensors) != list(range(count)):
+            missing = sorted(set(range(count)) - set(tensors))
             raise CheckpointError(f"{folder}: {module}: no {part} weights for experts {missing[:8]}")
-        first = found[0]
-        if odd := [t.name for t in found.values() if (t.quant, t.shape) != (first.quant, first.shape)]:
-            raise CheckpointError(f"{folder}: tensor {odd[0]!r} differs in type or shape from {first.name!r}")
+        first = tensors[0]
+        if different := [t.name for t in tensors.values() if (t.quant, t.shape) != (first.quant, first.shape)]:
+            raise CheckpointError(f"{folder}: tensor {different[0]!r} differs in type or shape from {first.name!r}")
         if len(first.shape) != 2:
             raise CheckpointError(
-                f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, a matrix is expected"
+                f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, expected a matrix"
             )
         rows, columns = first.shape
-        stacks[part] = PackedExperts(first.quant, rows, columns, [found[i].data for i in range(count)])
+        stacks[part] = PackedExperts(first.quant, rows, columns, [tensors[i].data for i in range(count)])
     return ExpertWeights(**stacks)
 
 
@@ -160,29 +167,30 @@ def _from_fused(folder: Path, module: str, parts: dict[str, CheckpointTensor]) -
 
 
 def split_fused(gate_up: CheckpointTensor, down: CheckpointTensor) -> ExpertWeights:
-    """Fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] to three stacks of views."""
+    """Split fused [experts, 2 * rows, columns] (gate rows first) and [experts, rows, columns] into three stacks of
+    views."""
     _, rows, columns = gate_up.shape
-    halves = [matrix.reshape(2, -1) for matrix in gate_up.matrices()]
+    halves = [matrix.reshape(2, -1) for matrix in gate_up.expert_views()]
     return ExpertWeights(
         gate=PackedExperts(gate_up.quant, rows // 2, columns, [half[0] for half in halves]),
         up=PackedExperts(gate_up.quant, rows // 2, columns, [half[1] for half in halves]),
-        down=down.stack(),
+        down=down.packed_experts(),
     )
 
 
 def module_name_function(config: Mapping[str, Any]) -> Callable[[str], str]:
-    """The function from a tensor's name in a file to its name in the causal language model of that config.
+    """Return a function that maps a tensor's name in a file to its name in the causal language model of `config`.
 
-    What transformers makes of several tensors is not looked at: experts are put together as they are read, and a tensor
-    that nobody has a place for is refused later.
+    For some models these names differ; they are renamed as transformers does it. Conversions that make one tensor from
+    several are ignored: experts are put together as they are read, and a tensor without a place is refused later.
     """
     model_type = config.get("model_type")
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
-    found: list[Any] | None = None
-    for key in (class_name, model_type):  # in transformers' order
-        if isinstance(key, str) and found is None:
-            found = get_checkpoint_conversion_mapping(key)  # type: ignore[no-untyped-call]
-    steps = [one for one in found or () if isinstance(one, WeightRenaming)]
+    conversions: list[Any] | None = None
+    for key in (class_name, model_type):  # transformers' order
+        if isinstance(key, str) and conversions is None:
+            conversions = get_checkpoint_conversion_mapping(key)  # type: ignore[no-untyped-call]
+    steps = [step for step in conversions or () if isinstance(step, WeightRenaming)]
 
     def rename(name: str) -> str:
         for step in steps:

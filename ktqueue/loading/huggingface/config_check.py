@@ -1,5 +1,8 @@
-"""What a config says, checked before a model is built from it: what would fail later, or compute nonsense, is refused
-by the name that the config has for it. Knows no tensors and no transformers."""
+"""Checks a Hugging Face config before a model is built from it.
+
+Values that would fail later or give wrong results, and weights quantised in ways that we cannot read, are refused with
+the name of the key. Knows no tensors and no transformers.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,14 +27,14 @@ _COUNTS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-_ANY_COUNTS = (  # 0: there is none
+_ANY_COUNTS = (  # may be 0
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
     "n_shared_experts",
     "shared_expert_intermediate_size",
 )
-_WIDTHS = ("intermediate_size", "moe_intermediate_size")  # some families have one for each layer; 0: as above
+_WIDTHS = ("intermediate_size", "moe_intermediate_size")  # may be 0; some families have a list with one per layer
 _MOST = (1 << 31) - 1
 _POSITIVE = ("rms_norm_eps", "clip_qkv")
 _POSITIVE_ROPE = (
@@ -44,11 +47,11 @@ _POSITIVE_ROPE = (
     "high_freq_factor",
 )
 _KINDS = ("full_attention", "sliding_attention")
-"""Of layers: what attention of ours computes. The others see other keys, or keep another state between steps."""
+"""The kinds of layers that our attention computes. Others attend to other keys, or keep other state between steps."""
 _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
-"""Of any model: transformers' masks go by these."""
+"""Values that every model must have, because transformers' masks depend on them."""
 DERIVED_KEY = "num_key_value_heads"
-"""What GPTBigCode's config makes of another key, by which its model goes even where a file has this one too."""
+"""A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
 SUPPORTED = "safetensors in F32, F16 or BF16, and GGUF files"
 _METHODS = {
@@ -70,9 +73,9 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def check_values(values: Mapping[str, Any], source: str) -> None:
-    """The numbers of a config file one by one, under the names that it has for them; None is left to transformers.
+    """Check the numbers of a config file one by one, by their names in the file. None means transformers' default.
 
-    Raises CheckpointError naming one that no model can have.
+    Raises CheckpointError that names a value that no model can have.
     """
     for name in _COUNTS:
         _check_count(values.get(name), name, 1, source)
@@ -90,21 +93,23 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
 
 
 def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
-    """Keys of a config file that our operators would heed and its own model does not: transformers keeps whatever a
-    file says, also where the config class has no such field."""
+    """Return the keys of a config file that our operators would use although the model's own code does not.
+
+    transformers keeps all keys of a file, also those that the config class does not define.
+    """
     return {name for name in _IGNORED if name in values and not hasattr(config_class, name)}
 
 
 def check_config(config: Any, source: str) -> None:
-    """What the numbers of a transformers config have to do with each other. Raises CheckpointError."""
+    """Check how the numbers of a transformers config fit together. Raises CheckpointError."""
     if getattr(config, "num_hidden_layers", None) is None and (text := getattr(config, "text_config", None)):
         raise CheckpointError(
-            f"{source}: a {config.model_type} is made of several models, which is not supported; its {text.model_type} "
-            f"alone may be"
+            f"{source}: a {config.model_type} consists of several models, which is not supported; its "
+            f"{text.model_type} alone may be"
         )
-    if apart := getattr(config, "per_layer_attributes", None):  # which the config as a whole then does not tell
+    if differing := getattr(config, "per_layer_attributes", None):  # the config then has no single value for them
         raise CheckpointError(
-            f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(apart))} is not supported"
+            f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(differing))} is not supported"
         )
     for name, causal in _CAUSAL.items():
         if bool(stated := getattr(config, name, causal)) is not causal:
@@ -113,7 +118,7 @@ def check_config(config: Any, source: str) -> None:
     if heads and kv_heads and config.model_type not in LATENT_MODEL_TYPES and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", experts)  # some families have other names for it
+    chosen = getattr(config, "num_experts_per_tok", experts)  # some families use another name
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
         raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
     _check_window(config, source)
@@ -122,21 +127,25 @@ def check_config(config: Any, source: str) -> None:
 
 
 def longest_context(config: Any) -> int:
-    """Tokens that a sequence of the model may have, so that what is computed of one does not depend on the others of a
-    step. Where rotary embeddings have divisors or scales of their own for long sequences (longrope), transformers takes
-    these for all that are computed together with a long one: then only short ones are served.
+    """Return the number of tokens that a sequence may have, so that its results do not depend on other rows of its
+    step.
+
+    With longrope, rotary embeddings have other factors or scales for long sequences. transformers uses them for all
+    rows of a step that has a long sequence, so only short sequences are served if the two differ.
     """
     most = int(config.max_position_embeddings)
     for rope in _rope_parameters({"rope_parameters": getattr(config, "rope_parameters", None)}):
-        differ = any(rope.get(f"short_{what}") != rope.get(f"long_{what}") for what in ("factor", "mscale"))
+        differ = any(rope.get(f"short_{kind}") != rope.get(f"long_{kind}") for kind in ("factor", "mscale"))
         if differ and rope.get("rope_type") not in (None, "default"):
             most = min(most, int(rope["original_max_position_embeddings"]))
     return most
 
 
 def _check_window(config: Any, source: str) -> None:
-    """Of attention that looks back only so far: in the layers of layer_types that say so, in all where there are no
-    kinds of layers."""
+    """Check the sliding window of the layers that use one.
+
+    These are the layers that layer_types names, or all layers if there is no layer_types.
+    """
     window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
     if unknown := [kind for kind in kinds or () if kind not in _KINDS]:
         raise _refusal(source, "layer_types", " or ".join(_KINDS), unknown[0])
@@ -146,8 +155,8 @@ def _check_window(config: Any, source: str) -> None:
 
 
 def _check_groups(config: Any, source: str) -> None:
-    """Of a LATENT model. What its router cannot choose from would be found at the first step."""
-    sigmoid = config.model_type == "deepseek_v3"  # its routers know one method
+    """Check the expert groups of a latent model, whose router would otherwise fail in the first step."""
+    sigmoid = config.model_type == "deepseek_v3"  # its router has only this method
     method = "group_limited_greedy" if sigmoid else config.topk_method
     if method not in ("greedy", "group_limited_greedy"):
         raise _refusal(source, "topk_method", "greedy or group_limited_greedy", method)
@@ -157,8 +166,8 @@ def _check_groups(config: Any, source: str) -> None:
     groups, used = config.n_group or 0, config.topk_group or 0
     if groups < 1 or experts % groups:
         raise _refusal(source, "n_group", f"a divisor of n_routed_experts, {experts}", groups)
-    if sigmoid and experts == groups:  # a group's score is the sum of its best two
-        raise _refusal(source, "n_group", f"below {experts}, since a group has two experts or more", groups)
+    if sigmoid and experts == groups:  # the score of a group is the sum of its best two experts
+        raise _refusal(source, "n_group", f"below {experts}, since a group needs at least two experts", groups)
     if not 1 <= used <= groups:
         raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)
     if chosen > (most := experts // groups * used):
@@ -176,29 +185,29 @@ def _check_positive(value: Any, name: str, source: str) -> None:
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Wherever they stand: beside all else, in an object of their own, or in one for each kind of layer."""
+    """Yield all rotary parameters: those at the top level, in their own object, and in one object per kind of layer."""
     yield {"rope_theta": values.get("rope_theta")}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := values.get(name), dict):
             yield rope
-            yield from (one for one in rope.values() if isinstance(one, dict))
+            yield from (layer_rope for layer_rope in rope.values() if isinstance(layer_rope, dict))
 
 
 def _refusal(source: str, name: str, limit: str, value: Any) -> CheckpointError:
-    told = value if isinstance(value, int | float | str) else repr(value)
-    return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=told)
+    shown = value if isinstance(value, int | float | str) else repr(value)
+    return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=shown)
 
 
 def check_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Raises CheckpointError naming the method of a checkpoint that is quantised in another way than GGUF's.
+    """Raise CheckpointError if the checkpoint is quantised in any other way than GGUF's, naming the method.
 
-    config: the values of config.json. source: what the message begins with.
+    config: the values of config.json. source: the beginning of the message.
     """
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, Mapping) else {}):
+    text_config = config.get("text_config")
+    for values in (config, text_config if isinstance(text_config, Mapping) else {}):
         for key in _QUANTIZATION_KEYS:
-            if stated := values.get(key):
-                method = _method(stated)
+            if value := values.get(key):
+                method = _method(value)
                 raise CheckpointError(
                     f"{source}: {key} says that the weights are quantised with {method}, which is not supported; "
                     f"supported are {SUPPORTED}: look for a GGUF of the model, or for its original in BF16",
@@ -208,14 +217,14 @@ def check_quantization(config: Mapping[str, Any], source: str) -> None:
                 )
 
 
-def _method(stated: Any) -> str:
-    """Its name, and the bits of a weight where they are stated."""
-    if not isinstance(stated, Mapping):
-        return repr(stated)
-    name = stated.get("quant_method") or stated.get("quant_algo")
-    if name is None and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+def _method(value: Any) -> str:
+    """Return the name of the method, and the bits of a weight if they are known."""
+    if not isinstance(value, Mapping):
+        return repr(value)
+    name = value.get("quant_method") or value.get("quant_algo")
+    if name is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
         name = "bitsandbytes"
     shown = _METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
-    bits = stated.get("bits") or stated.get("w_bit") or (4 if stated.get("load_in_4bit") else None)
-    bits = bits or (8 if stated.get("load_in_8bit") else None)
+    bits = value.get("bits") or value.get("w_bit") or (4 if value.get("load_in_4bit") else None)
+    bits = bits or (8 if value.get("load_in_8bit") else None)
     return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

@@ -1,8 +1,7 @@
-"""Downloads models from the Hugging Face hub (the door to huggingface_hub): into its cache, with its token, its bar and
-its HF_* variables. Offline, and where the hub cannot be reached, what the cache has is used.
+"""Downloads models from the Hugging Face hub into its cache, with its token, progress bar and HF_* variables.
 
-A download that was cut short goes on where it stopped: each file grows as `ETAG.incomplete` beside the cache's blobs.
-The library itself would begin anew.
+The cache is used as it is if HF_HUB_OFFLINE is set or the hub cannot be reached. An interrupted download continues
+where it stopped: each file grows as `ETAG.incomplete` beside the blobs of the cache. huggingface_hub would start again.
 """
 
 import hashlib
@@ -22,71 +21,72 @@ from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.hub_files import HubFile, HubSelection, select
 from ktqueue.loading.json_file import read_json
 
-SMALL_FILE = 16 << 20  # bytes: not worth resuming
-LIST_SECONDS = 20.0  # for the list of a repository's files
+SMALL_FILE = 16 << 20  # bytes; smaller files are not resumed
+LIST_SECONDS = 20.0  # timeout of the request that lists the files of a repository
 REVISION = "main"
-"""The branch that a name means."""
+"""The branch that is downloaded."""
 
 ShowLine = Callable[[str], None]
 
 
-def download(model: HubModel, say: ShowLine) -> Path:
-    """The model's .gguf file (of a split one: the first part) or folder in the cache, downloaded where it is not there.
+def download(model: HubModel, show_line: ShowLine) -> Path:
+    """Download the model if it is not in the cache.
 
-    `say` is given a line before a download. Raises ConfigError, which lists the choices, where the name does not mean
-    one model or the disk has no room for it; CheckpointError for a checkpoint that cannot be loaded, before its weights
-    are downloaded; Unavailable where the hub cannot be reached and the cache does not have the model.
+    Returns its .gguf file (the first part of a split one) or its folder in the cache. `show_line` gets a line before a
+    download. Raises ConfigError, which lists the choices, if the name does not mean one model or the disk has no room;
+    CheckpointError, before weights are downloaded, for a checkpoint that cannot be loaded; Unavailable if the hub
+    cannot be reached and the cache does not have the model.
     """
     if constants.is_offline_mode():
-        return cached(model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model before")
+        return cached(model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model first")
     try:
         commit, files, etags = _list(model)
     except Unavailable as error:
         path = cached(model, error.message)
-        say(f"{error.message}; using the cached {model}")
+        show_line(f"{error.message}; using the cached {model}")
         return path
     selection = select(model, files)
     missing = [file for file in selection.files if not _in_cache(model, file.path, commit)]
-    need = sum(file.size - _begun(model, etags.get(file.path)) for file in missing)
+    needed_bytes = sum(file.size - _downloaded_bytes(model, etags.get(file.path)) for file in missing)
     if missing:
-        _check_disk(model, need)
+        _check_disk(model, needed_bytes)
         what = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-        say(f"downloading {model}: {what}, {format_bytes(need)}, to {constants.HF_HUB_CACHE}")
+        show_line(f"downloading {model}: {what}, {format_bytes(needed_bytes)}, to {constants.HF_HUB_CACHE}")
     for file in missing:
-        if file.path.endswith(".safetensors"):  # the small files are there
+        if file.path.endswith(".safetensors"):  # the small files are downloaded already
             _check_config(model, commit)
         _fetch(model, file, commit)
     if not selection.entry:
         _check_config(model, commit)
-    _remember(model, commit)
+    _record_commit(model, commit)
     return _entry(_folder(model) / "snapshots" / commit, selection)
 
 
 def size(model: HubModel) -> int:
-    """Bytes of the model's files, without downloading any. Raises as `download` does before one starts."""
+    """Return the bytes of the model's files without downloading any. Raises like `download` does before a download."""
     if constants.is_offline_mode():
         raise Unavailable("HF_HUB_OFFLINE is set, so the hub is not asked")
     return select(model, _list(model)[1]).size
 
 
 def _list(model: HubModel) -> tuple[str, list[HubFile], dict[str, str]]:
-    """The commit of the branch, its files, and the ETag of each. Raises ConfigError, Unavailable."""
+    """Return the commit of the branch, its files, and the ETag of each. Raises ConfigError, Unavailable."""
     try:
         info = HfApi().model_info(model.repository, revision=REVISION, files_metadata=True, timeout=LIST_SECONDS)
     except Exception as error:
-        raise _failure(model, error) from error
+        raise _translate_error(model, error) from error
     files, etags = [], {}
-    for one in info.siblings or ():
-        if ".." not in Path(one.rfilename).parts:
-            files.append(HubFile(one.rfilename, one.size or 0))
-            etags[one.rfilename] = (one.lfs.sha256 if one.lfs else one.blob_id) or ""
+    for sibling in info.siblings or ():
+        if ".." not in Path(sibling.rfilename).parts:
+            files.append(HubFile(sibling.rfilename, sibling.size or 0))
+            etags[sibling.rfilename] = (sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or ""
     if info.sha is None:
-        raise Unavailable(f"{constants.ENDPOINT} names no commit of {model}")
+        raise Unavailable(f"{constants.ENDPOINT} did not name a commit of {model}")
     return info.sha, files, etags
 
 
 def _fetch(model: HubModel, file: HubFile, commit: str) -> None:
-    """Download a file, from where an earlier attempt stopped, and enter it in the cache."""
+    """Download a file, continuing an earlier attempt, and enter it in the cache."""
     try:
         if (
             file.size > SMALL_FILE and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
@@ -96,15 +96,17 @@ def _fetch(model: HubModel, file: HubFile, commit: str) -> None:
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
-        raise _failure(model, error, f" while downloading {file.path}; the same command goes on from there") from error
+        raise _translate_error(
+            model, error, f" while downloading {file.path}; run the same command again to continue"
+        ) from error
 
 
 def _resume(model: HubModel, file: HubFile, commit: str) -> None:
-    """Write the file's blob, which the library then finds in its cache."""
+    """Write the file's blob. The library then finds it in its cache."""
     url = hf_hub_url(model.repository, file.path, revision=commit)
     etag = get_hf_file_metadata(url).etag
     if etag is None or Path(etag).name != etag:
-        return  # the library will say what it thinks of that
+        return  # the library reports the problem
     blob = _folder(model) / "blobs" / etag
     part = blob.with_name(f"{etag}.incomplete")
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / _folder(model).name / f"{etag}.lock"
@@ -113,17 +115,17 @@ def _resume(model: HubModel, file: HubFile, commit: str) -> None:
     with WeakFileLock(lock):
         if blob.exists():
             return
-        begun = part.stat().st_size if part.exists() else 0
-        with part.open("ab" if begun <= file.size else "wb") as target:
+        downloaded = part.stat().st_size if part.exists() else 0
+        with part.open("ab" if downloaded <= file.size else "wb") as target:
             http_get(
-                url,  # not the address that it leads to: httpx sends the token to no other host
+                url,  # not its redirect target: httpx sends the token to no other host
                 target,
                 resume_size=target.tell(),
                 headers=build_hf_headers(),
                 expected_size=file.size,
                 displayed_filename=file.path,
             )
-        if begun and len(etag) == 2 * hashlib.sha256().digest_size:
+        if downloaded and len(etag) == 2 * hashlib.sha256().digest_size:
             with part.open("rb") as written:
                 found = hashlib.file_digest(written, "sha256").hexdigest()
             if found != etag:
@@ -132,8 +134,8 @@ def _resume(model: HubModel, file: HubFile, commit: str) -> None:
         part.replace(blob)
 
 
-def _failure(model: HubModel, error: Exception, where: str = "") -> Exception:
-    """What went wrong between the hub and us, as an error with words of ours."""
+def _translate_error(model: HubModel, error: Exception, where: str = "") -> Exception:
+    """Return an error that explains what went wrong between the hub and us."""
     page = f"{constants.ENDPOINT}/{model.repository}"
     text: str | None = None
     if isinstance(error, GatedRepoError):
@@ -150,23 +152,23 @@ def _failure(model: HubModel, error: Exception, where: str = "") -> Exception:
     if isinstance(error, HfHubHTTPError):
         return Unavailable(f"{constants.ENDPOINT} answered {error.response.status_code} for {model}{where}")
     if isinstance(error, OSError) and not isinstance(error, OfflineModeIsEnabled | ConnectionError) and error.errno:
-        return error  # of the disk
+        return error  # an error of the disk
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return Unavailable(f"{constants.ENDPOINT} cannot be reached for {model}{where} ({reason})")
 
 
-def _check_disk(model: HubModel, need: int) -> None:
-    place = Path(constants.HF_HUB_CACHE)
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if need > free:
+def _check_disk(model: HubModel, needed_bytes: int) -> None:
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
         raise ConfigError(
-            f"engine.model {model} needs {format_bytes(need)} in {constants.HF_HUB_CACHE}, which has "
-            f"{format_bytes(free)} free: make room, or set HF_HOME to a folder on another disk",
+            f"engine.model {model} needs {format_bytes(needed_bytes)} in {constants.HF_HUB_CACHE}, which has "
+            f"{format_bytes(free_bytes)} free: make room, or set HF_HOME to a folder on another disk",
             param="engine.model",
-            limit=free,
-            value=need,
+            limit=free_bytes,
+            value=needed_bytes,
         )
 
 
@@ -177,7 +179,7 @@ def _check_config(model: HubModel, commit: str) -> None:
 
 
 def _folder(model: HubModel) -> Path:
-    """Of the repository in the cache: with blobs, snapshots and refs."""
+    """Return the repository's folder in the cache, which has blobs, snapshots and refs."""
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.repository, repo_type="model")
 
 
@@ -185,8 +187,8 @@ def _in_cache(model: HubModel, path: str, commit: str) -> bool:
     return isinstance(try_to_load_from_cache(model.repository, path, revision=commit), str)
 
 
-def _begun(model: HubModel, etag: str | None) -> int:
-    """Bytes that are here of a file that is not complete."""
+def _downloaded_bytes(model: HubModel, etag: str | None) -> int:
+    """Return the bytes of an incomplete file that are already here."""
     if etag:
         for name in (etag, f"{etag}.incomplete"):
             if (path := _folder(model) / "blobs" / name).exists():
@@ -194,19 +196,19 @@ def _begun(model: HubModel, etag: str | None) -> int:
     return 0
 
 
-def _remember(model: HubModel, commit: str) -> None:
-    """Note what the branch was at last, as the library does."""
+def _record_commit(model: HubModel, commit: str) -> None:
+    """Record the branch's commit, as the library does."""
     path = _folder(model) / "refs" / REVISION
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(commit, encoding="ascii")
 
 
 def cached(model: HubModel, why: str) -> Path:
-    """The path of the model in the cache, without asking the hub. `why`: what an error says of that.
+    """Return the path of the model in the cache, without asking the hub. `why` explains that in an error.
 
-    Raises Unavailable where the cache does not have all of it.
+    Raises Unavailable if the cache does not have all of it.
     """
-    found: ConfigError | None = None
+    first_error: ConfigError | None = None
     for snapshot in _snapshots(model):
         files = [
             HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
@@ -216,18 +218,18 @@ def cached(model: HubModel, why: str) -> Path:
         try:
             return _entry(snapshot, select(model, files))
         except ConfigError as error:
-            found = found or error
-    there = "" if found is None else f"; there: {found.message}"
-    raise Unavailable(f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}{there}")
+            first_error = first_error or error
+    detail = "" if first_error is None else f"; there: {first_error.message}"
+    raise Unavailable(f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}{detail}")
 
 
 def _snapshots(model: HubModel) -> Iterator[Path]:
-    """The branch's last one first, then the others from the newest on."""
+    """Yield the branch's last commit first, then the other snapshots, the newest first."""
     folder = _folder(model) / "snapshots"
     ref = _folder(model) / "refs" / REVISION
     last = ref.read_text(encoding="ascii").strip() if ref.exists() else ""
-    known = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
-    yield from sorted(known, key=lambda path: (path.name == last, path.stat().st_mtime), reverse=True)
+    snapshots = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+    yield from sorted(snapshots, key=lambda path: (path.name == last, path.stat().st_mtime), reverse=True)
 
 
 def _entry(snapshot: Path, selection: HubSelection) -> Path:

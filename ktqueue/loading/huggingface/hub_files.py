@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face repository a model's name means. Pure: asks no server and no disk."""
+"""Decides which files of a Hugging Face repository a model's name means. Accesses no server and no disk."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from ktqueue.core.hub_model import PART, PREFIX, HubModel
 from ktqueue.core.units import format_bytes
 
 SAFETENSORS = "safetensors"
-"""What selects the folder in a repository that has GGUF files, too."""
+"""The name that selects the folder in a repository that also has GGUF files."""
 MAX_CHOICES = 40
 _QUANTISATION = re.compile(
     r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|MXFP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
@@ -24,7 +24,7 @@ _WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository: `path` in it, `size` in bytes."""
+    """A file of a repository: its `path` in the repository and its `size` in bytes."""
 
     path: str
     size: int
@@ -32,7 +32,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubSelection:
-    """The files to have, small ones first. `entry`: the path of the GGUF file to open; empty: the folder."""
+    """The files of one model, small ones first. `entry` is the path of the GGUF file, or empty for the folder."""
 
     files: tuple[HubFile, ...]
     entry: str
@@ -44,9 +44,9 @@ class HubSelection:
 
 
 def select(model: HubModel, files: Iterable[HubFile]) -> HubSelection:
-    """The files that `model` means, out of all that its repository has.
+    """Return the files that `model` means, out of all `files` of its repository.
 
-    Raises ConfigError, which lists the choices with their sizes, where there is none or more than one.
+    Raises ConfigError, which lists the choices with their sizes, if no model or more than one fits.
     """
     choices = _choices(sorted(files, key=lambda file: file.path))
     if model.variant is not None:
@@ -54,7 +54,7 @@ def select(model: HubModel, files: Iterable[HubFile]) -> HubSelection:
     else:
         fitting = choices
     if len(fitting) == 1:
-        return _complete(model, next(iter(fitting.values())))
+        return _check_complete(model, next(iter(fitting.values())))
     if not choices:
         raise ConfigError(
             f"{model}: the repository has neither .gguf files nor a model in safetensors (pickled weights such as .bin "
@@ -62,21 +62,24 @@ def select(model: HubModel, files: Iterable[HubFile]) -> HubSelection:
             param="engine.model",
             value=str(model),
         )
-    shown = [
+    lines = [
         f"{PREFIX}{model.repository}:{name}  {format_bytes(choice.size)}"
-        for name, choice in list(_short(fitting or choices).items())[:MAX_CHOICES]
+        for name, choice in list(_short_names(fitting or choices).items())[:MAX_CHOICES]
     ]
-    why = "has more than one model; choose one" if fitting else f"has no model {model.variant!r}; there are"
+    problem = "has more than one model; choose one" if fitting else f"has no model {model.variant!r}; there are"
     raise ConfigError(
-        f"{PREFIX}{model.repository} {why}:\n" + "\n".join(shown),
+        f"{PREFIX}{model.repository} {problem}:\n" + "\n".join(lines),
         param="engine.model",
-        limit=", ".join(_short(choices)),
+        limit=", ".join(_short_names(choices)),
         value=str(model),
     )
 
 
 def _choices(files: Sequence[HubFile]) -> dict[str, HubSelection]:
-    """Each model of a repository by name: the path of its GGUF file without ending and part number; the folder."""
+    """Return each model of a repository by name.
+
+    The name is the path of its GGUF file without ending and part number, or SAFETENSORS for the folder.
+    """
     by_stem: dict[str, list[HubFile]] = {}
     for file in files:
         if file.path.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file.path).stem):
@@ -104,13 +107,13 @@ def _fits(variant: str, name: str, choice: HubSelection) -> bool:
 
 
 def _quantisation(name: str) -> str:
-    """The last word of a file's name if it is that of a quantisation, else the empty string."""
+    """Return the last word of a file's name if it is a quantisation, else the empty string."""
     match = _QUANTISATION.search(PurePosixPath(name).name)
     return match["quant"] if match else ""
 
 
-def _short(choices: dict[str, HubSelection]) -> dict[str, HubSelection]:
-    """By what is to be typed: the quantisation where that is one choice's alone, else the file."""
+def _short_names(choices: dict[str, HubSelection]) -> dict[str, HubSelection]:
+    """Return the choices by what a user types: the quantisation if only one choice has it, else the file."""
     quants = [_quantisation(name) for name in choices]
     return {
         quant if quant and quants.count(quant) == 1 else choice.entry or name: choice
@@ -118,8 +121,8 @@ def _short(choices: dict[str, HubSelection]) -> dict[str, HubSelection]:
     }
 
 
-def _complete(model: HubModel, selection: HubSelection) -> HubSelection:
-    """The selection, of which no part may be missing, nor the tokenizer of a folder. Raises ConfigError."""
+def _check_complete(model: HubModel, selection: HubSelection) -> HubSelection:
+    """Return the selection. Raises ConfigError if parts, or the tokenizer of a folder, are missing."""
     parts: dict[int, set[int]] = {}
     for file in selection.files:
         if match := PART.search(PurePosixPath(file.path).stem):

@@ -1,1 +1,1 @@
-"""Models of random weights in the shapes of real ones, for measuring."""
+"""Models of random weights in the shapes of real ones, for measurements."""

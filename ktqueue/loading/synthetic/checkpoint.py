@@ -1,11 +1,10 @@
-"""Models of random weights in a real model's shape, for measuring: `synthetic:SHAPE:QUANT[:LAYERS]`, as a checkpoint
-in memory or as one GGUF file.
+"""Models of random weights in the shape of a real model: `synthetic:SHAPE:QUANT[:LAYERS]`.
 
-Speed does not depend on what weights say, so none need be had from anywhere. Standard deviations are such that
-activations keep their size through all layers, router and logits are neither flat nor certain.
+They are for measurements: speed does not depend on the values of weights, so none need to be downloaded. A model is a
+checkpoint in memory or one GGUF file. The standard deviations keep the size of activations constant through all layers,
+and make router scores and logits neither flat nor certain.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor, Progress
 from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, build_checkpoint
 from ktqueue.loading.gguf.families import family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf.tensor_types import quantize
@@ -24,10 +23,8 @@ from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
 from ktqueue.loading.synthetic.shapes import MIX, SHAPES, SyntheticTensor, tensors_of
 from ktqueue.loading.weight_formats import BLOCKS, Bytes
 
-Progress = Callable[[int, int, str], None]  # as convert's
-
-# Blocks that are drawn of one kind; a larger tensor repeats them. Both are prime, so that as many rows of a tensor as
-# there are blocks begin at different ones.
+# Blocks per pool; a larger tensor repeats them. Both sizes are prime, so that as many rows of a tensor as there are
+# blocks begin at different blocks.
 _POOLS = (8191, 262_139)
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "e r", "r e", "o n", "Ġ the", "Ġ and", "Ġ a", "o u", "in g", "h e")
@@ -38,37 +35,42 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Views(CheckpointTensor):
-    """Experts that are views into one pool: `data` is that of the first."""
+class _ViewTensor(CheckpointTensor):
+    """Experts as views into one pool. `data` is the view of the first expert."""
 
     views: tuple[Bytes, ...] = ()
 
-    def matrices(self) -> list[Bytes]:
+    def expert_views(self) -> list[Bytes]:
         return list(self.views)
 
 
 def open_synthetic(name: str) -> Checkpoint:
-    """The model that `name` stands for, in memory. Its experts share a pool of weights, so that it takes little memory
-    and time however large it is; whoever packs them takes what a file of that size would. Raises CheckpointError."""
-    config, quant, metadata = _model(name)
-    draw = _Draw()
-    return build_checkpoint(name, metadata, {tensor.name: draw.stored(tensor) for tensor in tensors_of(config, quant)})
+    """Open the model called `name`, in memory. Raises CheckpointError.
+
+    Its experts share a pool of weights, so a model of any size takes little memory and time. Packed weights take as
+    much memory as those of a file.
+    """
+    config, quant, metadata = _parse(name)
+    pools = _WeightPools()
+    return build_checkpoint(
+        name, metadata, {tensor.name: pools.tensor_of(tensor) for tensor in tensors_of(config, quant)}
+    )
 
 
 def synthetic_vocabulary(name: str) -> VocabularyData:
-    """The vocabulary of the model that `name` stands for. Raises CheckpointError."""
-    return build_vocabulary(_model(name)[0]["vocab_size"])
+    """Return the vocabulary of the model called `name`. Raises CheckpointError."""
+    return build_vocabulary(_parse(name)[0]["vocab_size"])
 
 
 def write_synthetic(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
-    """Write the model that `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) stands for as `target`.
+    """Write the model called `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) to `target`.
 
-    QUANT is q4_k_m (llama.cpp's mix) or a storage format, such as q8_0, for all matrices; norms and routers are f32.
-    `layers` overrides the name's. The same call writes the same bytes. Raises CheckpointError.
+    QUANT is q4_k_m (llama.cpp's mix) or a storage format such as q8_0 for all matrices; norms and routers are f32.
+    `layers` overrides the number in the name. The same call writes the same bytes. Raises CheckpointError.
     """
-    config, quant, metadata = _model(name, layers)
+    config, quant, metadata = _parse(name, layers)
     tensors = list(tensors_of(config, quant))
-    draw = _Draw()
+    pools = _WeightPools()
     with GgufWriter(target, metadata["general.architecture"], quant) as writer:
         writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
         for tensor in tensors:
@@ -77,20 +79,20 @@ def write_synthetic(name: str, target: Path, *, layers: int | None = None, progr
         for done, tensor in enumerate(tensors):
             if progress:
                 progress(done, len(tensors), tensor.name)
-            writer.write(draw(tensor))
+            writer.write(pools(tensor))
     if progress:
         progress(len(tensors), len(tensors), "")
 
 
-def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """Config, quantisation and GGUF metadata of the model that `name` stands for."""
+def _parse(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Return config, quantisation and GGUF metadata of the model called `name`."""
     shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
     if shape not in SHAPES:
-        raise CheckpointError(f"{name}: there is no shape {shape!r}; known: {', '.join(SHAPES)}")
+        raise CheckpointError(f"{name}: unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     if quant.upper() not in (MIX, *BLOCKS):
         known = ", ".join((MIX, *BLOCKS)).lower()
-        raise CheckpointError(f"{name}: there is no quantisation {quant!r}; known: {known}")
+        raise CheckpointError(f"{name}: unknown quantisation {quant!r}; known: {known}")
     config = dict(SHAPES[shape])
     stated = str(layers) if layers is not None else count or str(config["num_hidden_layers"])
     if not (stated.isdecimal() and 1 <= int(stated) <= MAX_LAYERS):
@@ -108,7 +110,7 @@ def _model(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, d
 
 
 def build_vocabulary(size: int) -> VocabularyData:
-    """Bytes, a few merges, three control tokens, then words ` w0`, ` w1` and so on that no text is split into."""
+    """Return bytes, a few merges, three control tokens, and words ` w0`, ` w1` ... that no text is split into."""
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES), *_CONTROL]
     ids = {token: len(tokens) - len(_CONTROL) + i for i, token in enumerate(_CONTROL)}
     kinds = [TokenKind.CONTROL if token in ids else TokenKind.NORMAL for token in tokens]
@@ -124,13 +126,13 @@ def build_vocabulary(size: int) -> VocabularyData:
     )
 
 
-class _Draw:
-    """Fills tensors, each from where the one before left the pool of its kind."""
+class _WeightPools:
+    """Fills tensors from pools of random blocks. Each tensor begins where the previous one of its kind ended."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, float, int], Bytes] = {}  # [blocks, bytes of a block]
         self._next: dict[tuple[str, float, int], int] = {}
-        self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools that go on from their start by one expert's blocks
+        self._wrapped: dict[tuple[int, int], Bytes] = {}  # pools, followed by the blocks of one expert from their start
 
     def __call__(self, tensor: SyntheticTensor) -> Bytes:
         random = np.random.default_rng(list(tensor.name.encode()))
@@ -140,23 +142,23 @@ class _Draw:
         pool, start, count = self._take(tensor, random)
         return _cut(pool, start, count)
 
-    def stored(self, tensor: SyntheticTensor) -> CheckpointTensor:
-        """The same weights as of a call; of experts views, which share their memory."""
+    def tensor_of(self, tensor: SyntheticTensor) -> CheckpointTensor:
+        """Return the weights of a call as a tensor. Experts are views that share their memory."""
         if len(tensor.shape) < 3:
             return CheckpointTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
         pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
         experts = tensor.shape[0]
-        each = count // experts
-        key = (id(pool), each)
+        expert_blocks = count // experts
+        key = (id(pool), expert_blocks)
         if key not in self._wrapped:
-            self._wrapped[key] = _cut(pool, 0, len(pool) + each).reshape(-1, pool.shape[1])
-        whole = self._wrapped[key]
-        starts = ((start + expert * each) % len(pool) for expert in range(experts))
-        views = tuple(whole[at : at + each].reshape(-1) for at in starts)
-        return _Views(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
+            self._wrapped[key] = _cut(pool, 0, len(pool) + expert_blocks).reshape(-1, pool.shape[1])
+        wrapped = self._wrapped[key]
+        starts = ((start + expert * expert_blocks) % len(pool) for expert in range(experts))
+        views = tuple(wrapped[first : first + expert_blocks].reshape(-1) for first in starts)
+        return _ViewTensor(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
 
     def _take(self, tensor: SyntheticTensor, random: np.random.Generator) -> tuple[Bytes, int, int]:
-        """The pool of a matrix, its first block and the number of its blocks."""
+        """Return the pool of a matrix, its first block and its number of blocks."""
         count = int(np.prod(tensor.shape)) // max(BLOCKS[tensor.quant][0], GROUP)
         size = next((size for size in _POOLS if count <= 8 * size), _POOLS[-1])
         key = (tensor.quant, tensor.deviation, size)
@@ -168,7 +170,7 @@ class _Draw:
 
 
 def _cut(pool: Bytes, start: int, count: int) -> Bytes:
-    """`count` blocks of the pool from `start` on, over and over."""
+    """Return `count` blocks of the pool from `start`, starting again at its end."""
     out = np.empty((count, pool.shape[1]), np.uint8)
     done = 0
     while done < count:

@@ -1,6 +1,6 @@
-"""Random weights written straight in a storage format: valid blocks with the standard deviation asked for.
+"""Random weights written directly in a storage format: valid blocks with a given standard deviation.
 
-No quantiser runs: payload bits are uniform, scales are chosen so that the decoded weights are centred on zero. The
+No quantiser runs. Payload bits are uniform, and scales are chosen so that the decoded weights are centred on zero. The
 layouts are ggml's (ggml-common.h).
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 from ktqueue.loading.gguf.tensor_types import quantize
 from ktqueue.loading.weight_formats import Bytes
 
-GROUP = 32  # elements that count as one block of a format without blocks
-_JITTER = 0.25  # block scales vary by this share either way
-_SCALES = range(16, 32)  # of 64: large enough to differ, small enough for a normal half as the block's scale
+GROUP = 32  # elements per block in formats without blocks
+_JITTER = 0.25  # relative variation of block scales, up and down
+_SCALES = range(16, 32)  # of 64: large enough to vary, small enough for a normal half float as block scale
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
@@ -35,7 +35,10 @@ Random = np.random.Generator
 
 
 def random_blocks(quant: str, count: int, deviation: float, random: Random) -> Bytes:
-    """[count, bytes of a block]: weights around 0 with that standard deviation. F32, F16 and BF16 are normal."""
+    """Return [count, bytes per block] of weights around 0 with the standard deviation `deviation`.
+
+    F32, F16 and BF16 are normally distributed.
+    """
     if quant not in _LAYOUTS:
         values = random.standard_normal((count, GROUP), np.float32)
         return quantize(values * np.float32(deviation), quant)
@@ -50,13 +53,13 @@ def _rms(values: Iterable[float]) -> float:
 
 
 def _scale(blocks: Blocks, unit: float, deviation: float, random: Random) -> None:
-    """Set `d`. `unit`: standard deviation of the weights where d is 1."""
+    """Set `d`. `unit` is the standard deviation of the weights for d = 1."""
     jitter = random.uniform(1 - _JITTER, 1 + _JITTER, len(blocks))
     blocks["d"] = deviation / unit / np.sqrt(1 + _JITTER**2 / 3) * jitter
 
 
 def _flip(blocks: Blocks, random: Random) -> None:
-    """Give `d` a random sign, which centres a table of values that is not symmetric."""
+    """Give `d` a random sign, which centres an asymmetric table of values."""
     blocks["d"] *= random.choice(np.array([-1, 1], np.float16), len(blocks))
 
 
@@ -79,7 +82,7 @@ def _q2_k(blocks: Blocks, deviation: float, random: Random) -> None:
 
 
 def _q3_k(blocks: Blocks, deviation: float, random: Random) -> None:
-    """Scales are 6 bits less 32, so that random bytes have both signs."""
+    """Scales are 6 bits minus 32, so random bytes give both signs."""
     _scale(blocks, _rms(range(-32, 32)) * _rms(range(-4, 4)), deviation, random)
 
 
@@ -111,12 +114,12 @@ def _iq4_nl(blocks: Blocks, deviation: float, random: Random) -> None:
 
 
 def _iq4_xs(blocks: Blocks, deviation: float, random: Random) -> None:
-    """Scales as Q3_K's."""
+    """Scales are like those of Q3_K."""
     _scale(blocks, _rms(range(-32, 32)) * _rms(_IQ4), deviation, random)
 
 
 def _mxfp4(blocks: Blocks, deviation: float, random: Random) -> None:
-    """The scale is a power of two: of the two around the one wanted, each as often as gives the right mean square."""
+    """The scale is a power of two. The two nearest powers are mixed so that the mean square is right."""
     wanted = deviation / _rms(_MXFP4)
     exponent = np.floor(np.log2(wanted))
     larger = ((wanted / 2**exponent) ** 2 - 1) / 3

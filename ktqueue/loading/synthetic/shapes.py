@@ -1,4 +1,4 @@
-"""Shapes of real models and the tensors that such a model's GGUF file has, for checkpoint.py. Knows no weights."""
+"""Shapes of real models, and the tensors of a GGUF file with such a shape. Knows no weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from ktqueue.loading.weight_formats import BLOCKS
 
-# Transformers configs, by the names of the models whose shapes they are; those that are none are ours, for tests.
+# transformers configs by the name of the model with this shape. tiny, mid and tiny-latent are our own, for tests.
 _QWEN3 = {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 _DEEPSEEK = {
     "model_type": "deepseek_v2", "rms_norm_eps": 1e-6, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -51,12 +51,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
 _ROUTER_GAIN, _HEAD_GAIN = 2.0, 3.0
-_ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0  # of what layers add to the residual, together about as much as it was
+# Of matrices that add to the residual. All layers together add about the residual's own size.
+_ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTensor:
-    """One tensor of a file; `deviation` of its weights."""
+    """One tensor of a file. `deviation` is the standard deviation of its weights."""
 
     name: str
     quant: str
@@ -64,8 +65,8 @@ class SyntheticTensor:
     deviation: float
 
 
-class _Maker:
-    """Tensors of one model: names, formats that fit, deviations."""
+class _TensorMaker:
+    """Makes the tensors of one model: names, formats that fit, deviations."""
 
     def __init__(self, config: dict[str, Any], quant: str) -> None:
         self.config = config
@@ -83,9 +84,11 @@ class _Maker:
 
 
 def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
-    """All tensors of a model of that config, in the order of a file. `quant`: MIX or a storage format; what its blocks
-    do not divide is Q8_0, or F16."""
-    make = _Maker(config, quant)
+    """Yield all tensors of a model of that config, in file order.
+
+    `quant` is MIX or a storage format. A matrix whose rows are not a multiple of its block is Q8_0, or F16.
+    """
+    make = _TensorMaker(config, quant)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield make.matrix("token_embd", vocab, hidden, gain=hidden**0.5)
     for i in range(config["num_hidden_layers"]):
@@ -100,55 +103,58 @@ def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     yield make.matrix("output", vocab, hidden, gain=_HEAD_GAIN)
 
 
-def _grouped_attention(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
-    config, at = make.config, f"blk.{i}"
+def _grouped_attention(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
+    config, block = make.config, f"blk.{i}"
     hidden = config["hidden_size"]
     queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    yield make.matrix(f"{at}.attn_q", queries, hidden, layer=i)
-    yield make.matrix(f"{at}.attn_k", keys, hidden, layer=i)
-    yield make.matrix(f"{at}.attn_v", keys, hidden, layer=i)
-    yield make.matrix(f"{at}.attn_output", hidden, queries, layer=i, gain=_ATTENTION_GAIN * make.share)
+    yield make.matrix(f"{block}.attn_q", queries, hidden, layer=i)
+    yield make.matrix(f"{block}.attn_k", keys, hidden, layer=i)
+    yield make.matrix(f"{block}.attn_v", keys, hidden, layer=i)
+    yield make.matrix(f"{block}.attn_output", hidden, queries, layer=i, gain=_ATTENTION_GAIN * make.share)
     if config["model_type"] == "qwen3_moe":
-        yield make.norm(f"{at}.attn_q_norm", config["head_dim"])
-        yield make.norm(f"{at}.attn_k_norm", config["head_dim"])
+        yield make.norm(f"{block}.attn_q_norm", config["head_dim"])
+        yield make.norm(f"{block}.attn_k_norm", config["head_dim"])
 
 
-def _latent_attention(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
-    config, at = make.config, f"blk.{i}"
+def _latent_attention(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
+    config, block = make.config, f"blk.{i}"
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    yield make.matrix(f"{at}.attn_q", heads * (plain + rotary), hidden, layer=i)
-    yield make.matrix(f"{at}.attn_kv_a_mqa", latent + rotary, hidden, layer=i)
-    yield make.norm(f"{at}.attn_kv_a_norm", latent)
-    yield make.matrix(f"{at}.attn_kv_b", heads * (plain + value), latent, layer=i)
-    yield make.matrix(f"{at}.attn_output", hidden, heads * value, layer=i, gain=_ATTENTION_GAIN * make.share)
+    yield make.matrix(f"{block}.attn_q", heads * (plain + rotary), hidden, layer=i)
+    yield make.matrix(f"{block}.attn_kv_a_mqa", latent + rotary, hidden, layer=i)
+    yield make.norm(f"{block}.attn_kv_a_norm", latent)
+    yield make.matrix(f"{block}.attn_kv_b", heads * (plain + value), latent, layer=i)
+    yield make.matrix(f"{block}.attn_output", hidden, heads * value, layer=i, gain=_ATTENTION_GAIN * make.share)
 
 
-def _experts(make: _Maker, i: int) -> Iterator[SyntheticTensor]:
-    config, at = make.config, f"blk.{i}"
+def _experts(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
+    config, block = make.config, f"blk.{i}"
     hidden = config["hidden_size"]
     experts = next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config)
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield SyntheticTensor(f"{at}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
-    yield make.matrix(f"{at}.ffn_gate_exps", experts, width, hidden, layer=i)
-    yield make.matrix(f"{at}.ffn_up_exps", experts, width, hidden, layer=i)
-    yield make.matrix(f"{at}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
+    yield SyntheticTensor(f"{block}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
+    yield make.matrix(f"{block}.ffn_gate_exps", experts, width, hidden, layer=i)
+    yield make.matrix(f"{block}.ffn_up_exps", experts, width, hidden, layer=i)
+    yield make.matrix(f"{block}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
     if shared := config.get("n_shared_experts"):
         yield from _mlp(make, i, "_shexp", shared * width)
 
 
-def _mlp(make: _Maker, i: int, suffix: str, width: int) -> Iterator[SyntheticTensor]:
-    at, hidden = f"blk.{i}", make.config["hidden_size"]
-    yield make.matrix(f"{at}.ffn_gate{suffix}", width, hidden, layer=i)
-    yield make.matrix(f"{at}.ffn_up{suffix}", width, hidden, layer=i)
-    yield make.matrix(f"{at}.ffn_down{suffix}", hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
+def _mlp(make: _TensorMaker, i: int, suffix: str, width: int) -> Iterator[SyntheticTensor]:
+    block, hidden = f"blk.{i}", make.config["hidden_size"]
+    yield make.matrix(f"{block}.ffn_gate{suffix}", width, hidden, layer=i)
+    yield make.matrix(f"{block}.ffn_up{suffix}", width, hidden, layer=i)
+    yield make.matrix(f"{block}.ffn_down{suffix}", hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
 
 
 def _choose(quant: str, role: str, layer: int, layers: int) -> str:
-    """The format of a matrix. Of the mix: Q6_K for the logits, and for values and down in the first and last eighth
-    of the layers and every third between, as llama.cpp chooses them."""
+    """Return the format of a matrix.
+
+    In the mix, llama.cpp uses Q6_K for the logits, and for values and down in the first and last eighth of the layers
+    and every third layer between.
+    """
     if quant != MIX:
         return quant
     eighth = layers // 8
-    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-    return "Q6_K" if role == "output" or (more and role in ("attn_v", "ffn_down_exps")) else "Q4_K"
+    higher_precision = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if role == "output" or (higher_precision and role in ("attn_v", "ffn_down_exps")) else "Q4_K"

@@ -1,8 +1,7 @@
-"""Renders a model's chat template in a sandbox (the door to jinja2), with the names and filters that
-templates written for transformers expect.
+"""Renders a model's chat template with jinja2 in a sandbox.
 
-Knows messages and tools as plain data; knows no tokenizer. Source of the conventions: transformers,
-"Writing a chat template", and utils/chat_template_utils.py.
+It has the names and filters that templates written for transformers expect. Knows messages and tools as plain data, and
+no tokenizer. Source of the conventions: transformers, "Writing a chat template", and utils/chat_template_utils.py.
 """
 
 import json
@@ -29,12 +28,12 @@ class ChatTemplate:
     """One compiled template. `special` maps names such as `bos_token` to their text."""
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
-        """Raises CheckpointError, naming `where` the template came from, if it does not parse."""
-        # Not the immutable sandbox: Kimi-K2's template appends to a list of its own. It gets copies to work on.
+        """Compile `source`. Raises CheckpointError that begins with `where` if it does not parse."""
+        # Not the immutable sandbox: Kimi-K2's template appends to its own list. Templates get copies of the messages.
         environment = SandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constants are not computed here, where nothing limits what that costs
+            optimized=False,  # constants are not computed at compile time, which has no limits
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
         environment.code_generator_class = _PlainCodeGenerator
@@ -54,31 +53,31 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text, ending where the assistant is to speak.
+        """Return the prompt text, which ends where the assistant's answer begins.
 
-        Raises InvalidRequest where a message is malformed, the template refuses the conversation, or leaves tools,
-        their calls or their results out of the prompt. Raises MemoryError, too.
+        Raises InvalidRequest if a message is malformed, if the template refuses the conversation, or if it leaves
+        tools, tool calls or tool results out of the prompt. Raises MemoryError.
         """
-        if wrong := RESERVED & set(kwargs or {}):
-            name = sorted(wrong)[0]
+        if reserved := RESERVED & set(kwargs or {}):
+            name = sorted(reserved)[0]
             raise InvalidRequest(
                 f"chat_template_kwargs must not set {name!r}", param=f"chat_template_kwargs.{name}", limit="other names"
             )
         names: dict[str, Any] = {**self.special, "add_generation_prompt": True, "documents": None, **(kwargs or {})}
-        plain = [_plain(index, message) for index, message in enumerate(messages)]
+        plain_messages = [_plain(index, message) for index, message in enumerate(messages)]
         try:
-            text = self._render(plain, tools, names)
+            text = self._render(plain_messages, tools, names)
         except MemoryError:
             raise
-        except Exception as error:  # a template is a program: whatever it raises is about this request
+        except Exception as error:  # a template is a program; its errors concern only this request
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {str(error)[:500]}", param="messages"
             ) from error
-        if tools and self._is_same(text, plain, (), names):
+        if tools and self._is_same(text, plain_messages, (), names):
             raise _left_out("tools")
-        for index, message in enumerate(plain):
+        for index, message in enumerate(plain_messages):
             for name, other in _tool_fields(message):
-                changed = [*plain[:index], {**message, name: other}, *plain[index + 1 :]]
+                changed = [*plain_messages[:index], {**message, name: other}, *plain_messages[index + 1 :]]
                 if self._is_same(text, changed, tools, names):
                     raise _left_out(f"messages[{index}].{name}")
         return text
@@ -87,15 +86,15 @@ class ChatTemplate:
         return self._template.render(messages=deepcopy(messages), tools=deepcopy(list(tools)) or None, **names)
 
     def _is_same(self, text: str, messages: Sequence[Any], tools: Sequence[Any], names: Mapping[str, Any]) -> bool:
-        """Is the prompt `text` also where what the client asked for is another? Then it had no effect."""
+        """Whether the prompt is still `text` for other messages or tools: then the original ones had no effect."""
         try:
             return self._render(messages, tools, names) == text
-        except Exception:  # the template looks at it
+        except Exception:  # the template reacts to the other value
             return False
 
 
 def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text content, tool arguments as objects."""
+    """Return a message as templates expect it: text content, tool arguments as objects."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list | tuple):
@@ -138,7 +137,7 @@ def _call(param: str, call: Any) -> dict[str, Any]:
 
 
 def _tool_fields(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What a message says of tools, and for each field something else."""
+    """Return a message's fields about tools, each with a different value."""
     fields: list[tuple[str, Any]] = [("tool_calls", None)] if message.get("tool_calls") else []
     if message["role"] in ("tool", "function") and message["content"]:
         fields.append(("content", message["content"] + "."))
@@ -147,7 +146,9 @@ def _tool_fields(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _left_out(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the model's chat template leaves {param} out of the prompt: it knows no tools", param=param, limit="left out"
+        f"the model's chat template leaves {param} out of the prompt: it does not support tools",
+        param=param,
+        limit="left out",
     )
 
 
@@ -170,12 +171,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML characters, which would change what the model reads."""
+    """Replace jinja2's filter, which escapes HTML characters and so changes what the model reads."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _PlainCodeGenerator(CodeGenerator):
-    """Leaves the computation of constants that are printed to the rendering; `optimized` says nothing of these."""
+    """Computes printed constants when the template is rendered. `optimized` does not cover them."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -184,7 +185,7 @@ class _PlainCodeGenerator(CodeGenerator):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its body is simply rendered."""
+    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 

@@ -1,4 +1,4 @@
-"""The tokenizer files of a Hugging Face folder as plain data: tokenizer.json, its settings, the chat template.
+"""Reads the tokenizer files of a Hugging Face folder as plain data: tokenizer.json, its settings, the chat template.
 
 Knows no tokenizer library.
 """
@@ -19,7 +19,10 @@ _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """A tokenizer.json. `tokens` and `kinds` are indexed by id; ids without a token are unused and empty."""
+    """A tokenizer.json. `tokens` and `kinds` are indexed by id.
+
+    An id without a token has an empty text and the kind UNUSED.
+    """
 
     path: Path
     document: Mapping[str, Any]
@@ -33,7 +36,7 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(
-            f"{path}: No such file; a model in safetensors needs one, which --tokenizer can take from another folder"
+            f"{path}: No such file; a model in safetensors needs one; --tokenizer can name another folder that has it"
         )
     document = read_json(path)
     try:
@@ -60,7 +63,7 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
 
 
 def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The folder's default chat template: its own file, or part of tokenizer_config.json. Raises CheckpointError."""
+    """Return the folder's default chat template, from its own file or tokenizer_config.json. Raises CheckpointError."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -75,7 +78,7 @@ def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like to their text, from tokenizer_config.json."""
+    """Map `bos_token` and the like to their text, from tokenizer_config.json."""
     found = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -85,8 +88,10 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], size: int) -> list[int]:
-    """Ids below `size` that end a choice, the model's own first: those of generation_config.json, else of config.json,
-    else the tokenizer's. Raises CheckpointError."""
+    """Return ids below `size` that end a choice, the model's own first.
+
+    They come from generation_config.json, else from config.json, else from the tokenizer. Raises CheckpointError.
+    """
     for name in ("generation_config.json", "config.json"):
         stated = optional_json(folder / name).get("eos_token_id")
         ids = stated if isinstance(stated, list) else [stated]
@@ -97,12 +102,12 @@ def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str],
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file. Raises CheckpointError where it is damaged."""
+    """Read a JSON object, which is empty if the file does not exist. Raises CheckpointError if it is damaged."""
     return read_json(path) if path.exists() else {}
 
 
 def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
-    """The byte-level BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
+    """Return the byte-level BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
 
     Raises CheckpointError for other tokenizers and for an unknown pre-tokenizer.
     """
@@ -117,12 +122,14 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
         raise CheckpointError(
             f"{file.path}: token id {len(file.tokens) - 1} is outside the model's vocabulary of {vocab_size}"
         )
-    spare = vocab_size - len(file.tokens)
-    kinds = [*file.kinds, *([TokenKind.UNUSED] * spare)]
-    tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * spare)])]
+    unused = vocab_size - len(file.tokens)
+    kinds = [*file.kinds, *([TokenKind.UNUSED] * unused)]
+    tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * unused)])]
     special = special_tokens(settings)
     ids = {
-        role: file.tokens.index(t) for role in ("bos", "unk", "pad") if (t := special.get(f"{role}_token")) in tokens
+        role: file.tokens.index(token)
+        for role in ("bos", "unk", "pad")
+        if (token := special.get(f"{role}_token")) in tokens
     }
     ends = end_tokens(folder, settings, file.tokens, vocab_size)
     ids.update(zip(("eos", "eot", "eom"), ends, strict=False))
@@ -139,11 +146,11 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
 
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:
-    """A pre-tokenizer, normaliser or decoder as a flat list of steps."""
+    """Return a pre-tokenizer, normaliser or decoder as a flat list of steps."""
     if not isinstance(part, dict):
         return []
-    inner = part.get("pretokenizers") or part.get("normalizers") or part.get("decoders") or part.get("processors")
-    return [step for one in inner for step in _steps(one)] if inner else [part]
+    parts = part.get("pretokenizers") or part.get("normalizers") or part.get("decoders") or part.get("processors")
+    return [step for step_part in parts for step in _steps(step_part)] if parts else [part]
 
 
 def _has_byte_level(part: Any) -> bool:
@@ -151,7 +158,7 @@ def _has_byte_level(part: Any) -> bool:
 
 
 def _recognise(file: TokenizerFile) -> str:
-    """The name of the pre-tokenizer whose patterns the file spells out."""
+    """Return the name of the pre-tokenizer that has the patterns of the file."""
     steps = _steps(file.document.get("pre_tokenizer"))
     patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
     normalizers = [step["type"] for step in _steps(file.document.get("normalizer"))]
@@ -164,7 +171,7 @@ def _recognise(file: TokenizerFile) -> str:
 
 
 def _begins_with(file: TokenizerFile, token: str | None) -> bool:
-    """Whether encoding puts the token first."""
+    """Whether every encoded text begins with the token."""
     for step in _steps(file.document.get("post_processor")):
         first = (step.get("single") or [{}])[0]
         if step.get("type") == "TemplateProcessing" and token and first.get("SpecialToken", {}).get("id") == token:

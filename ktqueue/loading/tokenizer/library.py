@@ -1,4 +1,4 @@
-"""Builds runnable tokenizers (the door to the tokenizers library) from plain vocabulary data or a tokenizer.json."""
+"""Builds and runs tokenizers of the tokenizers library, from plain vocabulary data or from a tokenizer.json."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenize
 
 Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
-CUT_CHARACTERS = 64  # at the end of a beginning: what follows may compose with them (NFC)
+CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 
 
 def from_json(path: Path) -> Model:
-    """A tokenizer.json as it is, without truncation and padding. Raises CheckpointError."""
+    """Load a tokenizer.json without truncation and padding. Raises CheckpointError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises Exception itself
         raise CheckpointError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -31,22 +31,25 @@ def from_json(path: Path) -> Model:
 
 
 def encode(model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`. Other threads run meanwhile: `Tokenizer.encode` would hold the interpreter's lock for the
-    seconds that a text of megabytes takes, in which a worker neither steps nor beats."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text: a pool of threads is of no use, and of harm
+    """Return the token ids of `text`. Other threads run meanwhile.
+
+    `Tokenizer.encode` of the library would hold the interpreter's lock for the seconds that megabytes of text take.
+    During that time the worker could neither run a step nor send a heartbeat.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for a single text a thread pool only does harm
     ids: list[int] = model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
 
 def shrinkage(model: Model) -> int | None:
-    """How many bytes of text one byte of a token may stand for at most; None where text may vanish or run together.
+    """Return how many bytes of text one byte of a token may stand for at most; None if text may vanish or be joined.
 
-    Looks for what keeps text as it is; a kind of tokenizer that is not known here may do anything.
+    Only steps that are known to keep text count as safe; an unknown kind of step may do anything.
     """
     if type(model.model) is not models.BPE:
         return None
     if any(token.lstrip or token.rstrip for token in model.get_added_tokens_decoder().values()):
-        return None  # such a token takes the white space beside it
+        return None  # such a token removes the white space beside it
     parts = [*_parts(model.normalizer), *_parts(model.pre_tokenizer)]
     if not all(_keeps_text(part) for part in parts):
         return None
@@ -62,9 +65,9 @@ def shrinkage(model: Model) -> int | None:
 
 
 def min_tokens(model: Model, beginning: str) -> int:
-    """How many tokens any text has at least that begins so, where `shrinkage` is known.
+    """Return a lower bound for the tokens of any text with this beginning, if `shrinkage` is known.
 
-    Words at the cut are left out, since what follows may change them; a tokenizer without words says 0.
+    Words at the cut are not counted, since the following text may change them. Without words the bound is 0.
     """
     longest = max((len(token.content) for token in model.get_added_tokens_decoder().values()), default=0)
     end = len(beginning) - longest - CUT_CHARACTERS
@@ -75,11 +78,11 @@ def min_tokens(model: Model, beginning: str) -> int:
 
 
 def _parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or a pre-tokenizer, as its JSON has them."""
-    waiting = [] if step is None else [json.loads(step.__getstate__())]
-    while waiting:
-        part = waiting.pop()
-        waiting += part.get("normalizers", []) + part.get("pretokenizers", [])
+    """Yield the parts of a normaliser or pre-tokenizer, as in its JSON."""
+    pending = [] if step is None else [json.loads(step.__getstate__())]
+    while pending:
+        part = pending.pop()
+        pending += part.get("normalizers", []) + part.get("pretokenizers", [])
         yield part
 
 
@@ -96,10 +99,10 @@ def _keeps_text(part: dict[str, Any]) -> bool:
 
 
 def build(data: VocabularyData, source: str) -> Model:
-    """A tokenizer for `data`. Raises CheckpointError naming `source` where the data do not fit together."""
+    """Build a tokenizer for `data`. Raises CheckpointError that names `source` if the data are inconsistent."""
     try:
         tokenizer = _byte_level(data, source) if data.model == "gpt2" else _sentence_piece(data)
-        kinds = list(zip(data.tokens, data.kinds, strict=True))  # the tokens keep their ids: all are in the vocabulary
+        kinds = list(zip(data.tokens, data.kinds, strict=True))  # all are in the vocabulary, so they keep their ids
         tokenizer.add_special_tokens(
             [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == TokenKind.CONTROL]
         )
@@ -109,13 +112,13 @@ def build(data: VocabularyData, source: str) -> Model:
         _add_ends(tokenizer, data)
     except CheckpointError:
         raise
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises Exception itself
         raise CheckpointError(f"{source}: the vocabulary is corrupt: {error}") from error
     return tokenizer
 
 
 def train_byte_level(pieces: Iterable[str], vocab_size: int, pre: str, special: Sequence[str]) -> Model:
-    """Learn a byte-level BPE from text; `special` tokens come last and count in `vocab_size`."""
+    """Train a byte-level BPE on text. The `special` tokens come last and are part of `vocab_size`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     _split_as(tokenizer, PRE_TOKENIZERS[pre])
     trainer = trainers.BpeTrainer(
@@ -155,15 +158,18 @@ def _split_as(tokenizer: Model, pre: PreTokenizer) -> None:
 
 
 def _sentence_piece(data: VocabularyData) -> Model:
-    """SentencePiece BPE joins the neighbours whose joint piece scores best; as merges: every way to make a piece
-    of two pieces, best piece first."""
+    """Build a SentencePiece BPE from scores.
+
+    SentencePiece joins the neighbours whose joint piece has the best score. As merges, that is every way to make a
+    piece of two pieces, the best piece first.
+    """
     vocabulary = _vocabulary(data)
     ranked: list[tuple[float, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
         halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if len(piece) <= MAX_PIECE else []
-        joins = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
-        joins.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        ranked.extend((-data.scores[token_id], token_id, join) for join in joins)
+        pairs = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        ranked.extend((-data.scores[token_id], token_id, join) for join in pairs)
     ranked.sort(key=lambda entry: entry[:2])
     unknown = data.tokens[data.ids["unk"]] if "unk" in data.ids else None
     tokenizer = tokenizers.Tokenizer(

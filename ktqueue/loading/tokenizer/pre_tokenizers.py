@@ -1,7 +1,7 @@
-"""How byte-level BPE vocabularies split text before merging: patterns by the name that GGUF gives them.
+"""How byte-level BPE vocabularies split text before merging: regular expressions by pre-tokenizer name.
 
-The names are the values of `tokenizer.ggml.pre`; the patterns are those of the models' own tokenizer files.
-Knows no tokenizer library.
+The names are values of `tokenizer.ggml.pre`. The expressions are those of the models' own tokenizer files. Knows no
+tokenizer library.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns` cut the text one after the other, matches and gaps alike becoming pieces. `nfc`: the text is
-    normalised first. `whole_words`: a piece that is a token itself is not built from merges."""
+    """How text is split. `patterns` are applied one after another; matches and the text between them become pieces.
+
+    `nfc`: the text is normalised first. `whole_words`: a piece that is a token itself is not built from merges.
+    """
 
     patterns: tuple[str, ...]
     nfc: bool = False

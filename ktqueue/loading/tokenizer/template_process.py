@@ -1,7 +1,7 @@
-"""Chat templates are rendered by processes of their own, with limits of time and memory.
+"""Renders chat templates in separate processes, with limits of time and memory.
 
-A template is a program that came with a model file: it may loop for hours or build a string of a terabyte. Here that
-costs one request, which is refused, and at most the process that rendered it.
+A template is a program that came with a model file: it may loop for hours or build a string of a terabyte. Such a
+template costs one request, which is refused, and at most the process that rendered it.
 
 This module is also a program (`python -m ktqueue.loading.tokenizer.template_process`). The first line on its standard
 input is the template as JSON. Each further line is a conversation, answered by one line on standard output.
@@ -24,8 +24,8 @@ from ktqueue.core.errors import InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 
-CPU_SECONDS = 1.0  # of one rendering; real templates take milliseconds
-WALL_SECONDS = 10.0  # of one rendering, on a machine that has other work, too
+CPU_SECONDS = 1.0  # per rendering; real templates take milliseconds
+WALL_SECONDS = 10.0  # per rendering, on a machine that is also busy with other work
 START_SECONDS = 60.0
 MEMORY_BYTES = 1 << 30  # of address space
 MAX_REPLY_BYTES = 64 << 20
@@ -36,7 +36,7 @@ class TemplateFailed(KtqueueError):
 
 
 class TemplateProcesses:
-    """As many processes as there are threads that render at once; they are kept until `close`."""
+    """One process per thread that renders at the same time. They are kept until `close`."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._first_line = dumps({"source": template.source, "special": template.special}) + b"\n"
@@ -45,11 +45,11 @@ class TemplateProcesses:
         self._closed = False
 
     def start(self) -> None:
-        """Have a process ready for the first request; does not wait for it."""
+        """Start a process for the first request, without waiting for it."""
         self._idle.append(_TemplateProcess(self._first_line))
 
     def render(self, request: GenerationRequest) -> str:
-        """The prompt text of a request with messages. Raises InvalidRequest, also where a limit is reached."""
+        """Return the prompt text of a request with messages. Raises InvalidRequest, also if a limit is reached."""
         try:
             line = dumps([request.messages, request.tools, request.chat_template_kwargs]) + b"\n"
         except TypeError as error:
@@ -69,7 +69,7 @@ class TemplateProcesses:
                 process.end()
 
     def close(self) -> None:
-        """End all processes; one that renders ends when it is done, or late."""
+        """End all processes. One that is rendering ends when it finishes or reaches a limit."""
         with self._gate:
             self._closed = True
             processes, self._idle = self._idle, []
@@ -84,13 +84,13 @@ class _TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the worker
+            start_new_session=True,  # Ctrl-C must reach only the worker
         )
         self.alive = True
         self._first_line = first_line
 
     def start(self) -> None:
-        """Wait until it has compiled the template."""
+        """Wait until the process has compiled the template."""
         if self._first_line:
             try:
                 self._ask(self._first_line, START_SECONDS)
@@ -124,26 +124,26 @@ class _TemplateProcess:
         self._process.wait()
 
     def _ask(self, line: bytes, seconds: float) -> bytes:
-        """One line's answer. Raises _NoAnswer."""
+        """Send one line and return the answer. Raises _NoAnswer."""
         sink, source = self._process.stdin, self._process.stdout
         assert sink is not None
         assert source is not None
-        end = time.monotonic() + seconds
-        rest, pieces, size = memoryview(line), [], 0
+        deadline = time.monotonic() + seconds
+        unsent, pieces, size = memoryview(line), [], 0
         poll = select.poll()
         poll.register(source, select.POLLIN)
         poll.register(sink, select.POLLOUT)
         while True:
-            wait = end - time.monotonic()
+            wait = deadline - time.monotonic()
             if wait <= 0:
                 raise _NoAnswer(f"it took more than {seconds:g} seconds")
             ready = dict(poll.poll(wait * 1_000))
-            if rest and sink.fileno() in ready:
+            if unsent and sink.fileno() in ready:
                 try:
-                    rest = rest[os.write(sink.fileno(), rest[: select.PIPE_BUF]) :]
+                    unsent = unsent[os.write(sink.fileno(), unsent[: select.PIPE_BUF]) :]
                 except BrokenPipeError:
                     raise _NoAnswer("its process ended") from None
-                if not rest:
+                if not unsent:
                     poll.unregister(sink)
             if source.fileno() in ready:
                 piece = os.read(source.fileno(), 1 << 16)
@@ -162,7 +162,7 @@ class _NoAnswer(Exception):
 
 
 class _Late(BaseException):
-    """The time is over. No Exception: a template's own handlers must not catch it."""
+    """The time limit is reached. Not an Exception, so that a template's own handlers do not catch it."""
 
 
 def _answer(template: ChatTemplate, line: bytes) -> bytes:
@@ -176,7 +176,7 @@ def _answer(template: ChatTemplate, line: bytes) -> bytes:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _Late:
         error = {
-            "message": f"the model's chat template took more than {CPU_SECONDS:g} seconds of computing",
+            "message": f"the model's chat template took more than {CPU_SECONDS:g} seconds of CPU time",
             "param": "messages",
             "limit": CPU_SECONDS,
         }
@@ -190,7 +190,7 @@ def _answer(template: ChatTemplate, line: bytes) -> bytes:
         error = {
             "message": refusal.message, "param": refusal.param, "limit": refusal.limit, "value": refusal.value,
         }  # fmt: skip
-    except Exception as fault:  # a text that is no UTF-8, say
+    except Exception as fault:  # such as a text that is not UTF-8
         error = {"message": f"the model's chat template failed: {type(fault).__name__}", "param": "messages"}
     return dumps({"error": error})
 
@@ -207,7 +207,7 @@ def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
             return
         try:
             answer = _answer(template, line)
-        except _Late:  # as the answer was there
+        except _Late:  # the limit was reached just after the answer
             answer = dumps({"error": {"message": "the model's chat template took too long", "param": "messages"}})
 
 

@@ -1,4 +1,4 @@
-"""Text and messages to token ids, and token ids to bytes, for a Hugging Face folder or a GGUF file alone."""
+"""The tokenizer of a model, from a Hugging Face folder or a GGUF file alone: text to token ids, token ids to bytes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 
-CHARACTERS_PER_TOKEN = 6  # characters for each token of the context; plain text has three to five
+CHARACTERS_PER_TOKEN = 6  # of the beginning that is checked; plain text has three to five
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A model's tokenizer. Implements core.vocabulary.Vocabulary; safe to call from several threads.
+    """A model's tokenizer. Implements core.vocabulary.Vocabulary. Safe to call from several threads.
 
-    `tokens`: text of each id. `kinds`: gguf token type of each id. `byte_level`: tokens are spelled in GPT-2's byte
-    alphabet, otherwise SentencePiece's.
+    `tokens` has the text of each id, `kinds` its TokenKind. If `byte_level`, tokens are spelled in GPT-2's byte
+    alphabet, otherwise in SentencePiece's.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Ids run from 0 to `size` - 1."""
+        """Number of token ids, which run from 0 to `size` - 1."""
         return self._size
 
     @property
@@ -63,30 +63,32 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source, if the model has one."""
+        """The source of the chat template, if the model has one."""
         return self._template.source if self._template else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens spelled out in it count as such.
+        """Return the token ids of `text`. Special tokens that are spelled out in the text count as such.
 
-        Raises InvalidRequest for text that cannot be UTF-8.
+        Raises InvalidRequest for text that cannot be encoded as UTF-8.
         """
         _check_characters(text)
         return library.encode(self._model, text, add_special_tokens=add_special_tokens)
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Bytes of text that one token may stand for; None where the tokenizer may drop text or run it together."""
+        """The largest number of bytes of text per token; None if the tokenizer may drop text or join it."""
         shrinkage = library.shrinkage(self._model)
         if shrinkage is None:
             return None
-        # A token's spelling has at least as many bytes as the text that it stands for, so few must be looked at.
-        spelled = sorted(((len(token.encode()), one) for one, token in enumerate(self._tokens)), reverse=True)
+        # The spelling of a token has at least as many bytes as its text, so only the longest spellings are examined.
+        spellings = sorted(
+            ((len(token.encode()), token_id) for token_id, token in enumerate(self._tokens)), reverse=True
+        )
         longest = 1
-        for size, one in spelled:
+        for size, token_id in spellings:
             if size <= longest:
                 break
-            longest = max(longest, len(self.token_bytes(one)) or size)
+            longest = max(longest, len(self.token_bytes(token_id)) or size)
         return shrinkage * longest
 
     def encode_request(
@@ -96,13 +98,11 @@ class Tokenizer:
         max_model_len: int | None = None,
         render: Callable[[GenerationRequest], str] | None = None,
     ) -> list[int]:
-        """The prompt's token ids: messages through the chat template, text, or the ids given.
+        """Return the prompt's token ids: the messages through the chat template, the text, or the ids of the request.
 
-        `max_model_len` in tokens: a text that cannot fit by its bytes is not tokenised, and of a long one the beginning
-        alone where that has too many tokens already. `render` stands in for `render`
-        of this tokenizer.
-
-        Raises InvalidRequest naming the field at fault, ContextLengthExceeded.
+        `max_model_len` is in tokens. A text with too many bytes to fit is not tokenised. Of a long text only the
+        beginning is tokenised if that alone has too many tokens. `render` replaces the method `render`. Raises
+        InvalidRequest that names the field, ContextLengthExceeded.
         """
         if request.prompt_token_ids is not None:
             return self._checked_ids(request.prompt_token_ids)
@@ -111,7 +111,7 @@ class Tokenizer:
         if max_model_len is not None:
             check_text(text, max_model_len, self.longest_token, field)
             self._check_beginning(text, max_model_len, field)
-        return self._within(self.encode(text, add_special_tokens=request.prompt is not None), field)
+        return self._check_in_vocabulary(self.encode(text, add_special_tokens=request.prompt is not None), field)
 
     def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
         beginning = text[: CHARACTERS_PER_TOKEN * max_model_len]
@@ -121,7 +121,7 @@ class Tokenizer:
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         if ids and max(ids) >= self._size:
-            position = next(place for place, one in enumerate(ids) if one >= self._size)
+            position = next(position for position, token_id in enumerate(ids) if token_id >= self._size)
             raise InvalidRequest(
                 f"prompt_token_ids[{position}] must be below {self._size}, got {ids[position]}",
                 param=f"prompt_token_ids[{position}]",
@@ -131,22 +131,22 @@ class Tokenizer:
         return list(ids)
 
     def render(self, request: GenerationRequest) -> str:
-        """The prompt text of a request with messages. Raises InvalidRequest."""
+        """Return the prompt text of a request with messages. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
         return self._template.render(request.messages or (), request.tools, request.chat_template_kwargs)
 
-    def _within(self, ids: list[int], param: str) -> list[int]:
-        """Some tokenizers know more tokens than their model."""
+    def _check_in_vocabulary(self, ids: list[int], param: str) -> list[int]:
+        """Check the ids against `size`: some tokenizers have more tokens than their model."""
         if ids and max(ids) >= self._size:
             token = self._tokens[max(ids)]
             raise InvalidRequest(
-                f"{param} holds {token!r}, a token that the model does not have", param=param, value=token
+                f"{param} contains {token!r}, a token that the model does not have", param=param, value=token
             )
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text; empty for special tokens and for ids without a token."""
+        """Return the bytes that a token adds to the text; empty for special tokens and for ids without a token."""
         if not 0 <= token_id < len(self._tokens):
             return b""
         token, kind = self._tokens[token_id], self._kinds[token_id]
@@ -161,7 +161,7 @@ class Tokenizer:
             return token.replace(library.SPACE, " ").encode()
         try:
             return bytes([self._alphabet[character] for character in token])
-        except KeyError:  # a plain token of a byte-level vocabulary that is spelled as it is
+        except KeyError:  # a token of a byte-level vocabulary that is spelled as plain text
             return token.encode()
 
 
@@ -169,11 +169,11 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("the text holds a lone surrogate, which is no character", param="prompt") from error
+        raise InvalidRequest("the text contains a lone surrogate, which is not a character", param="prompt") from error
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, `demo` or a synthetic model.
+    """Load the tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, `demo` or a synthetic model.
 
     Raises CheckpointError.
     """

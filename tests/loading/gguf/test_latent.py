@@ -205,7 +205,7 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"deepseek2.rope.dimension_count": 24}, "must be even and less than a key's length, 24"),
+        ({"deepseek2.rope.dimension_count": 24}, "must be even and less than the length of a key, 24"),
         ({"deepseek2.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
         ({"deepseek2.rope.dimension_count": 7}, "must be even"),
         ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
@@ -262,7 +262,10 @@ def test_what_gguf_cannot_say_is_refused() -> None:
     [
         ("{name: '^model$'}\n  replace: {op: default}", r"\(DeepseekV2Attention\) must be .* no rule does so"),
         ("{class: '^Linear$'}\n  replace: {op: CpuLinear}", r"layers\.0\.self_attn .* no rule does so"),
-        ("{class: 'Attention$'}\n  replace: {op: CpuLinear}", "LatentAttention or GpuDecoder, which CpuLinear is not"),
+        (
+            "{class: 'Attention$'}\n  replace: {op: CpuLinear}",
+            "LatentAttention or GpuDecoder, but CpuLinear replaces it",
+        ),
     ],
 )
 def test_a_rule_must_name_the_attention(

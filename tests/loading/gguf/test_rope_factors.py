@@ -90,7 +90,7 @@ def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path:
         writer.start()
         for info in header.tensors:
             writer.write(header.data[info.offset : info.offset + 4 * int(np.prod(info.shape))])
-    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' and rope.scaling.type 'linear' exclude each other"):
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' and rope.scaling.type 'linear' cannot be combined"):
         load_model(str(target), rules=rules)
 
 

@@ -197,15 +197,15 @@ def test_rotary_pairs_that_lie_apart(
     ("model_type", "sizes", "words"),
     [
         ("llama", {"head_dim": 7}, "head_dim must be the width of rotary embeddings, which is 8 .*, got 7"),
-        ("mixtral", {"hidden_size": 60}, "head_dim must be the width of rotary .* 16 where head_dim is None, got 15"),
+        ("mixtral", {"hidden_size": 60}, "head_dim must be the width of rotary .* 16 for head_dim None, got 15"),
         ("deepseek_v2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be the width of rotary .* is 8 .*, got 7"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be the width of rotary .* is 8 .*, got 7"),
         (
             "qwen3",
             {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
-            "head_dim must be the width of rotary .*, which is 16 where head_dim is 32, got 32",
+            "head_dim must be the width of rotary .*, which is 16 for head_dim 32, got 32",
         ),
-        ("olmoe", {"head_dim": 8}, "head_dim must be the width of norms, which is 16 where head_dim is 8, got 8"),
+        ("olmoe", {"head_dim": 8}, "head_dim must be the width of norms, which is 16 for head_dim 8, got 8"),
     ],
 )
 def test_heads_that_transformers_cannot_compute(
@@ -220,7 +220,7 @@ def test_heads_that_transformers_cannot_compute(
 def test_deepseek_v3_turns_what_head_dim_says(width: int | None, changed: Callable[..., Path]) -> None:
     """transformers' rotary embeddings are as wide as that, its heads as qk_rope_head_dim has it."""
     made = width or 16
-    with pytest.raises(CheckpointError, match=rf"qk_rope_head_dim .* is {made} where head_dim is {width}, got 8"):
+    with pytest.raises(CheckpointError, match=rf"qk_rope_head_dim .* is {made} for head_dim {width}, got 8"):
         load_model(str(changed("deepseek_v3", head_dim=width)))
 
 

@@ -136,7 +136,7 @@ def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, monkeypatch: 
         ("Qwen/Qwen3-GGUF:Q4_K_M", "give --model hf:Qwen/Qwen3-GGUF:Q4_K_M"),
         ("https://huggingface.co/Qwen/Qwen3/tree/main", "give --model hf:Qwen/Qwen3"),
         ("dem0", "did you mean demo?"),
-        ("models/fox-q4.gguf", "near it: models/fox-q4_0.gguf, models/crow"),
+        ("models/fox-q4.gguf", "similar: models/fox-q4_0.gguf, models/crow"),
         ("models", "give one of them: models/fox-q4_0.gguf"),
         ("empty", "no config.json"),
         ("nowhere.gguf", "hf:OWNER/NAME[:QUANT]"),

@@ -61,7 +61,7 @@ def test_what_a_template_may_not_take_is_refused(ask: Ask, kind: str, monkeypatc
 
 def test_a_template_s_time_is_its_own(ask: Ask) -> None:
     """The clock of the process itself stops it, and it goes on with the next one."""
-    with pytest.raises(InvalidRequest, match="seconds of computing") as caught:
+    with pytest.raises(InvalidRequest, match="seconds of CPU time") as caught:
         ask("loops")
     assert caught.value.limit == template_process.CPU_SECONDS
 

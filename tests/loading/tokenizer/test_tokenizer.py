@@ -207,7 +207,7 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
     tokenizer = load_tokenizer(str(tmp_path))
-    with pytest.raises(InvalidRequest, match=r"messages holds '.*', a token that the model does not have"):
+    with pytest.raises(InvalidRequest, match=r"messages contains '.*', a token that the model does not have"):
         tokenizer.encode_request(GenerationRequest(model="m", messages=({"role": "user", "content": "Hi"},)))
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": "many"}))
     with pytest.raises(CheckpointError, match=r"config.json: vocab_size must be a positive number, got 'many'"):
