@@ -110,7 +110,7 @@ def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_m
 def test_positions_that_a_model_counts_for_itself(make_model: Callable[..., Path]) -> None:
     """Bart's are where a token stands in the step, whatever step says: it would compute nonsense from the second step
     on, and of a second sequence at once."""
-    with pytest.raises(CheckpointError, match=r"BartForCausalLM cannot be run: .* depend on where it stands in a"):
+    with pytest.raises(CheckpointError, match=r"BartForCausalLM cannot be run: .* depend on its row in the"):
         load_model(str(make_model("bart")))
 
 
