@@ -1,47 +1,43 @@
-"""Integer dot products of packed weights with int8 activations, for Triton kernels: four weights an instruction.
+"""Integer dot products of packed weights with int8 activations, for Triton kernels: four weights per instruction.
 
-A tile is [S, N]: S slabs of 32 columns by N rows. Of a slab the packed planes hold, for each row, the words of eight
-lines: line l has the codes of columns 4l .. 4l + 3, a byte each once unpacked (csrc/formats/panel_layout.h), which is
-one operand of dp4a; the other are the codes of the same columns of x. A thread has whole slabs of its rows, so scales
-are decoded once for 32 weights. Codes are unsigned, or signed where they come from a table; what an offset or a minimum
-adds comes from the sum of x's codes (int8_rows.py).
+A tile is [S, N]: S slabs of 32 columns by N rows. For each row of a slab the packed planes hold the words of eight
+lines: line l has the codes of columns 4l .. 4l + 3, one byte each once unpacked (csrc/panel_layout.h). That is one
+operand of dp4a; the other is the codes of the same columns of x. A thread has whole slabs of its rows, so it decodes
+scales once for 32 weights. Codes are unsigned, or signed if they come from a table. The contribution of an offset or a
+minimum comes from the sum of x's codes (expert_int8.Int8Rows).
 """
 
-import triton
-import triton.language as tl
-
 from ktqueue.operators.gpu.kernels import formats
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from ktqueue.operators.gpu.kernels.operation import INTERPRETED, tl, triton
 
 
 @triton.constexpr_function
 def halves(quant):
-    """Whether a slab has a scale for each half."""
+    """Whether each half of a slab has its own scale."""
     return quant in ("Q6_K", "Q3_K", "Q2_K")
 
 
 @triton.constexpr_function
 def minimums(quant):
-    """Whether something is subtracted from scale times code."""
+    """Whether a minimum is subtracted from scale times code."""
     return quant in ("Q4_K", "Q5_K", "Q2_K")
 
 
 @triton.constexpr_function
 def signed(quant):
-    """Whether `lines` gives signed bytes, from a table."""
+    """Whether `lines` returns signed bytes, from a table."""
     return quant in ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 @triton.constexpr_function
 def offset(quant):
-    """What is to be subtracted from an unsigned code."""
+    """The number to subtract from an unsigned code."""
     return {"Q8_0": 128, "Q4_0": 8, "Q6_K": 32, "Q3_K": 4}.get(quant, 0)
 
 
 @triton.jit
 def _dot(codes, x, total, SIGNED: tl.constexpr):
-    """total + the four bytes of `codes` times the four signed bytes of `x`, int32."""
+    """Return total + the four bytes of `codes` times the four signed bytes of `x`, int32."""
     if INTERPRETED:
         for i in tl.static_range(4):
             code = (codes << (24 - 8 * i)) >> 24
@@ -60,7 +56,7 @@ def _dot(codes, x, total, SIGNED: tl.constexpr):
 
 @triton.jit
 def permute(low, high, selector):
-    """Byte i of the result: byte number (nibble i of `selector`, 0 .. 7) of the eight bytes of `low` and `high`."""
+    """Choose bytes: byte i of the result is number (nibble i of `selector`, 0 .. 7) of the bytes of `low` and `high`."""
     if INTERPRETED:
         result = selector & 0
         for i in tl.static_range(4):
@@ -75,7 +71,7 @@ def permute(low, high, selector):
 
 @triton.jit
 def _look_up(word, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
-    """Eight nibbles of `word` -> the bytes of a table of 16 for its low and for its high nibbles."""
+    """Look up the eight nibbles of `word` in a table of 16 bytes: the low nibbles, and the high ones."""
     index = word & 0x77777777
     upper = 0x32103210 | ((word >> 1) & 0x44444444)
     zero = word & 0
@@ -86,44 +82,39 @@ def _look_up(word, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.
 
 
 @triton.jit
-def _word(base, at):
-    return tl.load(base.to(tl.pointer_type(tl.int32)) + at)
-
-
-@triton.jit
-def _bits(base, at, row):
-    """One line of a plane of bits: in the lowest bit of each byte."""
-    return formats.spread(tl.load(base + at + row // 2).to(tl.int32) >> (row % 2 * 4))
+def _bits(base, byte, row):
+    """Load one line of a plane of bits: the lowest bit of each byte."""
+    return formats.spread(tl.load(base + byte + row // 2).to(tl.int32) >> (row % 2 * 4))
 
 
 @triton.jit
 def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each.
+    """Load lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each.
 
-    base: scalar uint8 pointer; panel: byte offset of the slab's superblock [S, N]; slab: in the superblock [S, 1]; row:
-    [1, N] 0..15; slabs: how many the superblock has.
+    base: scalar uint8 pointer; panel: byte offset of the slab's superblock [S, N]; slab: its number in the superblock
+    [S, 1]; row: [1, N] 0..15; slabs: how many slabs the superblock has.
     """
     if FORMAT == "Q8_0":
-        at = panel // 4 + slab * 128 + J * 32 + row
-        return _word(base, at), _word(base, at + 16)
+        index = panel // 4 + slab * 128 + J * 32 + row
+        return formats.words(base, index), formats.words(base, index + 16)
     if (FORMAT == "Q2_K") or (FORMAT == "Q3_K"):
-        pairs = _word(base, panel // 4 + slab * 32 + J // 2 * 16 + row) >> (J % 2 * 4)
+        pairs = formats.words(base, panel // 4 + slab * 32 + J // 2 * 16 + row) >> (J % 2 * 4)
         even, odd = pairs & 0x03030303, (pairs >> 2) & 0x03030303
         if FORMAT == "Q3_K":
-            at = panel + 128 * slabs + slab * 64 + J * 16
-            even, odd = even | (_bits(base, at, row) << 2), odd | (_bits(base, at + 8, row) << 2)
+            byte = panel + 128 * slabs + slab * 64 + J * 16
+            even, odd = even | (_bits(base, byte, row) << 2), odd | (_bits(base, byte + 8, row) << 2)
         return even, odd
-    word = _word(base, panel // 4 + slab * 64 + J * 16 + row)
+    word = formats.words(base, panel // 4 + slab * 64 + J * 16 + row)
     if (FORMAT == "IQ4_NL") or (FORMAT == "IQ4_XS"):
         return _look_up(word, -0x4052677F, -0x09152231, 0x26190D01, 0x71594535)
     if FORMAT == "MXFP4":
         return _look_up(word, 0x03020100, 0x0C080604, -0x02010100, -0x0B070504)
     even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
     if FORMAT == "Q5_K":
-        at = panel + 256 * slabs + slab * 64 + J * 16
-        even, odd = even | (_bits(base, at, row) << 4), odd | (_bits(base, at + 8, row) << 4)
+        byte = panel + 256 * slabs + slab * 64 + J * 16
+        even, odd = even | (_bits(base, byte, row) << 4), odd | (_bits(base, byte + 8, row) << 4)
     elif FORMAT == "Q6_K":
-        pairs = _word(base, (panel + 256 * slabs) // 4 + slab * 32 + J // 2 * 16 + row)
+        pairs = formats.words(base, (panel + 256 * slabs) // 4 + slab * 32 + J // 2 * 16 + row)
         if J % 2 == 0:
             even, odd = even | ((pairs << 4) & 0x30303030), odd | ((pairs << 2) & 0x30303030)
         else:
@@ -140,15 +131,15 @@ def add_products(
     code_sums,
     base,
     panels,  # [1, N] byte offsets
-    slab,  # [S, 1] of the whole row, below SLAB_COUNT
-    inside,  # [S, 1] whether it is one; others are multiplied with zero
+    slab,  # [S, 1] its number in the whole row, below SLAB_COUNT
+    inside,  # [S, 1] whether the row has this slab; others are multiplied with zero
     row,  # [1, N] 0..15
     M: tl.constexpr,
     SLAB_COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
     SUPERBLOCK_BYTES: tl.constexpr,
 ):
-    """`sums` plus the products of the tile with M rows of x; each sum in an order of its own row alone."""
+    """Add the products of the tile with M rows of x to `sums`. The order of each sum depends on its own row alone."""
     HALVES: tl.constexpr = halves(FORMAT)
     MINIMUMS: tl.constexpr = minimums(FORMAT)
     SIGNED: tl.constexpr = signed(FORMAT)
@@ -171,11 +162,11 @@ def add_products(
     zero = line0 & 0
     result = ()
     for m in tl.static_range(M):
-        at = x_rows[m] * SLAB_COUNT + slab
-        words = codes.to(tl.pointer_type(tl.int64)) + at * 4
+        x_slab = x_rows[m] * SLAB_COUNT + slab
+        words = codes.to(tl.pointer_type(tl.int64)) + x_slab * 4
         x01, x23, x45, x67 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-        x_scale = tl.load(scales + at, mask=inside, other=0.0)
-        both = tl.load(code_sums + at)
+        x_scale = tl.load(scales + x_slab, mask=inside, other=0.0)
+        both = tl.load(code_sums + x_slab)
         first_sum = (both << 16) >> 16
         second_sum = (both - first_sum) >> 16
         if HALVES:

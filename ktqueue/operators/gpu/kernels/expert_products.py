@@ -1,8 +1,8 @@
-"""Experts that stay packed in GPU memory, in the CPU kernels' own layout (csrc/formats/panel_layout.h).
+"""Experts that stay packed in GPU memory, in the layout of the CPU kernels (csrc/panel_layout.h), and their products.
 
 One expert is a *record* of bytes in a pool: panel 0 of gate, panel 0 of up, panel 1 of gate and so on, then the panels
-of down. A *pair* is a token and one of the experts it chose. Each function runs the Triton kernels for CUDA tensors and
-its plain torch twin for all others. Knows no layer, no router and no placement.
+of down. A *pair* is a token and one of the experts it chose. Each function launches a kernel for CUDA tensors and
+computes its plain torch twin for all others. Knows no layer, no router and no placement.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,27 @@ from typing import Literal
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.kernels import panel_layout
-from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
+from ktqueue.operators.gpu.kernels import expert_int8, expert_tensor_cores, panel_layout
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.gpu.kernels.operation import runs_kernel
 from ktqueue.operators.native import ActivationName
 
 ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
-"""Of the gate, that these kernels have."""
+"""Activations of the gate that these kernels have."""
 
-ACTIVATION_TYPES = Literal["auto", "float", "int8"]
-"""What rows of activations are multiplied as: see `experts`."""
+ActivationType = Literal["auto", "float", "int8"]
+"""The type in which rows of activations are multiplied: see `experts`."""
 
 MAX_FEW_PAIRS = 2048
-"""For which the integer kernel lists pairs by expert."""
+"""Largest number of pairs that the integer kernel can sort by expert."""
 FEW_PAIRS_PER_EXPERT = 12
-"""On average: with more, tensor cores are faster than integer dot products."""
+"""Average pairs of an expert above which tensor cores are faster than integer dot products."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecord:
-    """How one expert lies in the pool: the formats of its gate and up [intermediate, hidden] and of its down
-    [hidden, intermediate]. A record begins at a multiple of 64 bytes. Raises ValueError for an unknown format."""
+    """The layout of one expert in the pool: the formats of gate and up [intermediate, hidden] and of down [hidden,
+    intermediate]. A record begins at a multiple of 64 bytes. Raises ValueError for an unknown format."""
 
     gate: str
     up: str
@@ -85,14 +86,14 @@ def experts(
     record: ExpertRecord,
     activation: ActivationName,
     *,
-    activations: ACTIVATION_TYPES = "auto",
+    activations: ActivationType = "auto",
 ) -> torch.Tensor:
-    """weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
+    """Return weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
-    Arguments as of `gate_up` and `down`, whose offsets may differ (both are negative for the same experts).
-    activations: "float" multiplies x as it is; "int8" as int8_rows.py has it, and the rows between the two products
-    too, which is faster with few tokens an expert; "auto" does so where it is, unless x is float32 or a matrix of
-    floats. Raises ValueError, also for "int8" where that is not possible.
+    Arguments as in `gate_up` and `down`, whose offsets may differ (both are negative for the same experts).
+    activations: "float" multiplies x as it is. "int8" quantises x (see expert_int8.py) and the rows between the two
+    products, which is faster with few tokens per expert. "auto" takes "int8" where it is faster, unless x is float32 or
+    a matrix is stored as floats. Raises ValueError, also for "int8" where that is not possible.
     """
     _check_experts(ids, x, record, activation)
     floats = any(quant in panel_layout.FLOATS for quant in (record.gate, record.up, record.down))
@@ -105,13 +106,11 @@ def experts(
         return down(pool, down_offsets, ids, mid, weights, record)
     ids, x = ids.contiguous(), x.contiguous()
     tokens, slots = ids.shape
-    if x.is_cuda and ids.numel():
-        from ktqueue.operators.gpu.kernels import few_rows as triton_few
-
-        rows, pairs = triton_few.prepare(x, ids, gate_up_offsets)
+    if runs_kernel(x) and ids.numel():
+        rows, pairs = expert_int8.prepare(x, ids, gate_up_offsets)
         quants = (record.gate, record.up)
-        middle = triton_few.gate_up(pool, gate_up_offsets, ids, rows, pairs, quants, record.intermediate, activation)
-        partials = triton_few.down(
+        middle = expert_int8.gate_up(pool, gate_up_offsets, ids, rows, pairs, quants, record.intermediate, activation)
+        partials = expert_int8.down(
             pool, down_offsets, ids, middle, pairs, weights.contiguous(), record.down, record.hidden, record.down_start
         )
         return partials.view(tokens, slots, record.hidden)
@@ -131,20 +130,18 @@ def gate_up(
     record: ExpertRecord,
     activation: ActivationName,
 ) -> torch.Tensor:
-    """activation(gate x) * (up x) of every pair: [tokens, k, intermediate] in the dtype of `x`, computed in float32.
+    """Return activation(gate x) * (up x) of every pair: [tokens, k, intermediate] in the dtype of `x`.
 
-    pool: [bytes] uint8; offsets: [experts] int64, where each expert's record begins in it, negative: skip;
-    ids: [tokens, k] int64, negative: skip; x: [tokens, hidden] bfloat16, float16 or float32. Rows of skipped pairs
-    hold anything. Raises ValueError for another activation or shapes that disagree.
+    pool: [bytes] uint8; offsets: [experts] int64, where the record of each expert begins in the pool, negative: skip;
+    ids: [tokens, k] int64, negative: skip; x: [tokens, hidden] bfloat16, float16 or float32. Computed in float32. Rows
+    of skipped pairs are undefined. Raises ValueError for another activation or shapes that disagree.
     """
     _check_experts(ids, x, record, activation)
     tokens, slots = ids.shape
     ids, x = ids.contiguous(), x.contiguous()
     mid = x.new_empty(tokens, slots, record.intermediate)
-    if x.is_cuda:
-        from ktqueue.operators.gpu.kernels import panels as triton_panels
-
-        triton_panels.launch(
+    if runs_kernel(x):
+        expert_tensor_cores.launch(
             pool, x, mid.view(-1, record.intermediate), (record.gate, record.up),
             ids=ids, offsets=offsets, activation=activation,
         )  # fmt: skip
@@ -161,7 +158,7 @@ def down(
     weights: torch.Tensor,
     record: ExpertRecord,
 ) -> torch.Tensor:
-    """weight * (down mid) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
+    """Return weight * (down mid) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
     mid: [tokens, k, intermediate]; weights: [tokens, k] float32; the rest as in `gate_up`. Raises ValueError.
     """
@@ -169,10 +166,8 @@ def down(
     tokens, slots = ids.shape
     ids, rows = ids.contiguous(), mid.reshape(-1, record.intermediate)
     partials = torch.empty(tokens, slots, record.hidden, dtype=torch.float32, device=mid.device)
-    if mid.is_cuda:
-        from ktqueue.operators.gpu.kernels import panels as triton_panels
-
-        triton_panels.launch(
+    if runs_kernel(mid):
+        expert_tensor_cores.launch(
             pool, rows, partials.view(-1, record.hidden), (record.down,), ids=ids, offsets=offsets,
             start=record.down_start, weights=weights.contiguous(), zero_skipped=True,
         )  # fmt: skip
@@ -190,8 +185,8 @@ def gate_up_twin(
     activation: ActivationName,
     mid: torch.Tensor,
 ) -> None:
-    """What `gate_up` writes to `mid`, in plain torch and float32. Rows of skipped pairs stay as they are."""
-    for offset, tokens, slots in _used(offsets, ids):
+    """Write what `gate_up` computes to `mid`, in plain torch and float32. Rows of skipped pairs stay as they are."""
+    for offset, tokens, slots in _used_experts(offsets, ids):
         both = pool[offset : offset + record.gate_up_bytes].view(-1, record.gate_panel_bytes + record.up_panel_bytes)
         gate, up = (
             x[tokens].float() @ panel_layout.dequantize(panels, quant, record.hidden)[: record.intermediate].T
@@ -212,24 +207,17 @@ def down_twin(
     record: ExpertRecord,
     partials: torch.Tensor,
 ) -> None:
-    """What `down` writes to `partials`, in plain torch and float32. mid: [tokens * k, intermediate]."""
+    """Write what `down` computes to `partials`, in plain torch and float32. mid: [tokens * k, intermediate]."""
     partials.zero_()
-    for offset, tokens, slots in _used(offsets, ids):
-        matrix = _matrix(
-            pool, offset + record.down_start, offset + record.bytes, record.down, record.hidden, record.intermediate
-        )
+    for offset, tokens, slots in _used_experts(offsets, ids):
+        panels = pool[offset + record.down_start : offset + record.bytes].view(-1, record.down_panel_bytes)
+        matrix = panel_layout.dequantize(panels, record.down, record.intermediate)[: record.hidden]
         rows = mid[tokens * ids.shape[1] + slots].float() @ matrix.T
         partials[tokens, slots] = rows * weights[tokens, slots, None]
 
 
-def _matrix(pool: torch.Tensor, begin: int, end: int, quant: str, rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] float32."""
-    panels = pool[begin:end].view(-1, panel_layout.panel_bytes(quant, columns))
-    return panel_layout.dequantize(panels, quant, columns)[:rows]
-
-
-def _used(offsets: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of every expert that is not skipped: where its record begins, and the tokens and slots of its pairs."""
+def _used_experts(offsets: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For every expert that is not skipped: where its record begins, and the tokens and slots of its pairs."""
     starts = offsets.tolist()
     experts = [expert for expert in sorted(set(ids.flatten().tolist())) if expert >= 0 and starts[expert] >= 0]
     return [(starts[expert], *torch.where(ids == expert)) for expert in experts]
@@ -237,10 +225,10 @@ def _used(offsets: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, torch.Ten
 
 def _check_experts(ids: torch.Tensor, x: torch.Tensor, record: ExpertRecord, activation: ActivationName) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"experts on a GPU have one of {', '.join(ACTIVATIONS)}, got {activation}")
+        raise ValueError(f"the activation of experts on a GPU must be one of {', '.join(ACTIVATIONS)}, got {activation}")
     _check(ids, x, record.hidden, len(x))
 
 
 def _check(ids: torch.Tensor, rows: torch.Tensor, columns: int, tokens: int) -> None:
     if ids.dim() != 2 or len(ids) != tokens or rows.shape[-1] != columns:
-        raise ValueError(f"{list(ids.shape)} ids do not fit rows of {list(rows.shape)}, which have {columns} columns")
+        raise ValueError(f"ids {list(ids.shape)} do not fit rows {list(rows.shape)}, which must have {columns} columns")

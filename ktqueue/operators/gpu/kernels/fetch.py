@@ -1,58 +1,55 @@
-"""The kernels behind fetched.py: which experts a step fetches, and the copy out of pinned host memory (a door to
-triton)."""
+"""Fetching experts from pinned host memory within a step: which of them the GPU fetches, and the copy itself.
+
+While the GPU fetches a share of the experts that it lacks, the CPU computes the others. Both read host memory at the
+same time, and together they read more of it. A step is captured before anyone knows which experts it will use, so
+kernels choose and copy them: `divide` after the router, then `fetch`. Knows no layer.
+"""
+
+from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
-_WORD = 8  # bytes
-_BLOCK = 2048  # words that a program copies: enough are under way for the whole bus, from two experts on
-_PAIRS = 64  # that are compared with all experts at a time
+from ktqueue.operators.gpu.copy_stream import host_bytes
+from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+
+_WORD = 8
+"""Bytes of a word."""
+_BLOCK = 2048
+"""Words that a program copies. From two experts on, enough are in flight for the whole bus."""
+_PAIRS = 64
+"""Pairs that are compared with all experts at a time."""
 
 
 @triton.jit(do_not_specialize=["pairs", "share", "area"])
 def _divide_kernel(
-    ids,
-    resident,
-    addresses,
-    offsets_out,
-    sources_out,
-    cpu_ids_out,
-    pairs,
-    share,
-    area,
-    record,
-    EXPERTS: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-):
-    """One program."""
+    ids, resident, addresses, offsets_out, sources_out, cpu_ids_out, pairs, share, area, record,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program in all."""
     expert = tl.arange(0, EXPERT_BLOCK)
     used = tl.zeros([EXPERT_BLOCK], tl.int32)
     begin = tl.program_id(0) * 0
-    while begin < pairs:  # the interpreter has no range of what is only known at run time
+    while begin < pairs:  # the interpreter has no range over run-time values
         pair = begin + tl.arange(0, PAIR_BLOCK)
         chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
         used = tl.maximum(used, tl.max((chosen[:, None] == expert[None, :]).to(tl.int32), 0))
         begin += PAIR_BLOCK
-    here = tl.load(resident + expert, mask=expert < EXPERTS, other=0)
-    absent = ((used > 0) & (here < 0)).to(tl.int32)
+    present = tl.load(resident + expert, mask=expert < EXPERTS, other=0)
+    absent = ((used > 0) & (present < 0)).to(tl.int32)
     slot = tl.cumsum(absent, 0) - absent
     quota = tl.minimum((share * tl.sum(absent, 0).to(tl.float32)).to(tl.int32), SLOTS)
-    comes = (absent > 0) & (slot < quota)
-    offset = tl.where(comes, area + slot.to(tl.int64) * record, here)
+    fetched = (absent > 0) & (slot < quota)
+    offset = tl.where(fetched, area + slot.to(tl.int64) * record, present)
     tl.store(offsets_out + expert, offset, mask=expert < EXPERTS)
-    empty = tl.arange(0, SLOT_BLOCK)
+    unused = tl.arange(0, SLOT_BLOCK)
     for part in tl.static_range(PARTS):
-        address = tl.load(addresses + expert * PARTS + part, mask=comes, other=0)
-        tl.store(sources_out + slot * PARTS + part, address, mask=comes)
+        address = tl.load(addresses + expert * PARTS + part, mask=fetched, other=0)
+        tl.store(sources_out + slot * PARTS + part, address, mask=fetched)
         tl.store(
-            sources_out + empty * PARTS + part,
+            sources_out + unused * PARTS + part,
             tl.zeros([SLOT_BLOCK], tl.int64),
-            mask=(empty >= quota) & (empty < SLOTS),
+            mask=(unused >= quota) & (unused < SLOTS),
         )
     begin = tl.program_id(0) * 0
     while begin < pairs:
@@ -83,30 +80,65 @@ def divide(
     share: float,
     area: int,
     record: int,
+    *,
     offsets: torch.Tensor,
     sources: torch.Tensor,
     cpu_ids: torch.Tensor,
 ) -> None:
-    """See fetched.divide; one launch."""
-    experts, parts = addresses.shape
-    _divide_kernel[(1,)](
-        ids, resident, addresses, offsets, sources, cpu_ids, ids.numel(), share, area, record,
-        EXPERTS=experts,
-        EXPERT_BLOCK=triton.next_power_of_2(experts),
-        PARTS=parts,
-        SLOTS=len(sources),
-        SLOT_BLOCK=triton.next_power_of_2(len(sources)),
-        PAIR_BLOCK=min(_PAIRS, triton.next_power_of_2(ids.numel())),
-        num_warps=4,
-    )  # fmt: skip
+    """Choose which experts to fetch: `share` (0 to 1, rounded down) of those that are used and absent, lowest ids first.
+
+    ids [tokens, k] int64, negative: none; resident [experts] int64: offset of the expert's record, negative: absent;
+    addresses [experts, parts] int64 in host memory; area: offset of the first fetched record, each of `record` bytes.
+    Writes offsets [experts] int64: `resident` with the fetched experts added; sources [slots, parts] int64: the
+    addresses to fetch from, 0: nothing; at most one expert per slot is fetched; cpu_ids [tokens, k] int64: `ids`, but
+    -1 where the GPU has or fetches the expert.
+    """
+    if runs_kernel(ids):
+        experts, parts = addresses.shape
+        _divide_kernel[(1,)](
+            ids.contiguous(), resident, addresses, offsets, sources, cpu_ids, ids.numel(), share, area, record,
+            EXPERTS=experts,
+            EXPERT_BLOCK=triton.next_power_of_2(experts),
+            PARTS=parts,
+            SLOTS=len(sources),
+            SLOT_BLOCK=triton.next_power_of_2(len(sources)),
+            PAIR_BLOCK=min(_PAIRS, triton.next_power_of_2(ids.numel())),
+            num_warps=4,
+        )  # fmt: skip
+        return
+    used = torch.bincount(ids[ids >= 0], minlength=len(resident)) > 0
+    absent = torch.where(used & (resident < 0))[0]
+    fetched = absent[: min(int(share * len(absent)), len(sources))]
+    offsets.copy_(resident)
+    offsets[fetched] = area + record * torch.arange(len(fetched))
+    sources.zero_()
+    sources[: len(fetched)] = addresses[fetched]
+    cpu_ids.copy_(torch.where((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0), -1, ids))
 
 
 def fetch(
-    sources: torch.Tensor, parts: torch.Tensor, longest: int, memory: torch.Tensor, area: int, record: int
+    sources: torch.Tensor,
+    parts: torch.Tensor,
+    sizes: Sequence[tuple[int, int]],
+    memory: torch.Tensor,
+    area: int,
+    record: int,
 ) -> None:
-    """See fetched.fetch; one launch. longest: bytes of the largest part."""
-    slots, count = sources.shape
-    _fetch_kernel[(triton.cdiv(longest, _WORD * _BLOCK), count, slots)](
-        sources, parts, memory.view(torch.int64), area // _WORD, record // _WORD,
-        PARTS=count, BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+    """Copy what `divide` has chosen to its place in `memory` [bytes] uint8.
+
+    sizes: (start, bytes) of the parts, multiples of 16; parts: the same in words of 8 bytes, [parts, 2] int64 on the
+    device of `memory`. The host memory must be pinned if `memory` is on a GPU.
+    """
+    if runs_kernel(memory):
+        longest = max(size for _, size in sizes)
+        slots, count = sources.shape
+        _fetch_kernel[(triton.cdiv(longest, _WORD * _BLOCK), count, slots)](
+            sources, parts, memory.view(torch.int64), area // _WORD, record // _WORD,
+            PARTS=count, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+        return
+    for slot, row in enumerate(sources.tolist()):
+        for address, (start, size) in zip(row, sizes, strict=True):
+            if address:
+                begin = area + slot * record + start
+                memory[begin : begin + size] = host_bytes(address, size)

@@ -1,33 +1,24 @@
-"""The kernel of a matrix times one to four rows: as fast as memory gives the weights (a door to triton).
-
-A program computes a few outputs from whole rows of weights, which it asks for at once, so that all that is on its way
-covers the latency of memory. Its launcher takes tensors that fused.py has checked; one launch, no host sync, capturable
-in a CUDA graph.
-"""
+"""A matrix times one to four rows, as fast as memory delivers the weights."""
 
 import torch
-import triton
-import triton.language as tl
 
-_COLUMNS = 2048  # that a program has on the way at a time, of each of its rows of weights
-_PROGRAMS = 512  # at least, where there are outputs enough: about four for each multiprocessor
+from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+
+FEW_ROWS = 4
+"""Up to here our kernel reads a matrix faster; for more rows, tensor cores (torch's kernels) are needed to keep up."""
+_COLUMNS = 2048
+"""Columns that a program has in flight at a time, of each of its rows of weights."""
+_PROGRAMS = 512
+"""Programs to start at least, if there are enough outputs: about four per multiprocessor."""
 
 
 @triton.jit
 def _few_rows_linear(
-    x,
-    weight,
-    bias,
-    out,
-    outputs,
-    x_stride,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """One program for BLOCK_OUT outputs of all tokens."""
+    x, weight, bias, out, outputs, x_stride,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_OUT outputs of all tokens. It requests whole rows of weights at once, so that what is in
+    flight covers the latency of memory."""
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = weight + output.to(tl.int64)[:, None] * COLUMNS
     token = tl.arange(0, 4)[:, None]
@@ -46,28 +37,45 @@ def _few_rows_linear(
 
 
 def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """See fused.few_rows_linear; 1 to 4 tokens."""
+    """x [tokens, columns] times weight [outputs, columns] transposed, plus bias [outputs] -> [tokens, outputs].
+
+    The same as torch.nn.functional.linear, which computes it except for 1 to FEW_ROWS tokens of 16 bits on a GPU: with
+    one row torch reaches only a part of the memory bandwidth. Sums are float32. Rows of x may be strided. `dtype` of
+    the result is that of x, or float32, which keeps the sums unrounded; float32 allows no bias.
+    """
+    few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
+    if few and runs_kernel(x) and x.stride(1) == 1 and weight.is_contiguous():
+        return _launch(x, weight, bias, dtype)
+    if dtype in (None, x.dtype):
+        return torch.nn.functional.linear(x, weight, bias)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
     tokens, columns = x.shape
     outputs = weight.shape[0]
     out = x.new_empty(tokens, outputs, dtype=dtype)
-    block_out = 8 if tokens == 1 else 4  # what registers hold on its way
+    block_out = 8 if tokens == 1 else 4  # what registers hold of loads in flight
     while block_out > 1 and outputs < _PROGRAMS * block_out:
         block_out //= 2
     block = min(triton.next_power_of_2(columns), _COLUMNS)
     _few_rows_linear[(triton.cdiv(outputs, block_out),)](
-        x,
-        weight,
-        bias,
-        out,
-        outputs,
-        x.stride(0),
+        x, weight, bias, out, outputs, x.stride(0),
         TOKENS=tokens,
         COLUMNS=columns,
         BLOCK_OUT=block_out,
         BLOCK=block,
         STEPS=triton.cdiv(columns, block),
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

@@ -1,14 +1,12 @@
-"""Kernels of what stands between two matmuls: residual sum and RMSNorm, and the gate of a dense MLP (a door to triton).
+"""Residual sum and RMSNorm between two matrix products, in one launch.
 
-Launchers take tensors that fused.py has checked. Each is one launch, without a host sync, capturable in a CUDA graph.
-All arithmetic is float32; results are rounded where transformers rounds them.
+It rounds where the modules of transformers round; a sum of several terms is rounded only once. No host sync: it can be
+captured in a CUDA graph.
 """
 
 import torch
-import triton
-import triton.language as tl
 
-_WIDE = 1024  # columns of one program of the gate
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 
 
 @triton.jit
@@ -27,37 +25,37 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token. FROM_HOST: `added` lies in host memory and is read past the caches: the CPU has just written
-    it, and L2 may still hold what was there before."""
+    """One program per token. FROM_HOST: `added` is in host memory and is read past the caches, because the CPU has just
+    written it and L2 may still hold the old contents."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    at = token * HIDDEN + column
-    x = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    element = token * HIDDEN + column
+    x = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         if FROM_HOST:
-            x += tl.load(added + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            x += tl.load(added + element, mask=inside, other=0.0, volatile=True).to(tl.float32)
         else:
-            x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(added + element, mask=inside, other=0.0).to(tl.float32)
     if partials is not None:
         total = tl.zeros([BLOCK], tl.float32)
-        for slot in tl.static_range(SLOTS):  # unrolled: all loads are under way before the first is needed
+        for slot in tl.static_range(SLOTS):  # unrolled: all loads start before the first result is needed
             total += tl.load(partials + (token * SLOTS + slot) * HIDDEN + column, mask=inside, other=0.0)
         x += total
     if shared is not None:
-        beside = tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
+        shared_row = tl.load(shared + element, mask=inside, other=0.0).to(tl.float32)
         if shared_gate is not None:
-            beside *= tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
-        x += beside
-    kept = x.to(residual.dtype.element_ty)
-    tl.store(residual + at, kept, mask=inside)
-    x = kept.to(tl.float32)  # the norm sees the sum as the next layer will
+            shared_row *= tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
+        x += shared_row
+    rounded = x.to(residual.dtype.element_ty)
+    tl.store(residual + element, rounded, mask=inside)
+    x = rounded.to(tl.float32)  # the norm sees the sum as the next layer will
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + epsilon)
     result = (x.to(normed.dtype.element_ty).to(tl.float32) * scales).to(normed.dtype.element_ty)
-    tl.store(normed + at, result, mask=inside)
+    tl.store(normed + element, result, mask=inside)
     if copy is not None:
-        tl.store(copy + at, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)
+        tl.store(copy + element, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(
@@ -65,81 +63,56 @@ def add_rms_norm(
     weight: torch.Tensor,
     epsilon: float,
     *,
-    added: torch.Tensor | None,
-    partials: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    shared_gate: torch.Tensor | None,
-    copy: torch.Tensor | None,
+    added: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+    copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See fused.add_rms_norm."""
-    tokens, hidden = residual.shape
-    normed = torch.empty_like(residual)
-    block = triton.next_power_of_2(hidden)
-    if tokens:
-        _add_rms_norm[(tokens,)](
-            residual,
-            weight,
-            added,
-            partials,
-            shared,
-            shared_gate,
-            normed,
-            copy,
-            epsilon,
-            FROM_HOST=added is not None and added.device.type == "cpu",
-            SLOTS=0 if partials is None else partials.shape[1],
-            HIDDEN=hidden,
-            BLOCK=block,
-            num_warps=min(max(block // 256, 1), 16),  # 8 columns a thread: 16 bytes a load in bf16
-        )
+    """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE, and return its RMSNorm.
+
+    residual [tokens, hidden]; weight [hidden]; added, shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a
+    gate, only with `shared` (without it, all of `shared` is added): any float dtype. partials [tokens, slots, hidden]
+    float32. Returns [tokens, hidden] in the dtype of `residual`, and also writes it to `copy` [tokens, hidden] of any
+    float dtype. The sum is float32 and rounded once. The norm is that of the rounded sum: rounded, then multiplied by
+    the weight (transformers' LlamaRMSNorm and its copies). `added` and `copy` may be in pinned host memory. All must be
+    contiguous. Raises ValueError for shapes that do not fit.
+    """
+    shape = residual.shape
+    fits = weight.shape == shape[1:] and all(x is None or x.shape == shape for x in (added, shared, copy))
+    fits &= partials is None or (partials.shape[::2] == shape and partials.dtype == torch.float32)
+    fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
+    check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
+    if runs_kernel(residual):
+        tokens, hidden = shape
+        normed = torch.empty_like(residual)
+        block = triton.next_power_of_2(hidden)
+        if tokens:
+            _add_rms_norm[(tokens,)](
+                residual, weight, added, partials, shared, shared_gate, normed, copy, epsilon,
+                FROM_HOST=added is not None and added.device.type == "cpu",
+                SLOTS=0 if partials is None else partials.shape[1],
+                HIDDEN=hidden,
+                BLOCK=block,
+                num_warps=min(max(block // 256, 1), 16),  # 8 columns per thread: loads of 16 bytes in bf16
+            )  # fmt: skip
+        return normed
+    total = residual.float()
+    if added is not None:
+        total = total + added.float()
+    if partials is not None:
+        total = total + partials.sum(1)
+    if shared is not None:
+        gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid().view(-1, 1)
+        total = total + gate * shared.float()
+    residual.copy_(total)
+    normed = rms_norm(residual, weight, epsilon)
+    if copy is not None:
+        copy.copy_(normed)
     return normed
 
 
-@triton.jit
-def _gated(
-    gate_up,
-    out,
-    alpha,
-    limit,
-    INTERMEDIATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program for BLOCK columns of a token."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < INTERMEDIATE
-    at = gate_up + token * (2 * INTERMEDIATE) + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        gate = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(y)) / 2 = sigmoid(2 y)
-        gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
-    else:  # clamps by comparison, so that NaN stays
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
-        gate = gate * tl.sigmoid(alpha * gate)
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * INTERMEDIATE + column, (gate * up).to(out.dtype.element_ty), mask=inside)
-
-
-def gated(activation: str, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """See fused.gated."""
-    tokens, both = gate_up.shape
-    out = gate_up.new_empty(tokens, both // 2)
-    if tokens:
-        block = min(triton.next_power_of_2(both // 2), _WIDE)
-        _gated[(tokens, triton.cdiv(both // 2, block))](
-            gate_up,
-            out,
-            alpha,
-            limit,
-            INTERMEDIATE=both // 2,
-            ACTIVATION=activation,
-            BLOCK=block,
-            num_warps=max(block // 256, 1),
-        )
-    return out
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The torch twin of the norm over the last dimension: float32 inside, rounded, then times weight, as dtype of x."""
+    scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (weight * (x.float() * scale).to(x.dtype)).to(x.dtype)

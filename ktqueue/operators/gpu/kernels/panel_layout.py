@@ -1,25 +1,26 @@
-"""Weights packed as the CPU's kernels read them: sizes, and what the bytes mean.
+"""Weights packed as the CPU's kernels read them: sizes of the layout, and how its bytes are decoded.
 
-The layout is described in csrc/formats/panel_layout.h: *panels* of 16 rows, runs of *superblocks* of up to eight
-*slabs* of 32 columns. Here it is read with plain torch on any device: the twin of formats.py. Knows no expert.
+csrc/panel_layout.h describes the layout: *panels* of 16 rows, each a run of *superblocks* of up to eight *slabs* of 32
+columns. Plain torch decodes it here on any device: the twin of formats.py. Knows no expert.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 PANEL_ROWS = 16
 SLAB = 32
-"""Columns."""
+"""Columns of a slab."""
 SLABS = 8
-"""Of a whole superblock."""
+"""Slabs of a whole superblock."""
 FLOATS = ("F32", "F16", "BF16")
-"""Formats without codes: a panel is a plain run of slabs, columns beyond the matrix zero."""
+"""Formats without codes: a panel is a plain run of slabs, with zeros in columns after the last of the matrix."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-# Bytes of the planes and scales of one slab, and of what a superblock stores once.
+# Bytes of the planes and scales of one slab, and of what is stored once per superblock.
 _BYTES: dict[str, tuple[int, int]] = {
     "F32": (2048, 0),
     "F16": (1024, 0),
@@ -38,7 +39,7 @@ _BYTES: dict[str, tuple[int, int]] = {
 
 
 def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
-    """Bytes of a superblock of `slabs` slabs. Raises ValueError for an unknown quant."""
+    """Bytes of a superblock with `slabs` slabs. Raises ValueError for an unknown quant."""
     if quant not in _BYTES:
         raise ValueError(f"quant must be one of {', '.join(_BYTES)}, got {quant}")
     slab, once = _BYTES[quant]
@@ -46,20 +47,29 @@ def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
 
 
 def panel_bytes(quant: str, columns: int) -> int:
-    """Bytes of a panel of `columns` columns, a multiple of 64. Raises ValueError for an unknown quant."""
+    """Bytes of a panel with `columns` columns, a multiple of 64. Raises ValueError for an unknown quant."""
     whole, rest = divmod(-(-columns // SLAB), SLABS)
     return whole * superblock_bytes(quant) + (superblock_bytes(quant, rest) if rest else 0)
 
 
 def panel_count(rows: int) -> int:
-    """Panels of a matrix of `rows` rows."""
+    """Panels of a matrix with `rows` rows."""
     return -(-rows // PANEL_ROWS)
 
 
-def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
-    """panels [count, bytes] uint8 -> [count * 16, columns] float32, in the operations of GGUF's own dequantisation.
+def constants(quant: str, columns: int, prefix: str = "") -> dict[str, Any]:
+    """What kernels are compiled for, of a matrix with this format and so many columns. `prefix` is that of the names."""
+    return {
+        f"{prefix}FORMAT": quant,
+        f"{prefix}SUPERBLOCK_BYTES": superblock_bytes(quant),
+        f"{prefix}PANEL_BYTES": panel_bytes(quant, columns),
+    }
 
-    Raises ValueError where a panel of `columns` columns has other bytes.
+
+def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
+    """Decode panels [count, bytes] uint8 -> [count * 16, columns] float32, with the operations of GGUF's dequantisation.
+
+    Raises ValueError if a panel with `columns` columns has another number of bytes.
     """
     if panels.shape[1] != panel_bytes(quant, columns):
         raise ValueError(f"a panel of {columns} columns of {quant} has {panel_bytes(quant, columns)} bytes")
@@ -68,20 +78,21 @@ def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
     if quant in FLOATS:
         rows = _floats(panels.contiguous(), quant)
     else:
-        size, parts, at = superblock_bytes(quant), [], 0
-        for number, held in ((slabs // SLABS, SLABS), (1, slabs % SLABS)):
-            if number and held:
-                size = superblock_bytes(quant, held)
-                blocks = panels[:, at : at + number * size].reshape(count * number, size)
-                at += number * size
-                parts.append(_blocks(blocks, quant, held).view(count, number, PANEL_ROWS, held * SLAB).transpose(1, 2))
+        parts, start = [], 0
+        for number, block_slabs in ((slabs // SLABS, SLABS), (1, slabs % SLABS)):
+            if number and block_slabs:
+                size = superblock_bytes(quant, block_slabs)
+                blocks = panels[:, start : start + number * size].reshape(count * number, size)
+                start += number * size
+                decoded = _blocks(blocks, quant, block_slabs).view(count, number, PANEL_ROWS, block_slabs * SLAB)
+                parts.append(decoded.transpose(1, 2))
         rows = torch.cat([part.flatten(2) for part in parts], dim=2)
     return rows.reshape(count * PANEL_ROWS, -1)[:, :columns]
 
 
 def _floats(panels: torch.Tensor, quant: str) -> torch.Tensor:
-    """[count, 16, columns] float32."""
-    if quant == "BF16":  # columns 2i and 2i + 1 of a row side by side
+    """Decode panels of floats: [count, 16, columns] float32."""
+    if quant == "BF16":  # columns 2i and 2i + 1 of a row are neighbours
         pairs = panels.view(torch.bfloat16).view(len(panels), -1, PANEL_ROWS, 2)
         return pairs.transpose(1, 2).flatten(2).float()
     values = panels.view(torch.float32 if quant == "F32" else torch.float16)
@@ -89,22 +100,22 @@ def _floats(panels: torch.Tensor, quant: str) -> torch.Tensor:
 
 
 def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
-    """blocks [count, bytes] -> [count, 16, slabs * 32] float32."""
-    at = 0
+    """Decode superblocks: blocks [count, bytes] -> [count, 16, slabs * 32] float32."""
+    end = 0
 
     def take(size: int) -> torch.Tensor:
-        nonlocal at
-        at += size
-        return blocks[:, at - size : at].contiguous()
+        nonlocal end
+        end += size
+        return blocks[:, end - size : end].contiguous()
 
     def codes(plane: Callable[[torch.Tensor, int], torch.Tensor], size: int) -> torch.Tensor:
         return plane(take(size * slabs), slabs).int()
 
-    def scales(per_slab: int, dtype: torch.dtype) -> torch.Tensor:  # [count, 16, columns], each said for its columns
+    def scales(per_slab: int, dtype: torch.dtype) -> torch.Tensor:  # [count, 16, columns], repeated for its columns
         entries = take(per_slab * slabs * PANEL_ROWS * dtype.itemsize).view(dtype).view(len(blocks), -1, PANEL_ROWS)
         return entries.transpose(1, 2).repeat_interleave(SLAB // per_slab, dim=2)
 
-    def once() -> torch.Tensor:
+    def shared() -> torch.Tensor:
         return take(2 * PANEL_ROWS).view(torch.float16).float()[:, :, None]
 
     if quant == "Q8_0":
@@ -120,7 +131,7 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
     if quant == "IQ4_XS":
         code = _lookup(IQ4_VALUES, codes(_nibbles, 256))
         scale = scales(1, torch.int8)
-        return once() * scale * code
+        return shared() * scale * code
     if quant in ("Q6_K", "Q3_K"):
         if quant == "Q6_K":
             code = codes(_nibbles, 256)
@@ -129,7 +140,7 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
             code = codes(_pairs, 128)
             code = (code | codes(_bits, 64) << 2) - 4
         scale = scales(2, torch.int8)
-        return once() * scale * code
+        return shared() * scale * code
     if quant == "Q2_K":
         code = codes(_pairs, 128)
         both = scales(2, torch.uint8)
@@ -139,7 +150,7 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
         if quant == "Q5_K":
             code |= codes(_bits, 64) << 4
         scale, minimum = scales(1, torch.uint8), scales(1, torch.uint8)
-    return once() * scale * code - once() * minimum
+    return shared() * scale * code - shared() * minimum
 
 
 def _lookup(values: tuple[int, ...], code: torch.Tensor) -> torch.Tensor:
@@ -147,7 +158,7 @@ def _lookup(values: tuple[int, ...], code: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(plane: torch.Tensor, slabs: int) -> torch.Tensor:
-    """Each of these: a plane [count, bytes] -> the codes [count, 16, slabs * 32]."""
+    """This and the next three decode a plane [count, bytes] to its codes [count, 16, slabs * 32]."""
     return plane.view(-1, slabs * 8, PANEL_ROWS, 4).transpose(1, 2).flatten(2)
 
 

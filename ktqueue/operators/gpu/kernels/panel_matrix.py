@@ -1,6 +1,9 @@
-"""A matrix in GPU memory as the CPU's kernels pack it (csrc/formats/panel_layout.h): made, decoded, multiplied.
+"""A matrix in GPU memory, packed in panels as the CPU's kernels read it (csrc/panel_layout.h): packed, decoded, multiplied.
 
-Each has a Triton kernel for CUDA tensors and a torch twin for all others. Knows no layer.
+For a few rows, a program has 16 rows of weights, requests all of them at once (as linear.py does), and adds up in
+float32 what the weights are exactly. Two matrices, which may differ in format, can be parts of one product: q and k
+beside v, for example. For more rows, torch multiplies with decoded weights. Knows no layer. No host sync: everything
+but packing can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -11,12 +14,242 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.copy_stream import host_bytes
-from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels import dots, formats, panel_layout
+from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS
 from ktqueue.operators.packed import PackedMatrix
+
+_FEWEST_SLABS, _MOST_SLABS = 32, 128
+"""Slabs that a program has in flight at a time, of each of its rows: 1,024 to 4,096 columns."""
+_SLABS_OF_ALL = 1 << 14
+"""Slabs that all programs together have in flight at a time: eight per warp, so about 15 warps per multiprocessor."""
+
+
+def _slabs_at_once(panels: int, slabs: int) -> int:
+    """Slabs in flight of each of `panels` programs: many if there are few programs."""
+    most = max(min(_SLABS_OF_ALL // panels, _MOST_SLABS), _FEWEST_SLABS)
+    return min(1 << (slabs - 1).bit_length(), 1 << (most.bit_length() - 1))
+
+
+@triton.jit
+def _floats(words, i: tl.constexpr, DTYPE: tl.constexpr):
+    """Number i of the four 16-bit numbers in an int64, as float32."""
+    half = words.to(tl.int32) if i < 2 else (words >> 32).to(tl.int32)
+    if tl.bfloat16 == DTYPE:
+        return (half << 16 if i % 2 == 0 else half & -65536).to(tl.float32, bitcast=True)
+    half = half if i % 2 == 0 else half >> 16
+    return half.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _code(word, magic, i: tl.constexpr, WIDE: tl.constexpr, OFFSET: tl.constexpr):
+    """Code i of the four in `word`, as float32. WIDE: the code has eight bits, and OFFSET is subtracted.
+
+    Otherwise 128 is added, which is one instruction: the code becomes the top of a mantissa, below the bytes of
+    `magic`.
+    """
+    if WIDE:
+        return formats.number(word, 8 * i, 8, OFFSET)
+    zero = word & 0
+    return dots.permute(word, zero + magic, zero + (0x7044 + 256 * i)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eight_columns(
+    product,  # [S, 16]
+    total,  # [S, 1]
+    columns,  # pointers [S, 1] to eight columns of x, four in an int64
+    inside,
+    even,  # codes of the first four columns, int32 [S, 16]
+    odd,  # codes of the other four
+    magic,
+    DTYPE: tl.constexpr,
+    S: tl.constexpr,
+    WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """Add codes times x to `product`, and x to `total`, which codes that are not WIDE need."""
+    first = tl.load(columns, mask=inside, other=0)
+    second = tl.load(columns + 1, mask=inside, other=0)
+    for i in tl.static_range(4):
+        a = _floats(first, i, DTYPE)
+        b = _floats(second, i, DTYPE)
+        product = tl.fma(_code(even, magic, i, WIDE, OFFSET), tl.broadcast_to(a, (S, 16)), product)
+        product = tl.fma(_code(odd, magic, i, WIDE, OFFSET), tl.broadcast_to(b, (S, 16)), product)
+        if not WIDE:
+            total += a + b
+    return product, total
+
+
+@triton.jit
+def _few_rows_panel(
+    packed,
+    program,  # which panel
+    x,
+    bias,  # of this part, or None
+    out,  # of this part
+    x_stride,
+    out_stride,
+    magic,  # 0x43000000. If the compiler knew the value, it would load it again for every use
+    ROWS: tl.constexpr,
+    SLAB_COUNT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SUPERBLOCK_BYTES: tl.constexpr,
+    PANEL_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Compute the 16 outputs of a panel for all tokens."""
+    HALVES: tl.constexpr = dots.halves(FORMAT)
+    MINIMUMS: tl.constexpr = dots.minimums(FORMAT)
+    SIGNED: tl.constexpr = dots.signed(FORMAT)
+    WIDE: tl.constexpr = SIGNED or FORMAT == "Q8_0"
+    OFFSET: tl.constexpr = 128 if SIGNED else dots.offset(FORMAT)
+    row = tl.arange(0, 16)[None, :]
+    base = packed + program.to(tl.int64) * PANEL_BYTES
+    sums = ()
+    for _ in tl.static_range(TOKENS):
+        sums = sums + (tl.zeros((S, 16), tl.float32),)
+    for step in tl.static_range((SLAB_COUNT + S - 1) // S):
+        slab = step * S + tl.arange(0, S)[:, None]
+        inside = slab < SLAB_COUNT
+        slab = tl.minimum(slab, SLAB_COUNT - 1)
+        within = slab % 8
+        panel = slab // 8 * SUPERBLOCK_BYTES + row * 0
+        slabs = 8 if SLAB_COUNT % 8 == 0 else tl.minimum(SLAB_COUNT - slab // 8 * 8, 8)
+        words = x.to(tl.pointer_type(tl.int64)) + slab * 8
+        for half in tl.static_range(2):
+            if half == 0 or HALVES:
+                scale, minimum = formats.scales(base, panel, within, 2 * half, row, slabs, FORMAT)
+                products = ()
+                totals = ()
+                for _ in tl.static_range(TOKENS):
+                    products = products + (tl.zeros((S, 16), tl.float32),)
+                    totals = totals + (tl.zeros((S, 1), tl.float32),)
+            for j in tl.static_range(2):
+                even, odd = dots.lines(base, panel, within, row, slabs, 2 * half + j, FORMAT)
+                if SIGNED:
+                    even, odd = even ^ -0x7F7F7F80, odd ^ -0x7F7F7F80
+                added = ()
+                added_totals = ()
+                for t in tl.static_range(TOKENS):
+                    columns = words + t * x_stride // 4 + 4 * half + 2 * j
+                    product, total = _eight_columns(
+                        products[t], totals[t], columns, inside, even, odd, magic, x.dtype.element_ty, S, WIDE, OFFSET
+                    )
+                    added = added + (product,)
+                    added_totals = added_totals + (total,)
+                products = added
+                totals = added_totals
+            if half == 1 or HALVES:
+                added = ()
+                for t in tl.static_range(TOKENS):
+                    product = products[t] if WIDE else products[t] - (128.0 + OFFSET) * totals[t]
+                    value = sums[t] + scale * product
+                    added = added + (value - minimum * totals[t] if MINIMUMS else value,)
+                sums = added
+    n = program * 16 + tl.arange(0, 16)
+    for t in tl.static_range(TOKENS):
+        value = tl.sum(sums[t], 0)
+        if bias is not None:
+            value += tl.load(bias + n, mask=n < ROWS, other=0.0).to(tl.float32)
+        tl.store(out + t * out_stride + n, value.to(out.dtype.element_ty), mask=n < ROWS)
+
+
+@triton.jit(do_not_specialize=["magic"])
+def _few_rows_kernel(
+    packed, second_packed, x, bias, out, x_stride, out_stride, magic,
+    ROWS: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
+    SECOND_ROWS: tl.constexpr, SECOND_FORMAT: tl.constexpr, SECOND_SUPERBLOCK_BYTES: tl.constexpr,
+    SECOND_PANEL_BYTES: tl.constexpr, SLAB_COUNT: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """One program per panel. SECOND_ROWS 0: there is no second part."""
+    program = tl.program_id(0)
+    panels: tl.constexpr = (ROWS + 15) // 16
+    if SECOND_ROWS == 0 or program < panels:
+        _few_rows_panel(
+            packed, program, x, bias, out, x_stride, out_stride, magic,
+            ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S,
+        )  # fmt: skip
+    else:
+        _few_rows_panel(
+            second_packed, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, x_stride,
+            out_stride, magic,
+            SECOND_ROWS, SLAB_COUNT, SECOND_FORMAT, SECOND_SUPERBLOCK_BYTES, SECOND_PANEL_BYTES, TOKENS, S,
+        )  # fmt: skip
+
+
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] of 16 bits, or a copy of it, that can be read four columns at a time.
+
+    A GPU faults on a word of 8 bytes that does not begin at a multiple of 8, and contiguous tensors may begin anywhere.
+    """
+    side_by_side = x.stride(1) == 1 and (len(x) == 1 or x.stride(0) % 4 == 0)
+    return x if side_by_side and x.data_ptr() % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _launch_few_rows(
+    parts: "Sequence[PanelMatrix]", x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Launch `multiply_few` for one part or two."""
+    x = _in_words(x)
+    tokens, columns = x.shape
+    first, second = parts[0], parts[-1]
+    slabs, panels = columns // SLAB, sum(panel_layout.panel_count(part.rows) for part in parts)
+    at_once = _slabs_at_once(panels, slabs)
+    _few_rows_kernel[(panels,)](
+        first.packed, second.packed, x, bias, out, x.stride(0), out.stride(0), 0x43000000,
+        ROWS=first.rows,
+        **panel_layout.constants(first.quant, columns),
+        SECOND_ROWS=second.rows if len(parts) > 1 else 0,
+        **panel_layout.constants(second.quant, columns, "SECOND_"),
+        SLAB_COUNT=slabs,
+        TOKENS=tokens,
+        S=at_once,
+        num_warps=max(1, at_once * PANEL_ROWS // 128),
+    )  # fmt: skip
+
+
+@triton.jit
+def _two_parts(codes, more, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """Decode parts PART and PART + 4, side by side."""
+    first = formats.part(codes, more, scale, minimum, PART, FORMAT)
+    return tl.join(first, formats.part(codes, more, scale, minimum, PART + 4, FORMAT))
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _decode_kernel(
+    packed, ids, out, first, count,
+    LOOKUP: tl.constexpr, SLAB_COUNT: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr,
+    PANEL_BYTES: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program for a superblock of N rows. LOOKUP: rows are those of `ids`, not those from `first` on."""
+    r = tl.program_id(0) * N + tl.arange(0, N)
+    block = tl.program_id(1)
+    live = r < count
+    number = tl.load(ids + r, mask=live, other=0) if LOOKUP else tl.where(live, first + r, first).to(tl.int64)
+    panel = (number // 16 * PANEL_BYTES + block * SUPERBLOCK_BYTES)[None, :]
+    row = (number % 16).to(tl.int32)[None, :]
+    word = tl.arange(0, 32)[:, None]
+    slabs = tl.minimum(SLAB_COUNT - block * 8, 8)
+    slab = tl.minimum(word // 4, slabs - 1)
+    codes, more = formats.planes(packed, panel, slab, word, row, slabs, FORMAT)
+    scale, minimum = formats.scales(packed, panel, slab, word, row, slabs, FORMAT)
+    # Part i has columns 8w + i of each word. The lowest bit of i must become the last dimension.
+    even = tl.join(
+        _two_parts(codes, more, scale, minimum, 0, FORMAT), _two_parts(codes, more, scale, minimum, 2, FORMAT)
+    )
+    odd = tl.join(
+        _two_parts(codes, more, scale, minimum, 1, FORMAT), _two_parts(codes, more, scale, minimum, 3, FORMAT)
+    )
+    values = tl.reshape(tl.join(even, odd), (32, N, 8)).to(out.dtype.element_ty)
+    column = block * 256 + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    target = out + r.to(tl.int64)[None, :, None] * (SLAB_COUNT * 32) + column
+    tl.store(target, values, mask=live[None, :, None] & (column < SLAB_COUNT * 32))
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
+class PanelMatrix:
     """Rows of a matrix in GPU memory. packed: [bytes] uint8, panels of a block format one after the other."""
 
     packed: torch.Tensor
@@ -25,39 +258,43 @@ class Panels:
     columns: int
 
     @classmethod
-    def pack(cls, matrix: PackedMatrix, device: str) -> "Panels":
-        """Pack the matrix by the CPU's kernels, and copy it. Raises ValueError where a scale is not finite."""
+    def pack(cls, matrix: PackedMatrix, device: str) -> "PanelMatrix":
+        """Pack the matrix with the CPU's kernels and copy it. Raises ValueError for a scale that is not finite."""
         linear = native.Linear(matrix.quant, matrix.rows, matrix.columns, matrix.data)
         packed = host_bytes(*linear.range).to(device, copy=True)
         return cls(packed, matrix.quant, matrix.rows, matrix.columns)
 
     def decode(self, out: torch.Tensor, *, first: int = 0, ids: torch.Tensor | None = None) -> None:
-        """out [count, columns] of any float type = the rows from `first` on, or those of `ids` [count] int64."""
-        if out.is_cuda:
-            from ktqueue.operators.gpu.kernels import matrix as triton_matrix
-
-            triton_matrix.decode(self, out, first=first, ids=ids)
+        """Decode the rows from `first` on, or those of `ids` [count] int64, to `out` [count, columns] of any float type."""
+        if runs_kernel(out):
+            count, columns = out.shape
+            rows = 16
+            _decode_kernel[(triton.cdiv(count, rows), triton.cdiv(columns, SLAB * SLABS))](
+                self.packed, out if ids is None else ids, out, first, count,
+                LOOKUP=ids is not None,
+                SLAB_COUNT=columns // SLAB,
+                **panel_layout.constants(self.quant, columns),
+                N=rows,
+            )  # fmt: skip
             return
         panels = self.packed.view(panel_layout.panel_count(self.rows), -1)
         numbers = torch.arange(first, first + len(out)) if ids is None else ids
-        used, place = np.unique(numbers.numpy() // panel_layout.PANEL_ROWS, return_inverse=True)
+        used, place = np.unique(numbers.numpy() // PANEL_ROWS, return_inverse=True)
         decoded = panel_layout.dequantize(panels[torch.from_numpy(used)], self.quant, self.columns)
-        out.copy_(decoded[torch.from_numpy(place) * panel_layout.PANEL_ROWS + numbers % panel_layout.PANEL_ROWS])
+        out.copy_(decoded[torch.from_numpy(place) * PANEL_ROWS + numbers % PANEL_ROWS])
 
 
-def multiply_few(parts: Sequence[Panels], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out [tokens, rows of all parts] = x [tokens, columns] times all of them transposed, plus bias [rows of all].
+def multiply_few(parts: Sequence[PanelMatrix], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write x [tokens, columns] times all `parts` transposed, plus bias [rows of all], to out [tokens, rows of all].
 
-    For few tokens of 16 bits. Weights are not rounded; sums are float32.
+    For a few tokens of 16 bits. Weights are not rounded; sums are float32.
     """
     row = 0
-    if out.is_cuda:
-        from ktqueue.operators.gpu.kernels import matrix as triton_matrix
-
+    if runs_kernel(out):
         for i in range(0, len(parts), 2):
             rows = sum(part.rows for part in parts[i : i + 2])
-            added = None if bias is None else bias[row : row + rows]
-            triton_matrix.few_rows(parts[i : i + 2], x, added, out[:, row : row + rows])
+            part_bias = None if bias is None else bias[row : row + rows]
+            _launch_few_rows(parts[i : i + 2], x, part_bias, out[:, row : row + rows])
             row += rows
         return
     weights = torch.empty(out.shape[1], x.shape[1])

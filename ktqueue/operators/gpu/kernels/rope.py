@@ -1,19 +1,32 @@
-"""The kernel between the qkv matmul and attention: norms of query and key, rotation, append to the paged cache (a door
-to triton).
+"""Between the qkv product and attention, in one launch: norms of query and key, rotation, append to the paged cache.
 
-Its launcher takes tensors that fused.py has checked; one launch, no host sync, capturable in a CUDA graph.
+No host sync: it can be captured in a CUDA graph.
 """
 
-import torch
-import triton
-import triton.language as tl
+from dataclasses import dataclass
 
-_FEW_TOKENS = 128  # up to here a program has one head, so that all of the GPU works; beyond, several
+import torch
+
+from ktqueue.operators.gpu.kernels.norm import rms_norm
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn. Values written to a cache of that type saturate there."""
+_FEW_TOKENS = 128
+"""Up to here a program computes one head, so that the whole GPU is busy; for more tokens it computes several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary tables on a device, [positions, rotary / 2] float32 each, for the columns of a head that are rotated."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
 
 
 @triton.jit
 def _clipped(x, CLIP: tl.constexpr, limit):
-    """x within +-limit. By comparison: NaN stays NaN."""
+    """x clamped to +-limit by comparisons, so that NaN stays NaN."""
     if CLIP:
         x = tl.where(x > limit, limit, x)
         x = tl.where(x < -limit, -limit, x)
@@ -22,7 +35,7 @@ def _clipped(x, CLIP: tl.constexpr, limit):
 
 @triton.jit
 def _store(pointers, x, mask, rounded: tl.constexpr):
-    """x (float32) as the model's dtype `rounded` has it, cast to what the pointers point to; fp8 saturates."""
+    """Round x (float32) to the model's dtype `rounded`, then cast it to the dtype of the pointers; fp8 saturates."""
     x = x.to(rounded)
     if pointers.dtype.element_ty == tl.float8e4nv:
         x = _clipped(x.to(tl.float32), True, 448.0)
@@ -30,82 +43,49 @@ def _store(pointers, x, mask, rounded: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    source,
-    weight,
-    cosine,
-    sine,
-    position,
-    target,
-    head,
-    column,
-    mask,
-    epsilon,
-    clip,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
-):
-    """Heads of one projection (source: its first element, of this token) normed, clipped, turned, stored at target.
+def _rotate(
+    source, weight, cosine, sine, position, target, head, column, mask, epsilon, clip,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Normalise, clip and rotate heads of one projection of a token, and store them at `target`.
 
-    head [GROUP, 1], column and mask [GROUP, HALF]: this program's. WHOLE: the norm is over all HEADS heads (in a block
-    of BLOCK), with a weight for each of their elements.
+    source: its first element. head [GROUP, 1], column and mask [GROUP, HALF]: of this program. WHOLE: the norm is over
+    all HEADS heads (in a block of BLOCK), with a weight for each of their elements.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = source.dtype.element_ty
-    at = head * HEAD_DIM + column
-    low = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(source + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    element = head * HEAD_DIM + column
+    low = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + element + HALF, mask=mask, other=0.0).to(tl.float32)
     table = position * HALF + column
     c = tl.load(cosine + table, mask=mask, other=0.0)
     s = tl.load(sine + table, mask=mask, other=0.0)
     if weight is not None:
         if WHOLE:
-            element = tl.arange(0, BLOCK)
-            x = tl.load(source + element, mask=element < HEADS * HEAD_DIM, other=0.0).to(tl.float32)
+            every = tl.arange(0, BLOCK)
+            x = tl.load(source + every, mask=every < HEADS * HEAD_DIM, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, axis=0) / (HEADS * HEAD_DIM) + epsilon)
-            of = weight + at
+            weights = weight + element
         else:
             scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1, keep_dims=True) / HEAD_DIM + epsilon)
-            of = weight + column
-        low_weight = tl.load(of, mask=mask, other=0.0).to(tl.float32)
-        high_weight = tl.load(of + HALF, mask=mask, other=0.0).to(tl.float32)
+            weights = weight + column
+        low_weight = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+        high_weight = tl.load(weights + HALF, mask=mask, other=0.0).to(tl.float32)
         low = ((low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
         high = ((high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
     low = _clipped(low, CLIP, clip)
     high = _clipped(high, CLIP, clip)
-    _store(target + at, low * c - high * s, mask, dtype)
-    _store(target + at + HALF, high * c + low * s, mask, dtype)
+    _store(target + element, low * c - high * s, mask, dtype)
+    _store(target + element + HALF, high * c + low * s, mask, dtype)
 
 
 @triton.jit
 def _qk_norm_rope_append(
-    qkv,
-    q_norm,
-    k_norm,
-    cosine,
-    sine,
-    positions,
-    slot_mapping,
-    query,
-    keys,
-    values,
-    stride,
-    epsilon,
-    clip,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    WHOLE: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
-):
-    """One program for GROUP heads of a token: the query's, then the key's, then the value's."""
+    qkv, q_norm, k_norm, cosine, sine, positions, slot_mapping, query, keys, values, stride, epsilon, clip,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """One program for GROUP heads of a token: first those of the query, then of the key, then of the value."""
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     K_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = (tl.program_id(0) // (Q_GROUPS + 2 * K_GROUPS)).to(tl.int64)
@@ -119,50 +99,24 @@ def _qk_norm_rope_append(
     position = tl.load(positions + token)
     slot = tl.load(slot_mapping + token) * (KV_HEADS * HEAD_DIM)
     if group < Q_GROUPS:
-        _turned(
-            q_source,
-            q_norm,
-            cosine,
-            sine,
-            position,
-            query + token * (HEADS * HEAD_DIM),
-            group * GROUP + member,
-            column,
-            (group * GROUP + member < HEADS) & narrow,
-            epsilon,
-            clip,
-            HEADS,
-            HEAD_DIM,
-            WHOLE,
-            Q_BLOCK,
-            CLIP,
-        )
+        head = group * GROUP + member
+        _rotate(
+            q_source, q_norm, cosine, sine, position, query + token * (HEADS * HEAD_DIM), head, column,
+            (head < HEADS) & narrow, epsilon, clip, HEADS, HEAD_DIM, WHOLE, Q_BLOCK, CLIP,
+        )  # fmt: skip
     elif group < Q_GROUPS + K_GROUPS:
-        _turned(
-            k_source,
-            k_norm,
-            cosine,
-            sine,
-            position,
-            keys + slot,
-            (group - Q_GROUPS) * GROUP + member,
-            column,
-            ((group - Q_GROUPS) * GROUP + member < KV_HEADS) & narrow,
-            epsilon,
-            clip,
-            KV_HEADS,
-            HEAD_DIM,
-            WHOLE,
-            K_BLOCK,
-            CLIP,
-        )
+        head = (group - Q_GROUPS) * GROUP + member
+        _rotate(
+            k_source, k_norm, cosine, sine, position, keys + slot, head, column,
+            (head < KV_HEADS) & narrow, epsilon, clip, KV_HEADS, HEAD_DIM, WHOLE, K_BLOCK, CLIP,
+        )  # fmt: skip
     else:
         head = (group - Q_GROUPS - K_GROUPS) * GROUP + member
         mask = (head < KV_HEADS) & narrow
         for half in tl.static_range(2):
-            at = head * HEAD_DIM + half * (HEAD_DIM // 2) + column
-            x = tl.load(v_source + at, mask=mask, other=0.0).to(tl.float32)
-            _store(values + slot + at, _clipped(x, CLIP, clip), mask, qkv.dtype.element_ty)
+            element = head * HEAD_DIM + half * (HEAD_DIM // 2) + column
+            x = tl.load(v_source + element, mask=mask, other=0.0).to(tl.float32)
+            _store(values + slot + element, _clipped(x, CLIP, clip), mask, qkv.dtype.element_ty)
 
 
 def qk_norm_rope_append(
@@ -170,7 +124,6 @@ def qk_norm_rope_append(
     *,
     heads: int,
     kv_heads: int,
-    head_dim: int,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     epsilon: float,
@@ -180,39 +133,75 @@ def qk_norm_rope_append(
     slot_mapping: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    clip: float,
+    clip: float = 0.0,
 ) -> torch.Tensor:
-    """See fused.qk_norm_rope_append."""
-    tokens = qkv.shape[0]
-    query = qkv.new_empty(tokens, heads, head_dim)
-    half_block = triton.next_power_of_2(head_dim // 2)
-    group = 1 if tokens <= _FEW_TOKENS else min(triton.next_power_of_2(kv_heads), 8)
-    whole = q_norm is not None and q_norm.numel() != head_dim
-    groups = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
-    if tokens:
-        _qk_norm_rope_append[(tokens * groups,)](
-            qkv,
-            q_norm,
-            k_norm,
-            cosine,
-            sine,
-            positions,
-            slot_mapping,
-            query,
-            keys,
-            values,
-            qkv.stride(0),
-            epsilon,
-            clip,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            HALF_BLOCK=half_block,
-            GROUP=group,
-            WHOLE=whole,
-            Q_BLOCK=triton.next_power_of_2(heads * head_dim),
-            K_BLOCK=triton.next_power_of_2(kv_heads * head_dim),
-            CLIP=clip > 0,
-            num_warps=4 if whole else max(group * half_block // 256, 1),
-        )
-    return query
+    """Return the query of one layer [tokens, heads, head_dim], normed and rotated; write its keys and values to the cache.
+
+    qkv [tokens, (heads + 2 * kv_heads) * head_dim]: query, key and value of a token one after the other; rows may be
+    strided. q_norm, k_norm: RMSNorm weights: None, [head_dim] for each head alone (Qwen3), or [heads * head_dim] and
+    [kv_heads * head_dim] over the whole projection (OLMoE). clip: query, key and value are clamped to +-clip after the
+    norms (OLMoE's clip_qkv); 0: they are not. cosine, sine [positions, head_dim / 2] float32, indexed by `positions`
+    [tokens] int64; element i is rotated with element i + head_dim / 2. keys, values [pages, page_size, kv_heads,
+    head_dim]: one layer's cache, written at `slot_mapping` [tokens] int64 in its own dtype; float8_e4m3fn saturates at
+    +-448. Norms are rounded as transformers rounds them; the rotation is float32 and rounded once.
+    Raises ValueError for shapes that do not fit.
+    """
+    tokens, width = qkv.shape
+    head_dim = keys.shape[-1]
+    parts = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    fits = width == sum(parts) and qkv.stride(1) == 1 and head_dim % 2 == 0
+    fits &= keys.shape == values.shape and keys.shape[2] == kv_heads and keys.is_contiguous() and values.is_contiguous()
+    fits &= cosine.shape == sine.shape and cosine.shape[1] * 2 == head_dim
+    fits &= cosine.dtype == sine.dtype == torch.float32 and cosine.is_contiguous() and sine.is_contiguous()
+    fits &= positions.shape == slot_mapping.shape == (tokens,)
+    sizes = [None if norm is None else norm.numel() for norm in (q_norm, k_norm)]
+    fits &= sizes in ([None, None], [head_dim, head_dim], parts[:2])
+    check_fits(
+        fits, "qk_norm_rope_append", qkv=qkv, q_norm=q_norm, k_norm=k_norm, cosine=cosine, keys=keys, values=values
+    )
+    if runs_kernel(qkv):
+        query = qkv.new_empty(tokens, heads, head_dim)
+        half_block = triton.next_power_of_2(head_dim // 2)
+        group = 1 if tokens <= _FEW_TOKENS else min(triton.next_power_of_2(kv_heads), 8)
+        whole = q_norm is not None and q_norm.numel() != head_dim
+        groups = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
+        if tokens:
+            _qk_norm_rope_append[(tokens * groups,)](
+                qkv, q_norm, k_norm, cosine, sine, positions, slot_mapping, query, keys, values,
+                qkv.stride(0), epsilon, clip,
+                HEADS=heads,
+                KV_HEADS=kv_heads,
+                HEAD_DIM=head_dim,
+                HALF_BLOCK=half_block,
+                GROUP=group,
+                WHOLE=whole,
+                Q_BLOCK=triton.next_power_of_2(heads * head_dim),
+                K_BLOCK=triton.next_power_of_2(kv_heads * head_dim),
+                CLIP=clip > 0,
+                num_warps=4 if whole else max(group * half_block // 256, 1),
+            )  # fmt: skip
+        return query
+    c, s = cosine[positions, None], sine[positions, None]  # [tokens, 1, head_dim / 2]
+    rotated = []
+    query, key, value = torch.split(qkv, parts, dim=-1)
+    for x, count, norm in ((query, heads, q_norm), (key, kv_heads, k_norm)):
+        if norm is not None:
+            x = rms_norm(x.reshape(tokens, count * head_dim // norm.numel(), norm.numel()), norm, epsilon)
+        x = _clamped(x.reshape(tokens, count, head_dim), clip)
+        low, high = x.float().chunk(2, dim=-1)
+        rotated.append(torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(qkv.dtype))
+    _append(keys, slot_mapping, rotated[1])
+    _append(values, slot_mapping, _clamped(value.reshape(tokens, kv_heads, head_dim), clip))
+    return rotated[0]
+
+
+def _clamped(x: torch.Tensor, clip: float) -> torch.Tensor:
+    return x.clamp(-clip, clip) if clip else x
+
+
+def _append(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
+    """Write states [tokens, kv_heads, head_dim] to cache [pages, page_size, kv_heads, head_dim]."""
+    if cache.dtype == torch.float8_e4m3fn:  # older torch turns too large numbers into NaN, and index_copy_ has no fp8
+        states = states.float().clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    cache.view(-1, *states.shape[1:]).index_copy_(0, slot_mapping, states.to(cache.dtype))

@@ -1,47 +1,88 @@
-"""The kernel behind fused.route: softmax, top-k, which experts the CPU computes, how often each is used (a door to
-triton).
+"""The router: from its logits to each token's experts and their weights, in one launch.
 
-Its launcher takes tensors that fused.py has checked; one launch, no host sync, capturable in a CUDA graph.
+The kernel also says which experts the CPU computes and counts how often each is used. No host sync: it can be captured
+in a CUDA graph.
 """
 
+from dataclasses import dataclass
+
 import torch
-import triton
-import triton.language as tl
 
-from ktqueue.operators.gpu.kernels.fused import SIGMOID_SUM_FLOOR
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 
-_TAKEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is not NaN
+SIGMOID_SUM_FLOOR = 1e-20
+"""Added to a sum of sigmoids before dividing by it (transformers' DeepseekV3MoE), because all of them may be 0."""
+_CHOSEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is not NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each token: `ids` and `cpu_ids` [tokens, experts_per_token] int64, `weights` float32 of that shape.
+
+    ids: -1 for padding tokens. cpu_ids: the same, and also -1 where the GPU has the expert.
+    """
+
+    ids: torch.Tensor
+    cpu_ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a router scores experts, beyond the highest softmax: DeepSeek's routers.
+
+    `sigmoid`: an expert's score is the sigmoid of its logit, and `bias` [experts] float32 is added only to choose;
+    otherwise the score is the softmax over all. `scale` multiplies the final weights. Only experts of the best
+    `groups_used` of `groups` groups are chosen. The score of a group is that of its best expert, or with sigmoids the
+    sum of its best two.
+    """
+
+    sigmoid: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
+    bias: torch.Tensor | None = None
+
+    def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """logits [tokens, experts] -> the scores by which experts are chosen, same shape. None: the logits themselves.
+
+        Plain torch on any device; can be captured in a CUDA graph.
+        """
+        grouped = self.groups_used < self.groups
+        if not grouped and self.bias is None:
+            return None
+        scores = logits.float()
+        if self.sigmoid:
+            scores = scores.sigmoid()
+        if self.bias is not None:
+            scores = scores + self.bias
+        if not grouped:
+            return scores
+        by_group = scores.view(len(scores), self.groups, -1)
+        best = by_group.topk(2, -1).values.sum(-1) if self.sigmoid else by_group.amax(-1)
+        used = best.topk(self.groups_used, -1).indices
+        unused = torch.ones_like(best, dtype=torch.bool).scatter_(1, used, False)
+        return by_group.masked_fill(unused[:, :, None], float("-inf")).flatten(1)
+
+
+PLAIN = Scoring()
+"""The highest softmax."""
 
 
 @triton.jit
 def _sortable(bits):
-    """Bits of a float32 as an int32 that sorts alike, and back: it is its own inverse."""
+    """Map the bits of a float32 to an int32 of the same order. It is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _route(
-    logits,
-    on_gpu,
-    live_tokens,
-    counts,
-    ids_out,
-    cpu_ids_out,
-    weights_out,
-    cpu_ids_copy,
-    weights_copy,
-    choice,
-    scale,
-    stride,
-    EXPERTS: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    CHOSEN_BLOCK: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SUM_FLOOR: tl.constexpr,
-):
-    """One program a token."""
+    logits, on_gpu, live_tokens, counts, ids_out, cpu_ids_out, weights_out, cpu_ids_copy, weights_copy, choice,
+    scale, stride,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
     token = tl.program_id(0)
     expert = tl.arange(0, EXPERT_BLOCK)
     slot = tl.arange(0, CHOSEN_BLOCK)
@@ -49,38 +90,38 @@ def _route(
     x = tl.load(logits + token.to(tl.int64) * stride + expert, mask=expert < EXPERTS, other=-infinity).to(tl.float32)
     largest = tl.max(x, axis=0)
     unsound = (tl.max(((x != x) | (x == infinity)).to(tl.int32), axis=0) > 0) | (largest == -infinity)
-    by = x
+    scores = x
     if choice is not None:
-        by = tl.load(choice + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=-infinity)
-    by = tl.where(by == 0.0, 0.0, by)  # -0 equals 0, its bits do not
+        scores = tl.load(choice + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=-infinity)
+    scores = tl.where(scores == 0.0, 0.0, scores)  # -0 equals 0, its bits do not
 
-    # The highest logit is the greatest int64 of (logit, from the last expert backwards): among equals the lowest id, so
-    # that what pads the block comes after every expert.
-    rank = (_sortable(by.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
+    # The highest score is the greatest int64 of (score, expert counted backwards). Among equal scores the lowest id
+    # wins, so the padding of the block comes after every expert.
+    rank = (_sortable(scores.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
     ids = tl.zeros([CHOSEN_BLOCK], tl.int64)
     keys = tl.zeros([CHOSEN_BLOCK], tl.int32)
     for i in tl.static_range(CHOSEN):
         best = tl.max(rank, axis=0)
         ids = tl.where(slot == i, EXPERT_BLOCK - 1 - (best & (EXPERT_BLOCK - 1)), ids)
         keys = tl.where(slot == i, (best >> 32).to(tl.int32), keys)
-        rank = tl.where(rank == best, _TAKEN, rank)
+        rank = tl.where(rank == best, _CHOSEN, rank)
 
-    taken = _sortable(keys).to(tl.float32, bitcast=True)  # their logits
+    chosen = _sortable(keys).to(tl.float32, bitcast=True)  # logits of the chosen experts
     place = slot
     if choice is not None:
-        taken = tl.load(logits + token.to(tl.int64) * stride + ids, mask=slot < CHOSEN, other=0.0).to(tl.float32)
-        equal_first = (taken[None, :] == taken[:, None]) & (ids[None, :] < ids[:, None])
-        before = ((taken[None, :] > taken[:, None]) | equal_first) & (slot < CHOSEN)[None, :]
+        chosen = tl.load(logits + token.to(tl.int64) * stride + ids, mask=slot < CHOSEN, other=0.0).to(tl.float32)
+        equal_first = (chosen[None, :] == chosen[:, None]) & (ids[None, :] < ids[:, None])
+        before = ((chosen[None, :] > chosen[:, None]) | equal_first) & (slot < CHOSEN)[None, :]
         place = tl.where(unsound, slot, tl.sum(before.to(tl.int32), axis=1))
     if SIGMOID:
-        weights = tl.where(slot < CHOSEN, tl.sigmoid(taken), 0.0)
+        weights = tl.where(slot < CHOSEN, tl.sigmoid(chosen), 0.0)
         if RENORMALISE:
             weights = weights / (tl.sum(weights, axis=0) + SUM_FLOOR)
     else:
-        weights = tl.where(slot < CHOSEN, tl.exp(taken - largest), 0.0)
+        weights = tl.where(slot < CHOSEN, tl.exp(chosen - largest), 0.0)
         weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
     weights *= scale
-    ids = tl.where(unsound, slot.to(tl.int64), ids)  # whatever the bits of a NaN made of them
+    ids = tl.where(unsound, slot.to(tl.int64), ids)  # the bits of a NaN may have made anything of them
     weights = tl.where(unsound, float("nan"), weights)
 
     inside = slot < CHOSEN
@@ -90,16 +131,16 @@ def _route(
         ids = tl.where(live, ids, -1)
         weights = tl.where(live, weights, 0.0)
         counted = inside & live
-    at = token.to(tl.int64) * CHOSEN + place
-    tl.store(ids_out + at, ids, mask=inside)
-    tl.store(weights_out + at, weights, mask=inside)
+    element = token.to(tl.int64) * CHOSEN + place
+    tl.store(ids_out + element, ids, mask=inside)
+    tl.store(weights_out + element, weights, mask=inside)
     cpu_ids = ids
     if on_gpu is not None:
         cpu_ids = tl.where(tl.load(on_gpu + ids, mask=counted, other=-1) >= 0, -1, ids)
-        tl.store(cpu_ids_out + at, cpu_ids, mask=inside)
+        tl.store(cpu_ids_out + element, cpu_ids, mask=inside)
     if cpu_ids_copy is not None:
-        tl.store(cpu_ids_copy + at, cpu_ids, mask=inside)
-        tl.store(weights_copy + at, weights, mask=inside)
+        tl.store(cpu_ids_copy + element, cpu_ids, mask=inside)
+        tl.store(weights_copy + element, weights, mask=inside)
     if counts is not None:
         tl.atomic_add(counts + ids, 1, mask=counted, sem="relaxed")
 
@@ -109,43 +150,78 @@ def route(
     experts_per_token: int,
     *,
     renormalise: bool,
-    on_gpu: torch.Tensor | None,
-    live_tokens: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    copies: tuple[torch.Tensor, torch.Tensor] | None,
+    on_gpu: torch.Tensor | None = None,
+    live_tokens: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None,
     choice: torch.Tensor | None = None,
     sigmoid: bool = False,
     scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, cpu_ids, weights: see fused.route."""
+) -> Routing:
+    """Choose the experts of each token: softmax over all experts, of which the highest stay, highest first.
+
+    logits [tokens, experts], any float dtype, rows may be strided; the softmax is float32. Among equal logits the
+    lowest id comes first. choice [tokens, experts] float32: experts are chosen by it instead of the logits, and still
+    ordered by their weights, highest first. sigmoid: weights are sigmoids of the logits, not the softmax. scale: all
+    weights are multiplied by it at the end. renormalise: weights add up to 1 (Mixtral, norm_topk_prob), or stay 0 if
+    all sigmoids are 0; otherwise weights are those of the softmax.
+    on_gpu [experts] int64: >= 0 where the GPU has the expert. live_tokens [1] int32: tokens from there on are padding
+    and get ids -1 and weights 0. counts [experts] int32: the uses by all other tokens are added. copies: a second place
+    for cpu_ids and weights, with their dtypes and shape; it may be pinned host memory.
+    A row with NaN or +infinity, or of -infinity alone, gets ids 0, 1, ... and weights of NaN.
+    Raises ValueError for shapes that do not fit.
+    """
     tokens, experts = logits.shape
     shape = (tokens, experts_per_token)
-    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    cpu_ids = ids if on_gpu is None else torch.empty_like(ids)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    cpu_ids_copy, weights_copy = copies or (None, None)
-    block = triton.next_power_of_2(experts)
-    if tokens:
-        _route[(tokens,)](
-            logits,
-            on_gpu,
-            live_tokens,
-            counts,
-            ids,
-            cpu_ids,
-            weights,
-            cpu_ids_copy,
-            weights_copy,
-            choice,
-            scale,
-            logits.stride(0),
-            EXPERTS=experts,
-            EXPERT_BLOCK=block,
-            CHOSEN=experts_per_token,
-            CHOSEN_BLOCK=triton.next_power_of_2(experts_per_token),
-            RENORMALISE=renormalise,
-            SIGMOID=sigmoid,
-            SUM_FLOOR=SIGMOID_SUM_FLOOR,
-            num_warps=1 if block <= 256 else 4,
-        )
-    return ids, cpu_ids, weights
+    fits = 0 < experts_per_token <= experts and logits.stride(1) == 1
+    fits &= on_gpu is None or (on_gpu.shape == (experts,) and on_gpu.dtype == torch.int64)
+    fits &= live_tokens is None or (live_tokens.numel() == 1 and live_tokens.dtype == torch.int32)
+    fits &= counts is None or (counts.shape == (experts,) and counts.dtype == torch.int32)
+    fits &= choice is None or (choice.shape == logits.shape and choice.dtype == torch.float32)
+    fits &= copies is None or [(x.shape, x.dtype) for x in copies] == [(shape, torch.int64), (shape, torch.float32)]
+    check_fits(
+        fits, f"route to {experts_per_token}", logits=logits, on_gpu=on_gpu, live_tokens=live_tokens, counts=counts
+    )
+    if runs_kernel(logits):
+        ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        cpu_ids = ids if on_gpu is None else torch.empty_like(ids)
+        weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        cpu_ids_copy, weights_copy = copies or (None, None)
+        block = triton.next_power_of_2(experts)
+        if tokens:
+            _route[(tokens,)](
+                logits, on_gpu, live_tokens, counts, ids, cpu_ids, weights, cpu_ids_copy, weights_copy, choice,
+                scale, logits.stride(0),
+                EXPERTS=experts,
+                EXPERT_BLOCK=block,
+                CHOSEN=experts_per_token,
+                CHOSEN_BLOCK=triton.next_power_of_2(experts_per_token),
+                RENORMALISE=renormalise,
+                SIGMOID=sigmoid,
+                SUM_FLOOR=SIGMOID_SUM_FLOOR,
+                num_warps=1 if block <= 256 else 4,
+            )  # fmt: skip
+        return Routing(ids, cpu_ids, weights)
+    order = torch.sort((logits if choice is None else choice).float(), dim=-1, descending=True, stable=True)
+    ids = order.indices[:, :experts_per_token].contiguous()
+    if choice is not None:
+        ids = ids.sort(-1).values
+        ids = ids.gather(1, torch.sort(logits.float().gather(1, ids), dim=-1, descending=True, stable=True).indices)
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    weights = scores.gather(1, ids)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + (SIGMOID_SUM_FLOOR if sigmoid else 0.0))
+    weights = weights * scale
+    unsound = logits.amax(-1, keepdim=True).isfinite().logical_not()  # amax passes NaN on
+    ids = torch.where(unsound, torch.arange(experts_per_token, device=ids.device), ids)
+    weights = weights.masked_fill(unsound, float("nan"))
+    if live_tokens is not None:
+        padding = torch.arange(tokens, device=ids.device)[:, None] >= live_tokens
+        ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
+    cpu_ids = ids if on_gpu is None else torch.where(on_gpu[ids] >= 0, -1, ids)
+    if counts is not None:
+        counts += torch.bincount(ids[ids >= 0], minlength=experts)
+    if copies is not None:
+        copies[0].copy_(cpu_ids)
+        copies[1].copy_(weights)
+    return Routing(ids, cpu_ids, weights)

@@ -1,28 +1,70 @@
-"""Experts with few tokens on a GPU, by the integer dot product: the kernels, and how they are launched.
+"""Products of few tokens with packed experts, by the integer dot product: the kernels, and how they are launched.
 
-Three launches. `prepare` quantises x (int8_rows.py) and sorts the pairs by expert; gate_up makes the quantised rows
-that down takes. A program multiplies some rows of one expert's weights, up to M pairs at once, by all pairs of that
-expert: weights come from memory once, and from the cache for further pairs. What a pair gets depends on no other pair
-but by the tile that is chosen for so many.
+There are three launches. `prepare` quantises x to int8 and sorts the pairs (of a token and an expert) by expert,
+`gate_up` makes the quantised rows that `down` multiplies. A program multiplies some rows of one expert's weights, up to
+M pairs at once, by all pairs of that expert: weights come from memory once, and from the cache for further pairs. The
+result of a pair depends on other pairs only by the tile that is chosen for their number.
+
+An int8 row has one scale for each slab of 32 columns: x[column] = scale * code up to rounding, scale = max |x| / 127 of
+the slab, as csrc/activations.h does it for the CPU. A slab with an infinity or a NaN has the scale NaN, which poisons
+the results of that row and no other. Sums are of codes, not of x, also for minimums: one row of rounded activations is
+multiplied, so rounding errors meet whole weights (whose mean is near zero) and not their codes.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-from ktqueue.operators.gpu.kernels import dots
-from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB, panel_bytes, superblock_bytes
-from ktqueue.operators.gpu.kernels.panels import activate
+from ktqueue.operators.gpu.kernels import dots, panel_layout
+from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 
 OWN_PAIRS = 32
-"""Up to so many pairs each has programs of its own: a weight that two of them read comes from the cache."""
+"""Up to this number, each pair has its own programs. A weight that two of them read comes from the cache."""
 
 
-class Pairs(NamedTuple):
-    """Pairs by expert: see pairs.sort_pairs. None of them: each pair on its own."""
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Activations quantised to int8. codes [rows, columns] int8; scales [rows, slabs] float32; sums [rows, slabs] int32:
+    the sum of the codes in columns 0 .. 15 of the slab, plus 65536 times that of columns 16 .. 31."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Int8Rows":
+        """Uninitialised rows. `columns` is a multiple of 32."""
+        slabs = columns // SLAB
+        return cls(
+            torch.empty(rows, columns, dtype=torch.int8, device=device),
+            torch.empty(rows, slabs, dtype=torch.float32, device=device),
+            torch.empty(rows, slabs, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def quantise(cls, x: torch.Tensor) -> "Int8Rows":
+        """Quantise x [rows, columns] of any float type. The torch twin of the kernels."""
+        slabs = x.float().view(len(x), -1, SLAB)
+        largest = slabs.abs().amax(2)
+        finite = slabs.isfinite().all(2)
+        inverse = torch.where(finite & (largest > 0), torch.full_like(largest, 127.0) / largest, 0.0)
+        codes = torch.where(finite[:, :, None], slabs * inverse[:, :, None], 0.0).round().to(torch.int8)
+        halves = codes.int().view(len(x), -1, 2, SLAB // 2).sum(3, dtype=torch.int32)
+        scales = torch.where(finite, largest / 127.0, torch.nan)
+        return cls(codes.view(x.shape), scales, halves[:, :, 0] + 65536 * halves[:, :, 1])
+
+    def floats(self) -> torch.Tensor:
+        """Dequantise: [rows, columns] float32."""
+        slabs = self.codes.view(*self.scales.shape, SLAB).float() * self.scales[:, :, None]
+        return slabs.view(self.codes.shape)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs by expert, as expert_tensor_cores.sort_pairs returns them. `prepare` returns None if each pair has its own
+    programs."""
 
     sorted: torch.Tensor
     starts: torch.Tensor
@@ -30,23 +72,23 @@ class Pairs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program holds at once: `slabs` by `rows` of a matrix, 8 by 16 a warp."""
+    """The part of a matrix that a program holds at once: `slabs` by `rows`; a warp has 8 by 16."""
 
     slabs: int
     rows: int
     stages: int = 0
-    """Of copies to shared memory ahead of their use; 0: weights are loaded when they are used."""
+    """Stages of copies to shared memory before their use. 0: weights are loaded when they are used."""
     registers: int = 128
-    """Of a thread, at most."""
+    """Largest number per thread."""
 
     @property
     def warps(self) -> int:
-        """Of a program: a thread has the slab's words of four rows."""
+        """Warps of a program. A thread has the slab's words of four rows."""
         return self.slabs * self.rows // 128
 
 
 class Tiles(NamedTuple):
-    """Of the two launches."""
+    """The tiles of both launches."""
 
     gate_up: Tile
     down: Tile
@@ -55,12 +97,12 @@ class Tiles(NamedTuple):
 TILES = Tiles(Tile(slabs=32, rows=32), Tile(slabs=8, rows=64))
 TILES_OF_MANY = Tiles(Tile(slabs=8, rows=32, stages=3), Tile(slabs=8, rows=32))
 MANY_PAIRS = 2
-"""Pairs of an expert, on average, beyond which TILES_OF_MANY are faster. They add in another order."""
+"""Average pairs of an expert above which TILES_OF_MANY are faster. They add in another order."""
 
 
 @triton.jit
 def _quantise(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS], each row a slab -> codes int32, scale [ROWS], packed sums [ROWS]: see Int8Rows."""
+    """Quantise x [ROWS, COLUMNS], each row a slab -> codes int32, scale [ROWS], packed sums [ROWS]: see Int8Rows."""
     largest = tl.max(tl.abs(x), 1)
     broken = tl.sum(x * 0.0, 1)  # NaN or 0
     scale = tl.div_rn(largest, 127.0) + broken
@@ -78,7 +120,7 @@ def _prepare_kernel(
     pairs, experts, x_stride,
     SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. experts - 1 list the pairs of an expert (CHUNK 0: there are none of them), others take a row."""
+    """Programs 0 .. experts - 1 list the pairs of an expert (with CHUNK 0 there are none); the others quantise a row."""
     program = tl.program_id(0)
     if CHUNK > 0:
         if program < experts:
@@ -108,11 +150,11 @@ def _experts_kernel(
     pool,
     offsets,  # [experts] int64
     ids,  # [pairs] int64
-    codes,  # of x, and its scales and sums
+    codes,  # of x; next, its scales and sums
     scales,
     sums,
     pair_weights,  # [pairs] float32
-    out,  # [pairs, ROWS] float32 without activation, else int8
+    out,  # [pairs, ROWS] float32 without activation, otherwise int8
     out_scales,
     out_sums,
     sorted_pairs,
@@ -120,9 +162,9 @@ def _experts_kernel(
     counts,
     pairs,
     slots,  # pairs that share a row of x
-    start,  # byte where the matrix begins in a record
-    zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
-    ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
+    start,  # byte of a record where the matrix begins
+    zero_pairs,  # pairs whose rows a program sets to zero if they are skipped
+    ACTIVATION: tl.constexpr,  # "": one matrix, otherwise gate and up
     SLAB_COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -131,7 +173,7 @@ def _experts_kernel(
     UP_FORMAT: tl.constexpr,
     UP_SUPERBLOCK_BYTES: tl.constexpr,
     UP_PANEL_BYTES: tl.constexpr,
-    OWN: tl.constexpr,  # a program for each pair, else for each expert
+    OWN: tl.constexpr,  # whether each pair has its own program; otherwise each expert has one
     M: tl.constexpr,
     S: tl.constexpr,
     N: tl.constexpr,
@@ -148,14 +190,14 @@ def _experts_kernel(
         offset = tl.load(offsets + program)
         count = tl.load(counts + program)
         first = tl.load(starts + program)
-    if ACTIVATION == "":  # rows of the pairs that nobody computes
-        turn = program * 0
-        while turn < zero_pairs:
-            pair = tl.minimum(program * zero_pairs + turn, pairs - 1)
+    if ACTIVATION == "":  # rows of pairs that no program computes
+        done = program * 0
+        while done < zero_pairs:
+            pair = tl.minimum(program * zero_pairs + done, pairs - 1)
             wanted = tl.load(ids + pair)
             skipped = (wanted < 0) | (tl.load(offsets + tl.maximum(wanted, 0)) < 0)
             tl.store(out + pair.to(tl.int64) * ROWS + n, tl.zeros((N,), tl.float32), mask=(n < ROWS) & skipped)
-            turn += 1
+            done += 1
 
     last_panel: tl.constexpr = (ROWS + 15) // 16 - 1
     both_bytes: tl.constexpr = PANEL_BYTES + (UP_PANEL_BYTES if ACTIVATION != "" else 0)
@@ -198,25 +240,25 @@ def _experts_kernel(
                 value *= tl.load(pair_weights + pair)
                 tl.store(out + pair * ROWS + n, value, mask=(n < ROWS) & live)
             else:
-                value = activate(value, tl.sum(ups[m], 0), ACTIVATION)
+                value = activated(value, ACTIVATION) * tl.sum(ups[m], 0)
                 code, scale, total = _quantise(tl.reshape(value, (N // 32, 32)), N // 32, 32)
-                at = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
-                column = at[:, None] * 32 + tl.arange(0, 32)[None, :]
+                out_slab = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
+                column = out_slab[:, None] * 32 + tl.arange(0, 32)[None, :]
                 tl.store(out + pair * ROWS + column, code.to(tl.int8), mask=(column < ROWS) & live)
-                at_slab = pair * (ROWS // 32) + at
-                tl.store(out_scales + at_slab, scale, mask=(at < ROWS // 32) & live)
-                tl.store(out_sums + at_slab, total, mask=(at < ROWS // 32) & live)
+                target = pair * (ROWS // 32) + out_slab
+                tl.store(out_scales + target, scale, mask=(out_slab < ROWS // 32) & live)
+                tl.store(out_sums + target, total, mask=(out_slab < ROWS // 32) & live)
         done += M
 
 
-def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, Pairs | None]:
-    """x [tokens, columns] quantised, and the pairs of ids [tokens, k] by expert: one launch."""
+def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
+    """Quantise x [tokens, columns] and sort the pairs of ids [tokens, k] by expert, in one launch."""
     tokens, columns = x.shape
     rows = Int8Rows.empty(tokens, columns, x.device)
     slabs = columns // SLAB
     own = ids.numel() <= OWN_PAIRS
     experts = offsets.numel()
-    lists = Pairs(*(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts)))
+    lists = SortedPairs(*(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts)))
     _prepare_kernel[(tokens + (0 if own else experts),)](
         x, ids, offsets, rows.codes, rows.scales, rows.sums, *lists,
         ids.numel(), experts, x.stride(0),
@@ -232,7 +274,7 @@ def _launch(
     offsets: torch.Tensor,
     ids: torch.Tensor,
     x: Int8Rows,
-    pairs: Pairs | None,
+    pairs: SortedPairs | None,
     quants: tuple[str, str],
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     tile: Tile | None,
@@ -241,7 +283,7 @@ def _launch(
     activation: str,
     weights: torch.Tensor,
 ) -> None:
-    """quants: of gate and up, or twice that of the one matrix. outs: see the kernel."""
+    """quants: the formats of gate and up, or twice that of one matrix. outs: `out`, `out_scales`, `out_sums`."""
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
     experts = offsets.numel()
@@ -256,12 +298,8 @@ def _launch(
         ACTIVATION=activation,
         SLAB_COUNT=columns // SLAB,
         ROWS=rows,
-        FORMAT=quants[0],
-        SUPERBLOCK_BYTES=superblock_bytes(quants[0]),
-        PANEL_BYTES=panel_bytes(quants[0], columns),
-        UP_FORMAT=quants[1],
-        UP_SUPERBLOCK_BYTES=superblock_bytes(quants[1]),
-        UP_PANEL_BYTES=panel_bytes(quants[1], columns),
+        **panel_layout.constants(quants[0], columns),
+        **panel_layout.constants(quants[1], columns, "UP_"),
         OWN=pairs is None,
         M=1 if pairs is None else 2 if average <= MANY_PAIRS else 4,
         S=tile.slabs,
@@ -277,13 +315,16 @@ def gate_up(
     offsets: torch.Tensor,
     ids: torch.Tensor,
     x: Int8Rows,
-    pairs: Pairs | None,
+    pairs: SortedPairs | None,
     quants: tuple[str, str],
     intermediate: int,
     activation: str,
     tile: Tile | None = None,
 ) -> Int8Rows:
-    """activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate]. Skipped ones hold anything."""
+    """Return activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate].
+
+    Rows of skipped pairs are undefined.
+    """
     mid = Int8Rows.empty(ids.numel(), intermediate, ids.device)
     outs = (mid.codes, mid.scales, mid.sums)
     _launch(pool, offsets, ids, x, pairs, quants, outs, tile, start=0, activation=activation, weights=x.scales)
@@ -295,14 +336,14 @@ def down(
     offsets: torch.Tensor,
     ids: torch.Tensor,
     mid: Int8Rows,
-    pairs: Pairs | None,
+    pairs: SortedPairs | None,
     weights: torch.Tensor,
     quant: str,
     hidden: int,
     start: int,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """weight * (down mid): [tokens * k, hidden] float32, zero where the pair is skipped."""
+    """Return weight * (down mid): [tokens * k, hidden] float32, zero where the pair is skipped."""
     out = torch.empty(ids.numel(), hidden, dtype=torch.float32, device=ids.device)
     outs = (out, mid.scales, mid.sums)
     _launch(pool, offsets, ids, mid, pairs, (quant, quant), outs, tile, start=start, activation="", weights=weights)

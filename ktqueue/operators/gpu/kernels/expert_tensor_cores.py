@@ -1,29 +1,31 @@
-"""Products with packed weights on a GPU: the kernel behind expert_products.py, and how it is launched.
+"""Products of tokens with packed experts on tensor cores: the kernel behind expert_products.py, and its launcher.
 
-One program multiplies up to BLOCK_M *pairs* (of a token and an expert it chose) of one expert by BLOCK_N rows of that
-expert's weights, which it decodes on the way from memory to the tensor cores. So a weight is read once for up to
-BLOCK_M pairs. How a program finds its pairs:
-  LEADER    few pairs: program p is of the expert of pair p, if no pair before p chose it
-  EXPERT    program e is of expert e, and finds its pairs among all
-  SORTED    many pairs: a list of pairs sorted by expert is made first (pairs.py)
+A *pair* is a token and an expert that it chose. One program multiplies up to BLOCK_M pairs of one expert by BLOCK_N
+rows of that expert's weights, which it decodes on the way from memory to the tensor cores. So a weight is read once for
+up to BLOCK_M pairs. How a program finds its pairs:
+  LEADER    few pairs: program p computes the expert of pair p, unless a pair before p chose the same expert
+  EXPERT    program e computes expert e, and finds its pairs among all pairs
+  SORTED    many pairs: a list of pairs sorted by expert is made first
 """
 
 import torch
-import triton
-import triton.language as tl
 
-from ktqueue.operators.gpu.kernels import formats
-from ktqueue.operators.gpu.kernels import pairs as triton_pairs
-from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS, panel_bytes, superblock_bytes
+from ktqueue.operators.gpu.kernels import formats, panel_layout
+from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS
 
 LEADER = tl.constexpr(0)
 EXPERT = tl.constexpr(1)
 SORTED = tl.constexpr(2)
 
+_SORTED_AT_ONCE = 2048
+"""Pairs that a program of the sort reads at a time."""
+
 
 @triton.jit
 def _eighths(x, M: tl.constexpr):
-    """x [M, 256] -> eight [M, 32]: number i has columns 8w + i."""
+    """x [M, 256] -> eight tensors [M, 32]. Number i has columns 8w + i."""
     bits = tl.reshape(x, (M, 32, 2, 2, 2))
     even, odd = tl.split(bits)  # by the lowest bit of i
     x04, x26 = tl.split(even)
@@ -51,8 +53,10 @@ def product(
     PERMUTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x times the transposed weights, float32 [M, N]. With PERMUTED, rows of x hold the parts of 256 columns one
-    after the other, and zeros beyond the last column."""
+    """Return x times the transposed weights, float32 [M, N].
+
+    PERMUTED: rows of x hold the eight parts of each 256 columns one after the other, and zeros after the last column.
+    """
     word = tl.arange(0, 32)[:, None]
     row = panel_rows[None, :]
     slab_count: tl.constexpr = (COLUMNS + 31) // 32
@@ -69,7 +73,7 @@ def product(
             first, second = formats.planes(base, panel, slab, word, row, slabs, FORMAT)
             scale, minimum = formats.scales(base, panel, slab, word, row, slabs, FORMAT)
         if PERMUTED:
-            x_at = x_rows[:, None] + block * 256 + tl.arange(0, 32)[None, :]
+            x_parts = x_rows[:, None] + block * 256 + tl.arange(0, 32)[None, :]
         else:
             column = block * 256 + tl.arange(0, 256)
             mask = live[:, None] & (column < COLUMNS)[None, :]
@@ -79,22 +83,47 @@ def product(
                 weights = formats.float_part(base, panel, slab, word, row, i, FORMAT)
             else:
                 weights = formats.part(first, second, scale, minimum, i, FORMAT)
-            x = tl.load(x_at + i * 32, mask=live[:, None], other=0.0) if PERMUTED else parts[i]
+            x = tl.load(x_parts + i * 32, mask=live[:, None], other=0.0) if PERMUTED else parts[i]
             acc = tl.dot(x, weights.to(x.dtype), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up."""
-    if ACTIVATION == "silu":
-        gate = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh; tanh(y) = 2 sigmoid(2y) - 1
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate * tl.sigmoid(2.0 * inner)
-    return gate * up
+def _sort_kernel(ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK: tl.constexpr):
+    """Program e lists the pairs of expert e, in order, behind those of experts with lower ids."""
+    expert = tl.program_id(0)
+    on_gpu = tl.load(offsets + expert) >= 0
+    lower = tl.zeros((CHUNK,), tl.int32)
+    begin = expert * 0
+    while begin < pairs:  # the interpreter has no range over run-time values
+        pair = begin + tl.arange(0, CHUNK)
+        chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
+        lower += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
+        begin += CHUNK
+    start = tl.sum(lower, 0)
+    found = tl.zeros((), tl.int32)
+    begin = expert * 0
+    while begin < pairs:
+        pair = begin + tl.arange(0, CHUNK)
+        match = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
+        place = start + found + tl.cumsum(match.to(tl.int32), 0) - 1
+        tl.store(sorted_pairs + place, pair, mask=match)
+        found += tl.sum(match.to(tl.int32), 0)
+        begin += CHUNK
+    tl.store(starts + expert, start)
+    tl.store(counts + expert, tl.where(on_gpu, found, 0))
+
+
+def sort_pairs(ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort pairs by expert on the device: ids [pairs] int64 (negative: skip), offsets [experts] int64 (negative: skip).
+
+    Returns the sorted pairs [pairs] int32, and for each expert where its pairs begin [experts] int32 and how many it has
+    [experts] int32 (0 if skipped).
+    """
+    sorted_pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    starts = torch.empty(2, offsets.numel(), dtype=torch.int32, device=ids.device)
+    _sort_kernel[(offsets.numel(),)](ids, offsets, ids.numel(), sorted_pairs, *starts, CHUNK=_SORTED_AT_ONCE, num_warps=8)
+    return sorted_pairs, starts[0], starts[1]
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "slots", "zero_pairs"])
@@ -105,16 +134,16 @@ def _panels_kernel(
     x,
     pair_weights,  # [pairs] float32
     out,  # [pairs, ROWS]
-    sorted_pairs,  # [pairs] int32, of SORTED
+    sorted_pairs,  # [pairs] int32, only for SORTED
     starts,  # [experts] int32
     counts,  # [experts] int32
     pairs,
     experts,
     slots,  # pairs that share a row of x
     x_stride,
-    start,  # byte where the matrix begins in a record
-    zero_pairs,  # pairs whose rows a program makes zero, if they are skipped
-    ACTIVATION: tl.constexpr,  # "": one matrix, else gate and up
+    start,  # byte of a record where the matrix begins
+    zero_pairs,  # pairs whose rows a program sets to zero if they are skipped
+    ACTIVATION: tl.constexpr,  # "": one matrix, otherwise gate and up
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -127,7 +156,7 @@ def _panels_kernel(
     UP_PANEL_BYTES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FIND: tl.constexpr,
-    SCAN: tl.constexpr,  # pairs, or experts of SORTED, rounded up to a power of two
+    SCAN: tl.constexpr,  # pairs, or experts for SORTED, rounded up to a power of two
     ZERO: tl.constexpr,
     PERMUTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,7 +168,7 @@ def _panels_kernel(
     m = tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    if ZERO > 0:  # rows of the pairs that nobody computes
+    if ZERO > 0:  # rows of pairs that no program computes
         done = program * 0
         while done < zero_pairs:
             turn = done + tl.arange(0, ZERO)
@@ -147,12 +176,12 @@ def _panels_kernel(
             mine = (turn < zero_pairs) & (candidate < pairs)
             wanted = tl.load(ids + candidate, mask=mine, other=0)
             skipped = mine & (tl.load(offsets + tl.maximum(wanted, 0), mask=mine & (wanted >= 0), other=-1) < 0)
-            at = out + candidate[:, None].to(tl.int64) * ROWS + n[None, :]
+            target = out + candidate[:, None].to(tl.int64) * ROWS + n[None, :]
             zeros = tl.zeros((ZERO, BLOCK_N), tl.float32)
-            tl.store(at, zeros.to(out.dtype.element_ty), mask=skipped[:, None] & (n < ROWS)[None, :])
+            tl.store(target, zeros.to(out.dtype.element_ty), mask=skipped[:, None] & (n < ROWS)[None, :])
             done += ZERO
 
-    # The record's offset, and which of the expert's pairs this program takes: lo .. hi.
+    # The offset of the record, and which of the expert's pairs this program computes: lo .. hi.
     if FIND == SORTED:
         all_experts = tl.arange(0, SCAN)
         found = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
@@ -177,7 +206,7 @@ def _panels_kernel(
 
     base = pool + tl.multiple_of(offset, 64) + start
     begin = lo
-    while begin < hi:  # the interpreter has no range of what is only known at run time
+    while begin < hi:  # the interpreter has no range over run-time values
         live = begin + m < hi
         if FIND == SORTED:
             pair = tl.load(sorted_pairs + first + begin + m, mask=live, other=0)
@@ -197,15 +226,15 @@ def _panels_kernel(
         else:
             both_bytes: tl.constexpr = PANEL_BYTES + UP_PANEL_BYTES
             here = base + (block_n * (BLOCK_N // 16)).to(tl.int64) * both_bytes
-            if FORMAT == UP_FORMAT:  # panels of gate and up take turns in one product
+            if FORMAT == UP_FORMAT:  # panels of gate and up alternate in one product
                 local = tl.arange(0, 2 * BLOCK_N)
                 panel = tl.minimum(local // 32, last_panel - block_n * (BLOCK_N // 16)) * 2 + local // 16 % 2
                 acc = product(
                     x_rows, live, here, panel * PANEL_BYTES, local % 16,
                     COLUMNS, FORMAT, IS_FLOAT, SUPERBLOCK_BYTES, BLOCK_M, 2 * BLOCK_N, PERMUTED, STAGES,
                 )  # fmt: skip
-                turns = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 16)), (0, 1, 3, 2))
-                gate, up = tl.split(turns)
+                both = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 16)), (0, 1, 3, 2))
+                gate, up = tl.split(both)
                 gate, up = tl.reshape(gate, (BLOCK_M, BLOCK_N)), tl.reshape(up, (BLOCK_M, BLOCK_N))
             else:
                 local = tl.arange(0, BLOCK_N)
@@ -218,22 +247,22 @@ def _panels_kernel(
                     x_rows, live, here + PANEL_BYTES, panel * both_bytes, local % 16,
                     COLUMNS, UP_FORMAT, UP_IS_FLOAT, UP_SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
                 )  # fmt: skip
-            acc = activate(gate, up, ACTIVATION)
+            acc = activated(gate, ACTIVATION) * up
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
-        at_pair = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
-        tl.store(at_pair, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
+        target = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
         begin += BLOCK_M
 
 
 def _permuted(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 those of part 0, then of part 1 ..."""
+    """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 columns those of part 0, then of part 1 ..."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % (SLAB * SLABS)))
     return padded.view(len(x), -1, SLAB, 8).transpose(2, 3).reshape(padded.shape)
 
 
 def _power(value: int, low: int, high: int) -> int:
-    """`value` rounded up to a power of two between the two."""
+    """Round `value` up to a power of two, between `low` and `high`."""
     return min(max(1 << max(value - 1, 0).bit_length(), low), high)
 
 
@@ -250,10 +279,11 @@ def launch(
     weights: torch.Tensor | None = None,
     zero_skipped: bool = False,
 ) -> None:
-    """out [pairs, rows] = x times the transposed weights of each pair's expert.
+    """Write x times the transposed weights of each pair's expert to out [pairs, rows].
 
-    quants: of the one matrix, or of gate and up, then `activation` joins them. x [pairs / slots, columns]: a row for
-    so many pairs. weights [pairs]: factors of the rows. The rest as in expert_products.py.
+    quants: the format of one matrix, or of gate and up, which `activation` joins. x [pairs / slots, columns]: `slots`
+    pairs share a row. weights [pairs]: factors of the rows. zero_skipped: rows of skipped pairs become zero. The other
+    arguments are those of expert_products.gate_up.
     """
     pairs, rows = out.shape
     if pairs == 0:
@@ -261,53 +291,38 @@ def launch(
     columns = x.shape[1]
     experts = offsets.numel()
     exact = x.dtype == torch.float32
-    largest_block = 32 if exact else 64 if "F32" in quants else 128  # what fits into shared memory
-    lists = (out, out, out)  # not read
+    largest_block = 32 if exact else 64 if "F32" in quants else 128  # the largest that fits into shared memory
+    lists = (out, out, out)  # not used
     if pairs <= 512:
         find, block_m, scan = (LEADER if pairs <= experts else EXPERT), 16, (64 if pairs <= 64 else 512)
         programs = min(pairs, experts)
     else:
         find, scan = SORTED, triton.next_power_of_2(experts)
-        # Half as many again as an expert has on average: few experts take a second block, which decodes anew.
+        # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
         block_m = _power(pairs * 3 // experts // 2, 16, largest_block)
         programs = pairs // block_m + min(pairs, experts)
-        lists = triton_pairs.sort_pairs(ids, offsets)
+        lists = sort_pairs(ids, offsets)
     permuted = block_m > 16
     if permuted:
         x = _permuted(x)
-    elif x.stride(1) != 1:  # rows may lie apart, not their columns
+    elif x.stride(1) != 1:  # rows may be strided, columns not
         x = x.contiguous()
-    # The more rows of weights a warp has, the less it loads of x for each; with one token all warps must have some.
+    # The more rows of weights a warp has, the less of x it loads for each. With one token, every warp needs some rows.
     block_n = (64 if exact else 128) if permuted else (32 if pairs <= 16 else 64)
     if activation:
         block_n //= 2
     gate, up = quants[0], quants[-1]
     zero = 0 if not zero_skipped else 1 if find == LEADER else block_m
     _panels_kernel[(triton.cdiv(rows, block_n), programs)](
-        pool,
-        offsets,
-        ids,
-        x,
-        out if weights is None else weights,
-        out,
-        *lists,
-        pairs,
-        experts,
-        pairs // len(x),
-        x.stride(0),
-        start,
-        triton.cdiv(pairs, programs),
+        pool, offsets, ids, x, out if weights is None else weights, out, *lists,
+        pairs, experts, pairs // len(x), x.stride(0), start, triton.cdiv(pairs, programs),
         ACTIVATION=activation,
         COLUMNS=columns,
         ROWS=rows,
-        FORMAT=gate,
         IS_FLOAT=gate in FLOATS,
-        SUPERBLOCK_BYTES=superblock_bytes(gate),
-        PANEL_BYTES=panel_bytes(gate, columns),
-        UP_FORMAT=up,
+        **panel_layout.constants(gate, columns),
         UP_IS_FLOAT=up in FLOATS,
-        UP_SUPERBLOCK_BYTES=superblock_bytes(up),
-        UP_PANEL_BYTES=panel_bytes(up, columns),
+        **panel_layout.constants(up, columns, "UP_"),
         WEIGHTED=weights is not None,
         FIND=find,
         SCAN=scan,
@@ -317,4 +332,4 @@ def launch(
         BLOCK_N=block_n,
         STAGES=2 if permuted else 3,
         num_warps=8 if block_m == 128 else 4,
-    )
+    )  # fmt: skip

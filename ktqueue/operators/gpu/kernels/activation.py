@@ -1,0 +1,69 @@
+"""The activation between the products of an MLP: gate activation times up."""
+
+from typing import get_args
+
+import torch
+
+from ktqueue.operators import reference
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.native import ActivationName
+
+_MOST_COLUMNS = 1024
+"""Columns that one program computes."""
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """silu, gelu or gelu_tanh of `gate`, float32."""
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # gelu_tanh: (1 + tanh(y)) / 2 = sigmoid(2 y)
+        gate = gate * tl.sigmoid(2.0 * (0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    return gate
+
+
+@triton.jit
+def _gated(
+    gate_up, out, alpha, limit, INTERMEDIATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program for BLOCK columns of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INTERMEDIATE
+    source = gate_up + token * (2 * INTERMEDIATE) + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "swiglu_clamped":  # clamped by comparisons, so that NaN stays NaN
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        gate = gate * tl.sigmoid(alpha * gate)
+    else:
+        gate = activated(gate, ACTIVATION)
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * INTERMEDIATE + column, (gate * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gated(
+    activation: ActivationName, gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float = 7.0
+) -> torch.Tensor:
+    """activation(gate) * up of a dense MLP: gate_up [tokens, 2 * intermediate] -> [tokens, intermediate], its dtype.
+
+    The first half of a row is gate, the second up. alpha and limit belong to swiglu_clamped. Raises ValueError for an
+    unknown activation.
+    """
+    fits = activation in get_args(ActivationName) and gate_up.shape[1] % 2 == 0
+    check_fits(fits, f"gated by {activation}", gate_up=gate_up)
+    if not runs_kernel(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return reference.activate(activation, gate, up, alpha, limit)
+    tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, intermediate)
+    if tokens:
+        block = min(triton.next_power_of_2(intermediate), _MOST_COLUMNS)
+        _gated[(tokens, triton.cdiv(intermediate, block))](
+            gate_up, out, alpha, limit,
+            INTERMEDIATE=intermediate, ACTIVATION=activation, BLOCK=block, num_warps=max(block // 256, 1),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,63 @@
+"""What every operation of this package needs: Triton, the choice between kernel and twin, and its shape errors.
+
+This is the door to Triton. An operation is one file with its kernel, its launcher and its plain torch twin, and such a
+file must also import where Triton is not installed: there, kernels can be defined but not launched.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Never
+
+import torch
+
+__all__ = ["INTERPRETED", "check_fits", "kernels_on_any_device", "runs_kernel", "tl", "triton"]
+
+
+class MissingTriton:
+    """Stands for `triton` and `triton.language`. Launching a kernel raises RuntimeError."""
+
+    def __getattr__(self, name: str) -> "MissingTriton":
+        return self
+
+    def __call__(self, *_: object, **__: object) -> "MissingTriton":
+        return self
+
+    def __getitem__(self, grid: object) -> Never:
+        raise RuntimeError("GPU kernels need the package triton, which is not installed")
+
+
+triton: Any
+tl: Any
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+except ImportError:
+    triton = tl = MissingTriton()
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels, on the CPU."""
+
+_ANY_DEVICE = ContextVar("kernels_on_any_device", default=False)
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether an operation on `x` launches its kernel. Otherwise its torch twin computes the result."""
+    return x.is_cuda or _ANY_DEVICE.get()
+
+
+@contextmanager
+def kernels_on_any_device() -> Iterator[None]:
+    """Launch kernels for CPU tensors too, as Triton's interpreter needs it."""
+    token = _ANY_DEVICE.set(True)
+    try:
+        yield
+    finally:
+        _ANY_DEVICE.reset(token)
+
+
+def check_fits(fits: bool, name: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError with the shapes and dtypes of `tensors` unless `fits`."""
+    if not fits:
+        shapes = ", ".join(f"{key} {list(x.shape)} {x.dtype}" for key, x in tensors.items() if x is not None)
+        raise ValueError(f"{name} does not take {shapes}")
