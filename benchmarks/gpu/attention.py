@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.results import RESULTS, write
 from ktqueue.bench.environment import environment
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, StepContext
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, StepContext
 
@@ -236,8 +237,8 @@ def test_auto_falls_back_to_our_kernels_with_a_warning(
     layout = KVLayout(layers=1, kv_heads=2, head_dim=96, page_size=16, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         assert planner(layout, "auto", 4, torch.bfloat16, {0}).backend == "triton"
-    assert "FlashInfer cannot be had" in caplog.text and "not of 96" in caplog.text
-    with pytest.raises(ValueError, match="flashinfer cannot be had: its kernels do not compute torch\\.float32"):
+    assert "FlashInfer is not available" in caplog.text and "not of 96" in caplog.text
+    with pytest.raises(ValueError, match="flashinfer is not available: its kernels do not support torch\\.float32"):
         small = KVLayout(layers=1, kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
         planner(small, "flashinfer", 4, torch.float32, {0})
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
-from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 
 from ..operators.gpu.kernels.panel_pools import make_pool, route, small
 
@@ -72,16 +73,14 @@ def test_records_far_away(random_weights):
 
 def assert_rounded(pool, offsets, ids, x, weights, record) -> None:
     """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
-    from ktqueue.operators.gpu.kernels import few_rows as triton_few
-
     packed, places, chosen, factors = (one.cuda() for one in (pool, offsets, ids, weights))
-    rows, pairs = triton_few.prepare(x.cuda(), chosen, places)
+    rows, pairs = expert_int8.prepare(x.cuda(), chosen, places)
     expected = Int8Rows.quantise(x)
     assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
     x = Int8Rows(*(one.cpu() for one in (rows.codes, rows.scales, rows.sums))).floats()
     quants = (record.gate, record.up)
-    mid = triton_few.gate_up(packed, places, chosen, rows, pairs, quants, record.intermediate, "silu")
-    got = triton_few.down(packed, places, chosen, mid, pairs, factors, record.down, record.hidden, record.down_start)
+    mid = expert_int8.gate_up(packed, places, chosen, rows, pairs, quants, record.intermediate, "silu")
+    got = expert_int8.down(packed, places, chosen, mid, pairs, factors, record.down, record.hidden, record.down_start)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
     products.gate_up_twin(pool, offsets, ids, x, record, "silu", exact)
@@ -98,7 +97,7 @@ def assert_rounded(pool, offsets, ids, x, weights, record) -> None:
     assert got.cpu()[~computed].eq(0).all()
 
 
-@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in products.panel_layout.FLOATS])
+@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS])
 def test_few_tokens_equal_rounded_products(quant, random_weights):
     cases = [small(quant), ((quant,) * 3, 2048, 768)]
     for quants, hidden, intermediate in cases:
@@ -112,9 +111,7 @@ def test_few_tokens_equal_rounded_products(quant, random_weights):
 
 
 def test_few_tokens_depend_on_no_others(random_weights, monkeypatch):
-    from ktqueue.operators.gpu.kernels import few_rows as triton_few
-
-    monkeypatch.setattr(triton_few, "TILES_OF_MANY", triton_few.TILES)
+    monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()

@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels.fused import (
-    FEW_ROWS,
-    add_rms_norm,
-    few_rows_linear,
-    gated,
-    qk_norm_rope_append,
-    route,
-)
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import FEW_ROWS, few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.router import route
 from ktqueue.workers.startup.gpu_memory import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -9,7 +9,8 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.driver import Driver
 from ktqueue.operators.gpu.handoff.handoff import Handoff
-from ktqueue.operators.gpu.kernels.fused import add_rms_norm, route
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.router import route
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -13,7 +13,7 @@ from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native, reference
-from ktqueue.operators.gpu.attention.base import make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 

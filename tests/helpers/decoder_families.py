@@ -8,7 +8,8 @@ from latent_sizes import LATENT_SIZES
 from transformers import PreTrainedModel
 
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 

@@ -25,7 +25,7 @@ from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
-from ktqueue.operators.gpu.attention.base import BackendName
+from ktqueue.operators.gpu.attention.backends import BackendName
 from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name

@@ -27,7 +27,8 @@ from ktqueue.engine.memory_plan import (
 from ktqueue.loading.inspect import ModelReport
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.experts import CpuExperts
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming

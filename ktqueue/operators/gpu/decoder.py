@@ -17,11 +17,11 @@ from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory, ExpertStatistics
-from ktqueue.operators.gpu.experts.scoring import Scoring
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.kernels.rope import Rotary
+from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
-from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import cosines_and_sines

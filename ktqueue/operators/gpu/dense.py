@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.kernels.fused import few_rows_linear
-from ktqueue.operators.gpu.kernels.panel_matrix import Panels
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
 from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear, stays_quantised
 from ktqueue.operators.packed import ModuleWeights, PackedMatrix
 
@@ -101,7 +101,7 @@ class DenseWeights:
             self._say_decoded({part.quant for part in parts if not stays_quantised(part.quant)})
         return Dense(self._stacked(parts), bias)
 
-    def _packed(self, parts: Sequence[PackedMatrix]) -> list[Panels]:
+    def _packed(self, parts: Sequence[PackedMatrix]) -> list[PanelMatrix]:
         """Neighbours of one format are one part."""
         columns = parts[0].columns
         self.bytes += self._decoded.announce(sum(part.rows for part in parts), columns)
@@ -109,7 +109,9 @@ class DenseWeights:
         for quant, alike in groupby(parts, lambda part: part.quant):
             same = list(alike)
             data = np.concatenate([part.data for part in same]) if len(same) > 1 else same[0].data
-            found.append(Panels.pack(PackedMatrix(quant, sum(part.rows for part in same), columns, data), self._device))
+            found.append(
+                PanelMatrix.pack(PackedMatrix(quant, sum(part.rows for part in same), columns, data), self._device)
+            )
             self.bytes += found[-1].packed.nbytes
         return found
 

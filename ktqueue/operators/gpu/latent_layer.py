@@ -5,7 +5,7 @@ import torch
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual
-from ktqueue.operators.gpu.rotary import Rotary
+from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.latent_shape import LatentShape, absorb, absorbed, make_key, rms_norm, values_of
 from ktqueue.operators.step import StepContext
 

@@ -8,9 +8,10 @@ import torch
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
 from ktqueue.operators.gpu.dense import DenseWeights, Linear
 from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
-from ktqueue.operators.gpu.kernels.fused import few_rows_linear, gated, qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.gpu.latent_layer import LatentLayer
-from ktqueue.operators.gpu.rotary import Rotary
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
 

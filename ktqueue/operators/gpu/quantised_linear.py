@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ktqueue.operators.gpu.kernels import panel_layout
-from ktqueue.operators.gpu.kernels.fused import few_rows_linear
-from ktqueue.operators.gpu.kernels.panel_matrix import Panels, multiply_few
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 
 FEW_ROWS = 4
 """Up to here weights are multiplied as they come from memory, if rows are of 16 bits; beyond they are decoded first."""
@@ -42,7 +42,7 @@ class DecodedWeights:
 class QuantisedLinear:
     """parts: rows of the matrix, one below the other, of the same columns; bias: [rows] or None."""
 
-    def __init__(self, parts: Sequence[Panels], bias: torch.Tensor | None, decoded: DecodedWeights) -> None:
+    def __init__(self, parts: Sequence[PanelMatrix], bias: torch.Tensor | None, decoded: DecodedWeights) -> None:
         self._parts = parts
         self._bias = bias
         self._decoded = decoded

@@ -1,8 +1,8 @@
-"""FlashInfer's paged attention behind our planners (door: flashinfer), compiled for the device when first used.
+"""FlashInfer's paged attention behind our planners. It compiles its kernels for the device when first used.
 
-Eager steps go to its prefill kernels, whatever they mix; captured decode steps to the same kernels in their CUDA graph
-form, one wrapper a row bucket and window. Its plans are made from host arrays: lengths are never read back from the
-device, and all copies are asynchronous out of pinned memory.
+Eager steps use its prefill kernels, whatever they mix. Captured decode steps use the same kernels in their CUDA graph
+form, with one wrapper per row bucket and window. Plans are made from host arrays: lengths are never read back from the
+device, and all copies from pinned memory are asynchronous.
 """
 
 import os
@@ -15,22 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ktqueue.operators.gpu.attention.base import AttentionShape
+from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
 from ktqueue.operators.gpu.attention.page_lists import PageLists, check_decode_step, page_lists, staged
-from ktqueue.operators.gpu.attention.workspace import SharedWorkspace
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of queries; the cache may also be float8_e4m3fn."""
+"""Types of queries. The cache may also be float8_e4m3fn."""
 
 
 class Wrapper:
-    """One of FlashInfer's wrappers, and the moment when its last plan has left pinned memory.
+    """One of FlashInfer's wrappers, and an event for the copy of its last plan.
 
-    A plan is written to pinned memory of the wrapper and copied from there without waiting, so the next one may be
-    written only after that copy. A step later it long is; plans made faster than steps wait here.
+    A plan is written to the wrapper's pinned memory and copied from there without waiting, so the next plan must wait
+    for that copy. One step later it is long finished; only plans that are made faster than steps run wait here.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -38,13 +37,13 @@ class Wrapper:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def plan(self, *arrays: torch.Tensor, **options: Any) -> None:
-        """The wrapper's own `plan`."""
+        """Call the `plan` of the wrapper."""
         self._copied.synchronize()
         self._wrapper.plan(*arrays, **options)
         self._copied.record()
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """query [tokens, heads, head_dim] -> the same shape."""
+        """Attend: query [tokens, heads, head_dim] -> the same shape."""
         query = query.contiguous()
         out = torch.empty_like(query)
         self._wrapper.run(query, (keys, values), out=out)
@@ -52,7 +51,7 @@ class Wrapper:
 
 
 class FlashInferPlan:
-    """Attends by wrappers that are planned: one for each sliding window (0: none) of the model."""
+    """Attends with planned wrappers, one for each sliding window (0: none) of the model."""
 
     def __init__(self, wrappers: dict[int, Wrapper], scaling: float) -> None:
         self._wrappers = wrappers
@@ -61,7 +60,7 @@ class FlashInferPlan:
     def attend(
         self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
     ) -> torch.Tensor:
-        """See AttentionPlan. Raises ValueError for a window or a scaling that the planner was not made for."""
+        """See AttentionPlan. Raises ValueError for another window or scaling than the planner was made for."""
         wrapper = self._wrappers.get(sliding_window)
         if wrapper is None or scaling != self._scaling:
             raise ValueError(
@@ -72,8 +71,7 @@ class FlashInferPlan:
 
 
 class FlashInferDecodePlan(FlashInferPlan):
-    """The plan of a row bucket. `pages`: device buffer for the page lists of all its rows, shared by the windows, but
-    with no other plan: a step whose parts take turns has two."""
+    """The plan of a row bucket. `pages`: device buffer for the page lists of all its rows, shared by the windows."""
 
     def __init__(
         self,
@@ -87,8 +85,8 @@ class FlashInferDecodePlan(FlashInferPlan):
         self._pages = pages
         self._limits = limits
         self._options = options
-        one = np.ones(limits[0], dtype=np.int32)
-        self._plan(PageLists(np.arange(limits[0] + 1, dtype=np.int32), one * 0, one, one))
+        one_page = np.ones(limits[0], dtype=np.int32)
+        self._plan(PageLists(np.arange(limits[0] + 1, dtype=np.int32), one_page * 0, one_page, one_page))
 
     def update(self, host: StepContext) -> None:
         """See DecodePlan."""
@@ -100,14 +98,14 @@ class FlashInferDecodePlan(FlashInferPlan):
             [lists.starts, lists.last, lists.contexts, lists.pages], self._pages.device
         )
         rows, listed = len(lists.last), len(lists.pages)
-        # The list of pages is the only long one. The wrapper would wait for its copy from the host, but takes what lies
-        # in its own buffer already as it is.
-        on_device = self._pages[:listed]
-        on_device.copy_(host[pages : pages + listed], non_blocking=True)
+        # Only the list of pages is long. The wrapper would wait for its copy from the host, but does not copy a list
+        # that is already in its own buffer.
+        page_list = self._pages[:listed]
+        page_list.copy_(host[pages : pages + listed], non_blocking=True)
         for window, wrapper in self._wrappers.items():
             wrapper.plan(
                 host[starts : starts + rows + 1],
-                on_device,
+                page_list,
                 host[last : last + rows],
                 seq_lens=host[contexts : contexts + rows],
                 **self._options[window],
@@ -115,9 +113,9 @@ class FlashInferDecodePlan(FlashInferPlan):
 
 
 class FlashInferPlanner:
-    """An AttentionPlanner over FlashInfer. Its first plan compiles kernels: half a minute, kept on disk.
+    """An AttentionPlanner over FlashInfer. Its first plan compiles kernels for half a minute and keeps them on disk.
 
-    Raises RuntimeError where they cannot be compiled, ImportError where FlashInfer is not installed.
+    Raises RuntimeError if they cannot be compiled, ImportError if FlashInfer is not installed.
     """
 
     backend = "flashinfer"
@@ -132,7 +130,7 @@ class FlashInferPlanner:
 
         self._library = flashinfer
         self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._partial_results = SharedWorkspace(self._device, torch.uint8)
+        self._partial_results = SharedWorkspace(self._device)
         self._plan_bytes = 0
         common = {
             "num_qo_heads": shape.heads,
@@ -144,7 +142,7 @@ class FlashInferPlanner:
             "o_data_type": shape.dtype,
             "non_blocking": True,
         }
-        # A token sees window_left keys before itself.
+        # window_left: how many keys before itself a token sees.
         self._options = {window: {**common, "window_left": window - 1 if window else -1} for window in shape.windows}
         tile = 128 if layout.head_dim < 256 else 64
         with torch.inference_mode(False):
@@ -201,42 +199,46 @@ class FlashInferPlanner:
                     paged_kv_last_page_len_buffer=last,
                     backend="fa2",
                 )
-                # Three indices and a flag a part, two offsets a row. Its own default is 8 MiB a wrapper.
+                # Three indices and a flag per part, two offsets per row. The default would be 8 MiB per wrapper.
                 plan = torch.empty(16 * (parts + rows) + 4096, dtype=torch.uint8, device=self._device)
                 wrapper.reset_workspace_buffer(partial, plan)
                 self._plan_bytes += plan.nbytes
                 wrappers[window] = Wrapper(wrapper)
             self._plan_bytes += firsts.nbytes + last.nbytes + pages.nbytes
             limits = rows, max_pages, self._layout.page_size
-            options = {window: {**one, "head_dim": self._layout.head_dim} for window, one in self._options.items()}
+            options = {
+                window: {**common, "head_dim": self._layout.head_dim} for window, common in self._options.items()
+            }
             return FlashInferDecodePlan(wrappers, self._scaling, pages, limits, options)
 
     def _prefill_wrapper(self, partial: torch.Tensor) -> Any:
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend="fa2")
-        self._plan_bytes += 8 << 20  # what it allocates itself
+        self._plan_bytes += 8 << 20  # allocated by the wrapper itself
         return wrapper
 
     def _most_parts(self) -> int:
-        """Parts that FlashInfer cuts a step into at most when it splits keys: two for each processor."""
+        """Most parts of a step when FlashInfer splits its keys: two for each processor."""
         return 2 * self._processors // self._layout.kv_heads
 
     def _partial_bytes(self, parts: int, tile: int) -> int:
-        """Float32 results of `parts` tiles of `tile` query rows and the log of their sums, for all heads."""
+        """Bytes of the float32 results of `parts` tiles of `tile` query rows and logs of their sums, for all heads."""
         return self._heads * parts * tile * (self._layout.head_dim + 1) * 4 + 4096
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Make FlashInfer compile for `device` alone. Raises RuntimeError where it could not compile."""
+    """Make FlashInfer compile for `device` only. Raises RuntimeError if a compiler is missing."""
     major, minor = torch.cuda.get_device_capability(device)
-    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}")  # it adds the suffix that nvcc wants
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}")  # FlashInfer adds the suffix that nvcc needs
     if find_spec("flashinfer_jit_cache"):
-        return  # compiled already
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (beside / "ninja").is_file():
-        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+        return  # already compiled
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (scripts / "ninja").is_file():
+        os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     nvcc = shutil.which("nvcc") or any((Path(home) / "bin/nvcc").is_file() for home in [*homes, "/usr/local/cuda"])
     if not nvcc:
-        raise RuntimeError("nvcc is neither on PATH nor in CUDA_HOME: FlashInfer compiles its kernels when first used")
+        raise RuntimeError(
+            "FlashInfer compiles its kernels when first used, but nvcc is neither on PATH nor in CUDA_HOME"
+        )
     if shutil.which("ninja") is None:
-        raise RuntimeError("ninja is not on PATH: FlashInfer compiles its kernels with it")
+        raise RuntimeError("FlashInfer compiles its kernels with ninja, which is not on PATH")

@@ -1,40 +1,157 @@
-"""Plans of latent attention for our Triton kernel: every token of a step, chunks and decode rows alike, is an item."""
+"""Multi-head latent attention over absorbed queries: its Triton kernel, and plans in which every token is an item.
+
+Each program computes one token, some of its heads and a split of its keys. See triton_blocks.py for the method. The
+twin is reference.paged_attention over a latent cache.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ktqueue.operators.gpu.attention.page_lists import Indices, page_lists, staged
-from ktqueue.operators.gpu.attention.triton import DecodeRows, TritonDecodePlan, TritonPlan, TritonPlanner
-from ktqueue.operators.gpu.kernels import attention_latent as triton_latent
-from ktqueue.operators.gpu.kernels.attention_blocks import Tables
+from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner
+from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Tables, looked_up, padded, precision
+from ktqueue.operators.gpu.attention.triton_decode import MAX_SPLITS, join, key_share, partial_bytes, partial_results
+from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
+HEADS_AT_ONCE = 16
+"""Heads of one program: the fewest rows that tl.dot accepts."""
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _latent_split(
+    query, keys, row_of, page_starts, pages, contexts,
+    parts,  # [tokens, heads, splits, LATENT_WIDTH] float32; with one split the result, [tokens, heads, LATENT]
+    levels,  # [tokens, heads, splits] float32: log2 of the sum of exponentials
+    scale, splits, page_stride, slot_stride,
+    HEADS: tl.constexpr, M: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_WIDTH: tl.constexpr,
+    ROTARY_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one split of the keys of one token for M of its heads. Empty splits return immediately.
+
+    WHOLE: there is only one split. A latent is read once, for scores and sums alike; the rotary part of a key is read
+    for the scores only.
+    """
+    token = tl.program_id(0)
+    split = tl.program_id(2)
+    row = looked_up(row_of, token)
+    context = tl.load(contexts + token)
+    _, share = key_share(context, splits, 0, BLOCK)
+    first = split * share
+    end = tl.minimum(context, first + share)
+    if first < end:
+        head = tl.program_id(1) * M + tl.arange(0, M)
+        real = head < HEADS
+        column = tl.arange(0, LATENT_WIDTH)
+        rotary_column = tl.arange(0, ROTARY_WIDTH)
+        rows = (token.to(tl.int64) * HEADS + head)[:, None]
+        states = query + rows * (LATENT + ROTARY)
+        latent_query = tl.load(states + column[None, :], mask=real[:, None] & (column < LATENT)[None, :], other=0.0)
+        rotary_query = tl.load(
+            states + LATENT + rotary_column[None, :], mask=real[:, None] & (rotary_column < ROTARY)[None, :], other=0.0
+        )
+        best = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        sums = tl.zeros([M, LATENT_WIDTH], tl.float32)
+        row_pages = pages + tl.load(page_starts + row)
+        for block in range(first, end, BLOCK):
+            index = block + tl.arange(0, BLOCK)
+            exists = index < end
+            page = tl.load(row_pages + index // PAGE_SIZE, mask=exists, other=0)
+            slots = keys + (page.to(tl.int64) * page_stride + (index % PAGE_SIZE) * slot_stride)[:, None]
+            latent = tl.load(slots + column[None, :], mask=exists[:, None] & (column < LATENT)[None, :], other=0.0)
+            rotary_inside = exists[:, None] & (rotary_column < ROTARY)[None, :]
+            rotary_key = tl.load(slots + LATENT + rotary_column[None, :], mask=rotary_inside, other=0.0)
+            latent = latent.to(latent_query.dtype)
+            scores = tl.dot(latent_query, tl.trans(latent), input_precision=PRECISION)
+            rotary_key = rotary_key.to(latent_query.dtype)
+            scores = tl.dot(rotary_query, tl.trans(rotary_key), scores, input_precision=PRECISION) * scale
+            scores = tl.where(exists[None, :], scores, float("-inf"))
+            top = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - top[:, None])
+            shrink = tl.exp2(best - top)
+            total = total * shrink + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(latent_query.dtype), latent, sums * shrink[:, None], input_precision=PRECISION)
+            best = top
+        sums = sums / total[:, None]
+        if WHOLE:
+            cells = rows * LATENT + column[None, :]
+            tl.store(parts + cells, sums.to(parts.dtype.element_ty), mask=real[:, None] & (column < LATENT)[None, :])
+        else:
+            part = (token.to(tl.int64) * HEADS + head) * splits + split
+            tl.store(parts + part[:, None] * LATENT_WIDTH + column[None, :], sums, mask=real[:, None])
+            tl.store(levels + part, best + tl.log2(total), mask=real)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    out: torch.Tensor,
+    tables: Tables,
+    decode_rows: DecodeRows,
+    *,
+    scaling: float,
+) -> None:
+    """Attend for every token of `query` [tokens, heads, latent + rotary], dense, into `out` [tokens, heads, latent].
+
+    keys: [pages, page_size, 1, latent + rotary], dense. tables: `contexts` are those of each token, no query_starts.
+    decode_rows: one item per token; splits: at most MAX_SPLITS; workspace: at least partial_bytes(...), unless there is
+    only one split.
+    """
+    tokens, heads, width = query.shape
+    latent = out.shape[-1]
+    splits = decode_rows.splits
+    parts, levels = (out, out) if splits == 1 else partial_results(decode_rows, heads, latent)
+    block = 16 if query.dtype == torch.float32 else 32
+    _latent_split[(tokens, -(-heads // HEADS_AT_ONCE), splits)](
+        query, keys, decode_rows.rows, tables.page_starts, tables.pages, tables.contexts, parts, levels,
+        scaling * LOG2_E, splits, keys.stride(0), keys.stride(1),
+        HEADS=heads,
+        M=HEADS_AT_ONCE,
+        LATENT=latent,
+        ROTARY=width - latent,
+        LATENT_WIDTH=padded(latent),
+        ROTARY_WIDTH=padded(width - latent),
+        PAGE_SIZE=keys.shape[1],
+        BLOCK=block,
+        WHOLE=splits == 1,
+        PRECISION=precision(query.dtype),
+        num_warps=4,
+        num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        join(parts, levels, tables, replace(decode_rows, rows=None), out, window=0, block=block)
+
+
+def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
+    """Return how many splits keep `processors` busy with `tokens` tokens of at most `max_keys` keys.
+
+    Few tokens always get several splits, even for one block of keys. They need another kernel than many tokens do, and
+    so it is compiled before there are long contexts.
+    """
+    wanted = -(-4 * processors // (tokens * -(-heads // HEADS_AT_ONCE)))
+    return max(1, min(wanted, MAX_SPLITS, max(2, -(-max_keys // 32))))
+
 
 class LatentPlan(TritonPlan):
-    """Attends for one step. Of its tables, `contexts` are those of each token."""
+    """Attends for one step. The `contexts` of its tables are those of each token."""
 
     def attend(
         self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
     ) -> torch.Tensor:
-        """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim]. Raises ValueError for a
-        window."""
+        """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim].
+
+        Raises ValueError for a window.
+        """
         if sliding_window or self._decode is None:
             raise ValueError("latent attention has no sliding windows")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
-        triton_latent.attend(
-            query,
-            kv.keys[layer],
-            out,
-            self._decode.workspace,
-            row_of=self._decode.rows,
-            page_starts=self._tables.page_starts,
-            pages=self._tables.pages,
-            contexts=self._tables.contexts,
-            splits=self._decode.splits,
-            scaling=scaling,
-        )
+        attend(query, kv.keys[layer], out, self._tables, self._decode, scaling=scaling)
         return out
 
 
@@ -72,6 +189,6 @@ class LatentPlanner(TritonPlanner):
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
         heads = self._shape.heads
-        splits = triton_latent.split_count(items, heads, max_keys, self._processors)
-        size = triton_latent.workspace_bytes(items, heads, self._layout.value_dim, splits)
+        splits = split_count(items, heads, max_keys, self._processors)
+        size = 0 if splits == 1 else partial_bytes(items, heads, self._layout.value_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))

@@ -1,6 +1,6 @@
-"""The page tables of a step as lists without holes, and their way to the device: one pinned copy, no waiting.
+"""The page tables of a step as lists without gaps, and one pinned buffer that takes them to the device without waiting.
 
-Everything here is host work over small int32 arrays.
+All of this is host work on small int32 arrays.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,15 @@ from ktqueue.operators.step import StepContext
 
 Indices = npt.NDArray[np.int32]
 ALIGNMENT = 4
-"""Elements: arrays that go to the device together begin at multiples of it."""
+"""Elements. Arrays that go to the device together begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The rows of one step. starts: [rows + 1], first page of each row in `pages`. pages: [starts[-1]], row after row.
-    contexts: [rows], keys of each row. last: [rows], keys in each row's last page, at least 1.
+    """The rows of one step.
+
+    starts: [rows + 1], the first page of each row in `pages`. pages: [starts[-1]], row after row. contexts: [rows],
+    keys of each row. last: [rows], keys in the last page of each row, at least 1.
     """
 
     starts: Indices
@@ -29,14 +31,14 @@ class PageLists:
 
 
 def page_lists(host: StepContext, page_size: int) -> PageLists:
-    """The pages that the rows of `host` (CPU tensors) use. Raises ValueError for a row without keys."""
+    """List the pages that the rows of `host` (CPU tensors) use. Raises ValueError for a row without keys."""
     contexts: Indices = host.context_lengths.numpy()
     table: Indices = host.page_table.numpy()
     if len(contexts) == 0 or contexts.min() < 1:
         raise ValueError("every row of a step has at least one key")
     counts = (contexts + (page_size - 1)) // page_size
     if counts.max() > table.shape[1]:
-        raise ValueError(f"the page table has {table.shape[1]} pages a row, a row of the step needs {counts.max()}")
+        raise ValueError(f"the page table has {table.shape[1]} pages per row, a row of the step needs {counts.max()}")
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     pages = table[np.arange(table.shape[1]) < counts[:, None]]
@@ -45,19 +47,19 @@ def page_lists(host: StepContext, page_size: int) -> PageLists:
 
 def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: int) -> None:
     """Raise ValueError unless `host` has `rows` rows of one token each and at most `max_pages` pages."""
-    given, tokens = len(host.context_lengths), len(host.slot_mapping)
-    if given != rows or tokens != rows:
-        raise ValueError(f"this decode plan is for {rows} rows of one token, not {given} rows of {tokens} tokens")
+    step_rows, tokens = len(host.context_lengths), len(host.slot_mapping)
+    if step_rows != rows or tokens != rows:
+        raise ValueError(f"this decode plan is for {rows} rows of one token, not {step_rows} rows of {tokens} tokens")
     longest = int(host.context_lengths.max())
     if longest > max_pages * page_size:
         raise ValueError(f"this decode plan is for rows of {max_pages} pages of {page_size} keys, not {longest} keys")
 
 
 def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The arrays one after another in one host tensor [elements] int32, pinned if it is for a GPU; where each begins.
+    """Put the arrays into one host tensor [elements] int32, pinned if it is for a GPU. Returns it and their offsets.
 
-    Each begins at a multiple of 16 bytes, so that kernels always find the same alignment. Made anew each time, since an
-    earlier copy may still be under way: torch takes pinned memory back when the copies out of it are done.
+    Each array begins at a multiple of 16 bytes, so that kernels always see the same alignment. The tensor is new each
+    time, because an earlier copy may not be finished: torch reuses pinned memory once the copies from it are done.
     """
     offsets, size = [], 0
     for array in arrays:

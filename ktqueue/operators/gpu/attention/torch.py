@@ -1,4 +1,4 @@
-"""The torch twin of the attention planners: reference.paged_attention over the host's arrays. Any device, no graphs."""
+"""The torch twin of the attention planners: reference.paged_attention over host arrays. Any device, no CUDA graphs."""
 
 import torch
 
@@ -9,7 +9,7 @@ from ktqueue.operators.step import StepContext
 
 
 class TorchPlan:
-    """Attends by the arrays of the step that it was made or updated for; None: not updated yet."""
+    """Attends for the step of its last update. `host`: that step; None before the first update."""
 
     def __init__(self, host: StepContext | None) -> None:
         self._host = host
@@ -19,7 +19,7 @@ class TorchPlan:
     ) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]. Raises ValueError before the first update."""
         if self._host is None:
-            raise ValueError("a decode plan attends after its first update")
+            raise ValueError("a decode plan needs an update before it attends")
         return reference.paged_attention(
             query.transpose(0, 1),
             kv.keys[layer],
@@ -42,7 +42,7 @@ class TorchDecodePlan(TorchPlan):
     def update(self, host: StepContext) -> None:
         """See DecodePlan."""
         check_decode_step(host, *self._limits)
-        self._host = StepContext(  # the arrays may be written again
+        self._host = StepContext(  # the caller may overwrite its arrays
             query_starts=host.query_starts.clone(),
             context_lengths=host.context_lengths.clone(),
             page_table=host.page_table.clone(),

@@ -1,28 +1,15 @@
-"""Plans for the Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
-
-from dataclasses import dataclass
+"""Plans for our Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
 
 import numpy as np
 import torch
 
-from ktqueue.operators.gpu.attention.base import AttentionShape
+from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
 from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, check_decode_step, page_lists, staged
-from ktqueue.operators.gpu.attention.workspace import SharedWorkspace
-from ktqueue.operators.gpu.kernels import attention_decode as triton_decode
-from ktqueue.operators.gpu.kernels import attention_prefill as triton_prefill
-from ktqueue.operators.gpu.kernels.attention_blocks import Tables
+from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
+from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
+from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows of one token: how many, which (None: all), the splits of each, and where partial results go."""
-
-    items: int
-    rows: torch.Tensor | None
-    splits: int
-    workspace: torch.Tensor
 
 
 class TritonPlan:
@@ -41,28 +28,14 @@ class TritonPlan:
         out = torch.empty_like(query)
         keys, values = kv.keys[layer], kv.values[layer]
         if self._decode is not None:
-            triton_decode.decode(
-                query,
-                keys,
-                values,
-                self._tables,
-                out,
-                self._decode.workspace,
-                items=self._decode.items,
-                rows=self._decode.rows,
-                splits=self._decode.splits,
-                scaling=scaling,
-                window=sliding_window,
-            )
+            decode(query, keys, values, self._tables, self._decode, out, scaling=scaling, window=sliding_window)
         if self._tiles is not None:
-            triton_prefill.prefill(
-                query, keys, values, self._tables, out, tiles=self._tiles, scaling=scaling, window=sliding_window
-            )
+            prefill(query, keys, values, self._tables, self._tiles, out, scaling=scaling, window=sliding_window)
         return out
 
 
 class TritonDecodePlan(TritonPlan):
-    """The plan of a row bucket: its buffers stay, their contents change."""
+    """The plan of a row bucket. Its buffers stay in place, their contents change."""
 
     def __init__(self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows) -> None:
         self._limits = rows, max_pages, page_size
@@ -85,18 +58,18 @@ class TritonDecodePlan(TritonPlan):
         return self._buffer.nbytes
 
     def update(self, host: StepContext) -> None:
-        """See DecodePlan. One copy."""
+        """See DecodePlan. Takes one copy to the device."""
         rows, max_pages, page_size = self._limits
         check_decode_step(host, rows, max_pages, page_size)
         self._write(staged(self._arrays(page_lists(host, page_size)), self._buffer.device)[0])
 
     def _write(self, arrays: torch.Tensor) -> None:
-        length = min(len(arrays), len(self._buffer))  # the list of pages may be followed by padding
+        length = min(len(arrays), len(self._buffer))  # padding may follow the list of pages
         self._buffer[:length].copy_(arrays[:length], non_blocking=True)
 
     @staticmethod
     def _arrays(lists: PageLists) -> list[Indices]:
-        """The arrays in the order of the buffer: only the last is of different lengths."""
+        """The arrays in the order of the buffer. Only the length of the last one varies."""
         return [lists.starts, lists.contexts, lists.pages]
 
 
@@ -109,7 +82,7 @@ class TritonPlanner:
         self._shape = shape
         self._layout = shape.layout
         self._device = torch.device(shape.device)
-        self._workspace = SharedWorkspace(self._device, torch.uint8)
+        self._workspace = SharedWorkspace(self._device)
         self._index_bytes = 0
         on_gpu = self._device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 4
@@ -150,19 +123,19 @@ class TritonPlanner:
         return plan
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
-        splits = triton_decode.split_count(items, self._layout.kv_heads, max_keys, self._processors)
-        size = triton_decode.workspace_bytes(items, self._shape.heads, self._layout.head_dim, splits)
+        splits = split_count(items, self._layout.kv_heads, max_keys, self._processors)
+        size = partial_bytes(items, self._shape.heads, self._layout.head_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))
 
     def _tiles(self, chunks: Indices, contexts: Indices) -> Indices:
-        """[tiles, 2]: row and first token of each tile of rows with more than one token, most keys first."""
+        """List the tiles of rows with several tokens [tiles, 2]: row and first token. Most keys come first."""
         group = self._shape.heads // self._layout.kv_heads
-        size = triton_prefill.tile_tokens(group, self._layout.head_dim, self._shape.dtype)
-        longer = np.flatnonzero(chunks > 1)
-        if not len(longer):
+        size = tile_tokens(group, self._layout.head_dim, self._shape.dtype)
+        chunk_rows = np.flatnonzero(chunks > 1)
+        if not len(chunk_rows):
             return np.zeros((0, 2), dtype=np.int32)
-        firsts = [np.arange(0, chunks[row], size, dtype=np.int32) for row in longer]
-        rows = np.repeat(longer, [len(one) for one in firsts]).astype(np.int32)
+        firsts = [np.arange(0, chunks[row], size, dtype=np.int32) for row in chunk_rows]
+        rows = np.repeat(chunk_rows, [len(tokens) for tokens in firsts]).astype(np.int32)
         tiles = np.stack([rows, np.concatenate(firsts)], axis=1)
         keys = contexts[rows] - chunks[rows] + tiles[:, 1]
         return np.ascontiguousarray(tiles[np.argsort(-keys, kind="stable")])

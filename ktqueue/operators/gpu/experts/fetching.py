@@ -1,8 +1,8 @@
 """Fetching: short steps copy a share of their missing experts to the GPU over PCIe, while the CPU computes the rest.
 
 Both read host memory at the same time, and together they reach a higher bandwidth. A step is captured before it is
-known which experts it will use, so kernels choose and copy them: `divide` after the router, `fetch` from pinned memory.
-Both have a Triton kernel for CUDA tensors and a plain torch twin for others. Long steps stream instead (streaming.py).
+known which experts it will use, so kernels choose and copy them (kernels/fetch.py). Long steps stream instead
+(streaming.py).
 The two use the same staging memory, which is safe because no step does both and steps follow one another.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ktqueue.operators.gpu.copy_stream import CopyStream, host_bytes
+from ktqueue.operators.gpu.copy_stream import CopyStream
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer
+from ktqueue.operators.gpu.kernels.fetch import divide, fetch
 
 Ranges = Sequence[tuple[int, int]]
 """(address, bytes) of the pieces of an expert in host memory, in the order of its record."""
@@ -123,67 +124,6 @@ def split_into_parts(experts: Sequence[Ranges]) -> tuple[list[tuple[int, int]], 
             raise ValueError(f"experts of a layer have {size} bytes, not {sum(length for _, length in ranges)}")
         addresses.append([_address_of(ranges, start) for start, _ in parts])
     return parts, addresses
-
-
-def divide(
-    ids: torch.Tensor,
-    resident: torch.Tensor,
-    addresses: torch.Tensor,
-    share: float,
-    area: int,
-    record: int,
-    *,
-    offsets: torch.Tensor,
-    sources: torch.Tensor,
-    cpu_ids: torch.Tensor,
-) -> None:
-    """Choose `share` (from 0 to 1) of the experts that are used and not resident, lowest numbers first. The number is
-    rounded down to whole experts.
-
-    ids: [tokens, k] int64, negative: none. resident: [experts] int64, offset of the expert's record, negative: absent.
-    addresses: [experts, parts] int64, in host memory. area: offset of the first fetched record; each has `record`
-    bytes. Outputs: offsets [experts] int64, as `resident` with the chosen experts added. sources [slots, parts] int64,
-    addresses to fetch from, 0: nothing; at most `slots` experts are chosen. cpu_ids [tokens, k] int64, as ids, with -1
-    where the GPU has or gets the expert.
-    """
-    if ids.is_cuda:
-        from ktqueue.operators.gpu.kernels import fetch as kernels
-
-        kernels.divide(ids.contiguous(), resident, addresses, share, area, record, offsets, sources, cpu_ids)
-        return
-    used = torch.bincount(ids[ids >= 0], minlength=len(resident)) > 0
-    absent = torch.where(used & (resident < 0))[0]
-    chosen = absent[: min(int(share * len(absent)), len(sources))]
-    offsets.copy_(resident)
-    offsets[chosen] = area + record * torch.arange(len(chosen))
-    sources.zero_()
-    sources[: len(chosen)] = addresses[chosen]
-    cpu_ids.copy_(torch.where((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0), -1, ids))
-
-
-def fetch(
-    sources: torch.Tensor,
-    parts: torch.Tensor,
-    sizes: Sequence[tuple[int, int]],
-    memory: torch.Tensor,
-    area: int,
-    record: int,
-) -> None:
-    """Copy the experts that `divide` has chosen to their offsets in `memory` [bytes] uint8.
-
-    sizes: (start, bytes) of the parts, multiples of 16. parts: the same in words of 8 bytes, [parts, 2] int64 on the
-    device of `memory`. The host memory must be pinned if `memory` is on a GPU.
-    """
-    if memory.is_cuda:
-        from ktqueue.operators.gpu.kernels import fetch as kernels
-
-        kernels.fetch(sources, parts, max(size for _, size in sizes), memory, area, record)
-        return
-    for slot, row in enumerate(sources.tolist()):
-        for address, (start, size) in zip(row, sizes, strict=True):
-            if address:
-                begin = area + slot * record + start
-                memory[begin : begin + size] = host_bytes(address, size)
 
 
 def _starts(ranges: Ranges) -> list[int]:

@@ -13,7 +13,7 @@ from ktqueue.operators.gpu.experts.fetching import FetchedShares
 from ktqueue.operators.gpu.experts.pool import ExpertPool
 from ktqueue.operators.gpu.experts.step import RoutedLayer, StepExperts
 from ktqueue.operators.gpu.experts.streaming_choice import StreamingCosts, fit_line
-from ktqueue.operators.gpu.kernels.fused import add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 
 logger = logging.getLogger(__name__)
 

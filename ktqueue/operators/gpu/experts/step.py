@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.experts.scoring import PLAIN, Scoring
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord, experts
-from ktqueue.operators.gpu.kernels.fused import Routing, add_rms_norm, route
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def _dot(codes, x, total, SIGNED: tl.constexpr):
 
 @triton.jit
 def permute(low, high, selector):
-    """Choose bytes: byte i of the result is number (nibble i of `selector`, 0 .. 7) of the bytes of `low` and `high`."""
+    """Choose bytes: byte i of the result is number (nibble i of `selector`, 0 .. 7) of those in `low` and `high`."""
     if INTERPRETED:
         result = selector & 0
         for i in tl.static_range(4):

@@ -27,8 +27,11 @@ OWN_PAIRS = 32
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """Activations quantised to int8. codes [rows, columns] int8; scales [rows, slabs] float32; sums [rows, slabs] int32:
-    the sum of the codes in columns 0 .. 15 of the slab, plus 65536 times that of columns 16 .. 31."""
+    """Activations quantised to int8.
+
+    codes [rows, columns] int8; scales [rows, slabs] float32; sums [rows, slabs] int32: the sum of the codes in columns
+    0 .. 15 of the slab, plus 65536 times that of columns 16 .. 31.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -120,7 +123,7 @@ def _prepare_kernel(
     pairs, experts, x_stride,
     SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. experts - 1 list the pairs of an expert (with CHUNK 0 there are none); the others quantise a row."""
+    """Programs 0 .. experts - 1 list the pairs of an expert (none if CHUNK is 0); the others quantise a row."""
     program = tl.program_id(0)
     if CHUNK > 0:
         if program < experts:
@@ -258,7 +261,9 @@ def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[
     slabs = columns // SLAB
     own = ids.numel() <= OWN_PAIRS
     experts = offsets.numel()
-    lists = SortedPairs(*(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts)))
+    lists = SortedPairs(
+        *(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts))
+    )
     _prepare_kernel[(tokens + (0 if own else experts),)](
         x, ids, offsets, rows.codes, rows.scales, rows.sums, *lists,
         ids.numel(), experts, x.stride(0),

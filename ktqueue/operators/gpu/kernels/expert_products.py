@@ -225,7 +225,7 @@ def _used_experts(offsets: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, t
 
 def _check_experts(ids: torch.Tensor, x: torch.Tensor, record: ExpertRecord, activation: ActivationName) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"the activation of experts on a GPU must be one of {', '.join(ACTIVATIONS)}, got {activation}")
+        raise ValueError(f"the activation of GPU experts must be one of {', '.join(ACTIVATIONS)}, got {activation}")
     _check(ids, x, record.hidden, len(x))
 
 

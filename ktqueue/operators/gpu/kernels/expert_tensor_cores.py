@@ -117,12 +117,14 @@ def _sort_kernel(ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK: tl.co
 def sort_pairs(ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort pairs by expert on the device: ids [pairs] int64 (negative: skip), offsets [experts] int64 (negative: skip).
 
-    Returns the sorted pairs [pairs] int32, and for each expert where its pairs begin [experts] int32 and how many it has
-    [experts] int32 (0 if skipped).
+    Returns the sorted pairs [pairs] int32, and for each expert where its pairs begin [experts] int32 and how many it
+    has [experts] int32 (0 if skipped).
     """
     sorted_pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(2, offsets.numel(), dtype=torch.int32, device=ids.device)
-    _sort_kernel[(offsets.numel(),)](ids, offsets, ids.numel(), sorted_pairs, *starts, CHUNK=_SORTED_AT_ONCE, num_warps=8)
+    _sort_kernel[(offsets.numel(),)](
+        ids, offsets, ids.numel(), sorted_pairs, *starts, CHUNK=_SORTED_AT_ONCE, num_warps=8
+    )
     return sorted_pairs, starts[0], starts[1]
 
 
@@ -256,7 +258,7 @@ def _panels_kernel(
 
 
 def _permuted(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 columns those of part 0, then of part 1 ..."""
+    """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 columns first part 0, then part 1 ..."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % (SLAB * SLABS)))
     return padded.view(len(x), -1, SLAB, 8).transpose(2, 3).reshape(padded.shape)
 

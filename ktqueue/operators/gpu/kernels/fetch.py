@@ -85,7 +85,7 @@ def divide(
     sources: torch.Tensor,
     cpu_ids: torch.Tensor,
 ) -> None:
-    """Choose which experts to fetch: `share` (0 to 1, rounded down) of those that are used and absent, lowest ids first.
+    """Choose experts to fetch: `share` (0 to 1, rounded down) of those that are used and absent, lowest ids first.
 
     ids [tokens, k] int64, negative: none; resident [experts] int64: offset of the expert's record, negative: absent;
     addresses [experts, parts] int64 in host memory; area: offset of the first fetched record, each of `record` bytes.

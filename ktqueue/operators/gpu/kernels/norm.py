@@ -69,7 +69,7 @@ def add_rms_norm(
     shared_gate: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE, and return its RMSNorm.
+    """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE; return its RMSNorm.
 
     residual [tokens, hidden]; weight [hidden]; added, shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a
     gate, only with `shared` (without it, all of `shared` is added): any float dtype. partials [tokens, slots, hidden]

@@ -58,7 +58,7 @@ def panel_count(rows: int) -> int:
 
 
 def constants(quant: str, columns: int, prefix: str = "") -> dict[str, Any]:
-    """What kernels are compiled for, of a matrix with this format and so many columns. `prefix` is that of the names."""
+    """Return the constants of a matrix that kernels are compiled for. Their names begin with `prefix`."""
     return {
         f"{prefix}FORMAT": quant,
         f"{prefix}SUPERBLOCK_BYTES": superblock_bytes(quant),
@@ -67,7 +67,7 @@ def constants(quant: str, columns: int, prefix: str = "") -> dict[str, Any]:
 
 
 def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
-    """Decode panels [count, bytes] uint8 -> [count * 16, columns] float32, with the operations of GGUF's dequantisation.
+    """Decode panels [count, bytes] uint8 -> [count * 16, columns] float32, with the operations of GGUF's own code.
 
     Raises ValueError if a panel with `columns` columns has another number of bytes.
     """

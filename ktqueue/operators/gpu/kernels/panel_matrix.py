@@ -1,4 +1,4 @@
-"""A matrix in GPU memory, packed in panels as the CPU's kernels read it (csrc/panel_layout.h): packed, decoded, multiplied.
+"""A matrix in GPU memory, in the panels that the CPU's kernels read (csrc/panel_layout.h): pack, decode, multiply.
 
 For a few rows, a program has 16 rows of weights, requests all of them at once (as linear.py does), and adds up in
 float32 what the weights are exactly. Two matrices, which may differ in format, can be parts of one product: q and k
@@ -265,7 +265,7 @@ class PanelMatrix:
         return cls(packed, matrix.quant, matrix.rows, matrix.columns)
 
     def decode(self, out: torch.Tensor, *, first: int = 0, ids: torch.Tensor | None = None) -> None:
-        """Decode the rows from `first` on, or those of `ids` [count] int64, to `out` [count, columns] of any float type."""
+        """Decode rows to `out` [count, columns] of any float type: from `first` on, or those of `ids` [count] int64."""
         if runs_kernel(out):
             count, columns = out.shape
             rows = 16

@@ -135,7 +135,7 @@ def qk_norm_rope_append(
     values: torch.Tensor,
     clip: float = 0.0,
 ) -> torch.Tensor:
-    """Return the query of one layer [tokens, heads, head_dim], normed and rotated; write its keys and values to the cache.
+    """Return the normed, rotated query of one layer [tokens, heads, head_dim]; write its keys and values to the cache.
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]: query, key and value of a token one after the other; rows may be
     strided. q_norm, k_norm: RMSNorm weights: None, [head_dim] for each head alone (Qwen3), or [heads * head_dim] and

@@ -17,7 +17,7 @@ _CHOSEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is no
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each token: `ids` and `cpu_ids` [tokens, experts_per_token] int64, `weights` float32 of that shape.
+    """The experts of each token: `ids`, `cpu_ids` [tokens, experts_per_token] int64, `weights` float32 of that shape.
 
     ids: -1 for padding tokens. cpu_ids: the same, and also -1 where the GPU has the expert.
     """

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ktqueue.operators.gpu.attention.base import make_planner
+from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
 
 SHAPE = {"kv_heads": 2, "head_dim": 16, "page_size": 4}
@@ -55,7 +55,7 @@ def test_backends_that_cannot_be_had_are_refused_by_name(steps):
     with pytest.raises(ValueError, match="attention backend is 'fa7'; known are auto, flashinfer, triton, torch"):
         planner(kv, "fa7")
     for name in ("flashinfer", "triton"):
-        with pytest.raises(ValueError, match=f"{name} is not there for cpu"):
+        with pytest.raises(ValueError, match=f"{name} needs a GPU, the device is cpu"):
             planner(kv, name)
     with pytest.raises(ValueError, match="5 query heads do not share 2"):
         make_planner(kv.layout, heads=5, scaling=1.0, windows=frozenset({0}), device="cpu")
@@ -79,7 +79,7 @@ def test_lists_refuse_rows_without_keys_or_pages(steps):
     step = steps.make(kv, [1, 1], [4, 9])
     with pytest.raises(ValueError, match="at least one key"):
         page_lists(replace(step, context_lengths=torch.tensor([4, 0], dtype=torch.int32)), 4)
-    with pytest.raises(ValueError, match="4 pages a row, a row of the step needs 5"):
+    with pytest.raises(ValueError, match="4 pages per row, a row of the step needs 5"):
         page_lists(replace(step, context_lengths=torch.tensor([4, 17], dtype=torch.int32)), 4)
 
 

@@ -1,111 +1,15 @@
-"""Experts that come to a step: the twins against plain words, the kernels (interpreted) against the twins."""
-
-from typing import Any
+"""Where the experts of a layer are in host memory."""
 
 import pytest
-import torch
 
-from ktqueue.operators.gpu.experts import fetching
-
-AREA, RECORD = 640, 192
-
-
-@pytest.fixture
-def kernels() -> Any:
-    """The module of the kernels, where they are interpreted."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: tests/gpu")
-    from ktqueue.operators.gpu.kernels import fetch as triton_fetch
-
-    return triton_fetch
-
-
-def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[str, Any]:
-    """A third of the experts is resident; the last token only pads."""
-    random = torch.Generator().manual_seed(experts * tokens + slots)
-    ids = torch.stack([torch.randperm(experts, generator=random)[:k] for _ in range(tokens)])
-    ids[-1] = -1 if tokens > 1 else ids[-1]
-    resident = torch.full((experts,), -1, dtype=torch.int64)
-    resident[::3] = 64 * torch.arange(len(resident[::3]))
-    return {
-        "ids": ids,
-        "resident": resident,
-        "addresses": torch.arange(1, experts * parts + 1).reshape(experts, parts) * 4096,
-        "offsets": torch.full((experts,), 7, dtype=torch.int64),
-        "sources": torch.full((slots, parts), 9, dtype=torch.int64),
-        "cpu_ids": torch.full((tokens, k), 5, dtype=torch.int64),
-    }
-
-
-def divide(given: dict[str, Any], share: float) -> dict[str, Any]:
-    fetching.divide(
-        given["ids"], given["resident"], given["addresses"], share, AREA, RECORD,
-        offsets=given["offsets"], sources=given["sources"], cpu_ids=given["cpu_ids"],
-    )  # fmt: skip
-    return given
-
-
-CASES = [(8, 1, 2, 2), (8, 3, 8, 8), (128, 1, 8, 3), (128, 64, 8, 40), (128, 5, 8, 3), (60, 17, 4, 60)]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3125, 0.5, 1.0])
-@pytest.mark.parametrize(("experts", "tokens", "k", "slots"), CASES)
-def test_a_share_of_what_is_used_and_absent_comes(experts, tokens, k, slots, share):
-    found = divide(case(experts, tokens, k, slots), share)
-    used = {one for one in found["ids"].flatten().tolist() if one >= 0}
-    absent = sorted(one for one in used if found["resident"][one] < 0)
-    coming = absent[: min(int(share * len(absent)), slots)]
-    assert [row for row in found["sources"].tolist() if any(row)] == [
-        found["addresses"][one].tolist() for one in coming
-    ]
-    assert not found["sources"][len(coming) :].any()
-    for expert in range(experts):
-        place = AREA + RECORD * coming.index(expert) if expert in coming else found["resident"][expert]
-        assert found["offsets"][expert] == place
-    for expert, left in zip(found["ids"].flatten().tolist(), found["cpu_ids"].flatten().tolist(), strict=True):
-        assert left == (expert if expert in absent and expert not in coming else -1)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3125, 1.0])
-@pytest.mark.parametrize(("experts", "tokens", "k", "slots"), CASES)
-def test_the_kernel_divides_as_its_twin(kernels, experts, tokens, k, slots, share):
-    expected, found = divide(case(experts, tokens, k, slots), share), case(experts, tokens, k, slots)
-    kernels.divide(
-        found["ids"], found["resident"], found["addresses"], share, AREA, RECORD,
-        found["offsets"], found["sources"], found["cpu_ids"],
-    )  # fmt: skip
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_what_is_chosen_arrives(kernels, by_kernel):
-    """Records of 20 KB and a bit, whose parts lie apart; the second slot is empty."""
-    sizes = [(0, 16_448), (16_448, 4_096)]
-    record = sum(size for _, size in sizes)
-    host = torch.randint(0, 256, (3 * record,), dtype=torch.uint8)
-    begin = host.data_ptr() + (-host.data_ptr()) % 16
-    sources = torch.tensor([[begin + 32, begin + 17_000 // 16 * 16], [0, 0], [begin + 64, begin + 24_000]])
-    memory = torch.zeros(AREA + 3 * record + 64, dtype=torch.uint8)
-    parts = torch.tensor(sizes) // 8
-    if by_kernel:
-        kernels.fetch(sources, parts, 16_448, memory, AREA, record)
-    else:
-        fetching.fetch(sources, parts, sizes, memory, AREA, record)
-    shift = begin - host.data_ptr()
-    expected = torch.zeros_like(memory)
-    for slot, row in ((0, (32, 17_000 // 16 * 16)), (2, (64, 24_000))):
-        for (start, size), at in zip(sizes, row, strict=True):
-            to = AREA + slot * record + start
-            expected[to : to + size] = host[shift + at : shift + at + size]
-    assert torch.equal(memory, expected)
+from ktqueue.operators.gpu.experts.fetching import split_into_parts
 
 
 def test_parts_are_what_all_experts_have_in_common():
     apart, touching = [(1000, 64), (5000, 128)], [(2000, 192)]
-    parts, addresses = fetching.split_into_parts([apart, touching])
+    parts, addresses = split_into_parts([apart, touching])
     assert parts == [(0, 64), (64, 128)]
     assert addresses == [[1000, 5000], [2000, 2064]]
-    assert fetching.split_into_parts([touching])[0] == [(0, 192)]
+    assert split_into_parts([touching])[0] == [(0, 192)]
     with pytest.raises(ValueError, match="have 192 bytes, not 64"):
-        fetching.split_into_parts([apart, [(3000, 64)]])
+        split_into_parts([apart, [(3000, 64)]])

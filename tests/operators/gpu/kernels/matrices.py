@@ -6,7 +6,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import panel_layout
-from ktqueue.operators.gpu.kernels.panel_matrix import Panels
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
 from ktqueue.operators.packed import Bytes, PackedMatrix
 
 BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
@@ -19,11 +19,11 @@ def columns_of(quant: str) -> int:
 
 def make_panels(
     random_weights: Callable[..., Bytes], quant: str, rows: int, columns: int, device: str = "cpu", seed: int = 0
-) -> tuple[Panels, torch.Tensor]:
+) -> tuple[PanelMatrix, torch.Tensor]:
     """The panels, and [rows, columns] float32 on the CPU."""
     data = random_weights(quant, rows * columns, seed)
     decoded = torch.from_numpy(native.dequantize(quant, data, rows * columns)).view(rows, columns)
-    return Panels.pack(PackedMatrix(quant, rows, columns, data), device), decoded
+    return PanelMatrix.pack(PackedMatrix(quant, rows, columns, data), device), decoded
 
 
 def activations(tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

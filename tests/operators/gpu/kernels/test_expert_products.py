@@ -7,35 +7,11 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
 
+from ..interpreted import by_kernel
 from .panel_pools import make_pool, route, small
 
 BOUND = 2e-6
 """Of float32 sums in another order."""
-
-
-@pytest.fixture
-def kernels():
-    """The Triton kernels, interpreted: (mid, partials) of the experts."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: tests/gpu")
-    from ktqueue.operators.gpu.kernels import panels as triton_panels
-
-    class Kernels:
-        @staticmethod
-        def experts(pool, offsets, ids, x, weights, record, activation="silu"):
-            tokens, slots = ids.shape
-            mid = x.new_full((tokens * slots, record.intermediate), torch.nan)
-            triton_panels.launch(
-                pool, x, mid, (record.gate, record.up), ids=ids, offsets=offsets, activation=activation
-            )
-            out = torch.full((tokens * slots, record.hidden), torch.nan)
-            triton_panels.launch(
-                pool, mid, out, (record.down,), ids=ids, offsets=offsets, start=record.down_start, weights=weights,
-                zero_skipped=True,
-            )  # fmt: skip
-            return mid.view(tokens, slots, -1), out.view(tokens, slots, -1)
-
-    return Kernels
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:
@@ -46,9 +22,10 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
-def assert_experts(kernels, pool, offsets, ids, x, weights, record, activation="silu", bound=BOUND) -> None:
+def assert_experts(pool, offsets, ids, x, weights, record, activation="silu", bound=BOUND) -> None:
     """The kernels make what the twins make; rows of skipped pairs are zero."""
-    mid, partials = kernels.experts(pool, offsets, ids, x, weights, record, activation)
+    mid = by_kernel(products.gate_up, pool, offsets, ids, x, record, activation)
+    partials = by_kernel(products.down, pool, offsets, ids, mid, weights, record)
     expected = products.gate_up(pool, offsets, ids, x, record, activation)
     computed = (ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)
     if computed.any():
@@ -80,25 +57,25 @@ def test_record_sizes(random_weights):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_kernels_equal_the_twins(quant, kernels, random_weights):
+def test_kernels_equal_the_twins(quant, random_weights):
     quants, hidden, intermediate = small(quant)
     pool = make_pool(random_weights, quants, 3, hidden, intermediate)
     x, (ids, weights) = activations(3, hidden), route(3, 3, 2)
-    assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
+    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-def test_three_formats_and_float16(kernels, random_weights):
+def test_three_formats_and_float16(random_weights):
     pool = make_pool(random_weights, ("Q8_0", "Q4_0", "IQ4_NL"), 2, 160, 64)
     x, (ids, weights) = activations(3, 160), route(3, 2, 1)
-    assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
-    assert_experts(kernels, pool.bytes, pool.offsets, ids, x.half(), weights, pool.record, bound=2e-3)
+    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
+    assert_experts(pool.bytes, pool.offsets, ids, x.half(), weights, pool.record, bound=2e-3)
 
 
 @pytest.mark.parametrize("activation", products.ACTIVATIONS)
-def test_activations(activation, kernels, random_weights):
+def test_activations(activation, random_weights):
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
-    assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record, activation)
+    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record, activation)
 
 
 @pytest.mark.parametrize(
@@ -106,37 +83,37 @@ def test_activations(activation, kernels, random_weights):
     [(1, 9, 4), (2, 4, 2), (17, 3, 2), (130, 3, 2), (130, 5, 4)],
     ids=["leaders", "few experts", "more than a block", "many blocks", "sorted"],
 )
-def test_ways_to_find_pairs(tokens, experts, slots, kernels, random_weights):
+def test_ways_to_find_pairs(tokens, experts, slots, random_weights):
     """With experts that nobody chose, are not on the GPU, and pairs that chose none."""
     pool = make_pool(random_weights, "MXFP4", experts, 32, 32)
     x, (ids, weights) = activations(tokens, 32), route(tokens, experts, slots)
-    assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
+    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
     offsets = pool.offsets.clone()
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    assert_experts(kernels, pool.bytes, offsets, ids, x, weights, pool.record)
+    assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
 
 
 @pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[-1, -1]] * 3])
-def test_repeated_and_no_experts(ids, kernels, random_weights):
+def test_repeated_and_no_experts(ids, random_weights):
     pool = make_pool(random_weights, "Q4_0", 8, 64, 32)
     x, weights = activations(3, 64), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
-    assert_experts(kernels, pool.bytes, pool.offsets, torch.tensor(ids), x, weights, pool.record)
+    assert_experts(pool.bytes, pool.offsets, torch.tensor(ids), x, weights, pool.record)
 
 
-def test_all_pairs_on_one_expert(kernels, random_weights):
+def test_all_pairs_on_one_expert(random_weights):
     pool = make_pool(random_weights, "MXFP4", 8, 32, 32)
     for tokens in (70, 600):
         x, ids, weights = activations(tokens, 32), torch.full((tokens, 1), 6), torch.ones(tokens, 1)
-        assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
+        assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-def test_columns_that_lie_apart(kernels, random_weights):
+def test_columns_that_lie_apart(random_weights):
     pool = make_pool(random_weights, "Q8_0", 3, 64, 32)
     for tokens in (3, 130):
         x, (ids, weights) = activations(64, tokens).T, route(tokens, 3, 2)
-        assert_experts(kernels, pool.bytes, pool.offsets, ids, x, weights, pool.record)
+        assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
 def test_refuses_what_does_not_fit(random_weights):

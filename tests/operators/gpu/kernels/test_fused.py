@@ -23,8 +23,11 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeAttention, OlmoeRotary
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
-from ktqueue.operators.gpu.experts.scoring import Scoring
-from ktqueue.operators.gpu.kernels.fused import add_rms_norm, few_rows_linear, gated, qk_norm_rope_append, route
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.router import Scoring, route
 
 DTYPES = (torch.float32, torch.bfloat16)
 

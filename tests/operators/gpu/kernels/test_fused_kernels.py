@@ -1,9 +1,6 @@
 """The kernels of the fused operators: interpreted, they equal the twins; compiled, an H200 takes them."""
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels import fused
+from ktqueue.operators.gpu.kernels import linear, rope
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.router import route
+
+from ..interpreted import by_kernel, compiled_for_h200
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: tests/gpu/test_fused.py", allow_module_level=True)
-
-from ktqueue.operators.gpu.kernels import linear as triton_linear
-from ktqueue.operators.gpu.kernels import norm as triton_norm
-from ktqueue.operators.gpu.kernels import rope as triton_rope
-from ktqueue.operators.gpu.kernels import router as triton_router
 
 DTYPES = (torch.float32, torch.bfloat16)
-STEP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
+STEP = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
 """About two last bits, as part of a number."""
 
 
@@ -56,8 +53,8 @@ def test_add_rms_norm(tokens: int, hidden: int, slots: int, dtype: torch.dtype) 
     }
     for options in (nothing, everything):
         ours, twin = clones({"residual": residual, **options}), clones({"residual": residual, **options})
-        normed = triton_norm.add_rms_norm(weight=weight, epsilon=1e-6, **ours)
-        same(normed, fused.add_rms_norm(weight=weight, epsilon=1e-6, **twin))
+        normed = by_kernel(add_rms_norm, weight=weight, epsilon=1e-6, **ours)
+        same(normed, add_rms_norm(weight=weight, epsilon=1e-6, **twin))
         same(ours["residual"], twin["residual"])
         if options["copy"] is not None:
             same(ours["copy"], normed.float())
@@ -83,16 +80,12 @@ def test_qk_norm_rope_append(
     cache: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_rope, "_FEW_TOKENS", few_tokens)
+    monkeypatch.setattr(rope, "_FEW_TOKENS", few_tokens)
     ours, twin = (qkv(**sizes, dtype=dtype, cache=cache) for _ in range(2))
     padded = torch.zeros(ours["qkv"].shape[0], ours["qkv"].shape[1] + 3, dtype=dtype)
     padded[:, :-3] = ours["qkv"]
-    query = triton_rope.qk_norm_rope_append(
-        padded[:, :-3],
-        **{name: x for name, x in ours.items() if name != "qkv"},
-        head_dim=ours["keys"].shape[-1],
-    )
-    same(query, fused.qk_norm_rope_append(**twin))
+    query = by_kernel(qk_norm_rope_append, padded[:, :-3], **{name: x for name, x in ours.items() if name != "qkv"})
+    same(query, qk_norm_rope_append(**twin))
     assert twin["values"].float().any()
     same(ours["keys"], twin["keys"])
     same(ours["values"], twin["values"])
@@ -130,29 +123,20 @@ def test_route(experts: int, chosen: int, dtype: torch.dtype) -> None:
     for extras, scoring in itertools.product((options, dict.fromkeys(options)), scorings):
         for renormalise in (True, False):
             ours, twin = clones(extras), clones(extras)
-            ids, cpu_ids, weights = triton_router.route(logits, chosen, renormalise=renormalise, **ours, **scoring)
-            expected = fused.route(logits, chosen, renormalise=renormalise, **twin, **scoring)
-            assert torch.equal(ids, expected.ids)
-            assert torch.equal(cpu_ids, expected.cpu_ids)
-            same(weights, expected.weights)
+            routing = by_kernel(route, logits, chosen, renormalise=renormalise, **ours, **scoring)
+            expected = route(logits, chosen, renormalise=renormalise, **twin, **scoring)
+            assert torch.equal(routing.ids, expected.ids)
+            assert torch.equal(routing.cpu_ids, expected.cpu_ids)
+            same(routing.weights, expected.weights)
             if ours["counts"] is not None:
                 assert torch.equal(ours["counts"], twin["counts"])
-                assert torch.equal(ours["copies"][0], cpu_ids)
-                same(ours["copies"][1], weights)
+                assert torch.equal(ours["copies"][0], routing.cpu_ids)
+                same(ours["copies"][1], routing.weights)
 
 
 def test_sigmoids_that_are_all_zero_weigh_nothing() -> None:
-    _, _, weights = triton_router.route(
-        torch.full((1, 4), -200.0),
-        2,
-        renormalise=True,
-        on_gpu=None,
-        live_tokens=None,
-        counts=None,
-        copies=None,
-        sigmoid=True,
-    )
-    assert weights.tolist() == [[0.0, 0.0]]
+    routing = by_kernel(route, torch.full((1, 4), -200.0), 2, renormalise=True, sigmoid=True)
+    assert routing.weights.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,37 +145,31 @@ def test_gated(activation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for tokens, intermediate in ((2, 30), (1, 1100)):
         gate_up = (torch.randn(tokens, 2 * intermediate) * 3).to(dtype)
-        ours = triton_norm.gated(activation, gate_up, 1.702, 2.0)
-        twin = fused.gated(activation, gate_up.float(), alpha=1.702, limit=2.0)
+        ours = by_kernel(gated, activation, gate_up, alpha=1.702, limit=2.0)
+        twin = gated(activation, gate_up.float(), alpha=1.702, limit=2.0)
         torch.testing.assert_close(ours.float(), twin, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "columns"), [(17, 100), (5, 2100)])
 @pytest.mark.parametrize("programs", [1, 512])
 def test_few_rows_linear(
     outputs: int, columns: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_linear, "_PROGRAMS", programs)
+    monkeypatch.setattr(linear, "_PROGRAMS", programs)
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, columns).to(dtype), torch.randn(outputs).to(dtype)
     for tokens in (1, 3, 4):
         x = torch.randn(tokens, columns + 4).to(dtype)[:, :columns]
         for added in (None, bias):
-            ours = triton_linear.few_rows_linear(x, weight, added)
+            ours = by_kernel(few_rows_linear, x, weight, added)
             twin = x.float() @ weight.float().T + (0 if added is None else added.float())
             torch.testing.assert_close(ours.float(), twin, rtol=STEP[dtype], atol=1e-4)
-        sums = triton_linear.few_rows_linear(x, weight, None, torch.float32)
+        sums = by_kernel(few_rows_linear, x, weight, dtype=torch.float32)
         torch.testing.assert_close(sums, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
 
 
 def test_an_h200_takes_them(tmp_path: Path) -> None:
-    """The interpreter accepts what the compiler refuses: types, widths, names that change their type. And what the CPU
-    has just written is read past the caches (a cache_modifier of ".cv" is dropped without a word)."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("sm_90.py")
-    command = [sys.executable, script]
-    done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    fused_kernels = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
-    assert set(done.stdout.split()) == fused_kernels | {"_add_rms_norm+volatile"}
+    """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
+    names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
+    assert set(compiled_for_h200("between matrices", tmp_path)) == names | {"_add_rms_norm+volatile"}

@@ -1,32 +1,20 @@
 """Matrices in packed panels: the twins against GGUF's decoding, the Triton kernels (interpreted) against the same."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels.panel_matrix import Panels, multiply_few
+from ktqueue.operators.gpu.kernels import panel_matrix
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.packed import PackedMatrix
 
+from ..interpreted import by_kernel, by_twin, compiled_for_h200
 from .matrices import BLOCKS, activations, columns_of, make_panels
 
 BOUND = 3e-6
 """Of float32 sums in another order."""
-
-
-@pytest.fixture
-def kernels():
-    """The module of the kernels, where they are interpreted."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: tests/gpu")
-    from ktqueue.operators.gpu.kernels import matrix as triton_matrix
-
-    return triton_matrix
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
@@ -34,44 +22,44 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_rows_are_decoded_as_gguf_has_them(quant, kernels, random_weights):
+def test_rows_are_decoded_as_gguf_has_them(quant, random_weights):
     """From any row on, or those of some ids, by kernel and twin, bit for bit."""
     panels, weights = make_panels(random_weights, quant, 37, columns_of(quant))
     ids = torch.tensor([36, 0, 17, 17, 31, 15, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 33])
     for first, count in ((0, 37), (5, 20)):
-        for decode in (Panels.decode, kernels.decode):
+        for run in (by_twin, by_kernel):
             out = torch.full((count, panels.columns), torch.nan)
-            decode(panels, out, first=first)
+            run(panels.decode, out, first=first)
             assert torch.equal(out, weights[first : first + count])
-    for decode in (Panels.decode, kernels.decode):
+    for run in (by_twin, by_kernel):
         out = torch.full((len(ids), panels.columns), torch.nan, dtype=torch.bfloat16)
-        decode(panels, out, ids=ids)
+        run(panels.decode, out, ids=ids)
         assert torch.equal(out, weights[ids].bfloat16())
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_few_rows(quant, kernels, random_weights):
+def test_few_rows(quant, random_weights):
     """Weights are not rounded; slabs that the tile has and the matrix has not."""
     panels, weights = make_panels(random_weights, quant, 21, columns_of(quant))
     x = activations(1, panels.columns, torch.bfloat16)
-    for multiply in (kernels.few_rows, multiply_few):
+    for run in (by_twin, by_kernel):
         out = torch.full((1, 21), torch.nan)
-        multiply([panels], x, None, out)
+        run(multiply_few, [panels], x, None, out)
         assert_close(out, x.float() @ weights.T)
 
 
-def test_more_columns_than_a_tile_has(kernels, random_weights, monkeypatch):
+def test_more_columns_than_a_tile_has(random_weights, monkeypatch):
     """And more tokens, of float16."""
-    monkeypatch.setattr(kernels, "_FEWEST_SLABS", 8)
-    monkeypatch.setattr(kernels, "_MOST_SLABS", 8)
+    monkeypatch.setattr(panel_matrix, "_FEWEST_SLABS", 8)
+    monkeypatch.setattr(panel_matrix, "_MOST_SLABS", 8)
     panels, weights = make_panels(random_weights, "Q4_0", 16, 288)
     x, out = activations(3, 288, torch.float16), torch.full((3, 16), torch.nan)
-    kernels.few_rows([panels], x, None, out)
+    by_kernel(multiply_few, [panels], x, None, out)
     assert_close(out, x.float() @ weights.T)
 
 
 @pytest.mark.parametrize("quants", [("Q4_K", "Q6_K"), ("Q8_0", "MXFP4")])
-def test_two_formats_in_one_product(quants, kernels, random_weights):
+def test_two_formats_in_one_product(quants, random_weights):
     """Both with rows that do not fill a panel; rows of x and of the product are strided."""
     two = [
         make_panels(random_weights, quant, rows, 256, seed=rows) for quant, rows in zip(quants, (40, 7), strict=True)
@@ -80,7 +68,7 @@ def test_two_formats_in_one_product(quants, kernels, random_weights):
     expected = x.float() @ torch.cat([weights for _, weights in two]).T
     for added in (None, bias):
         wide = torch.full((2, 50), 7.0)
-        kernels.few_rows([panels for panels, _ in two], x, added, wide[:, 2:49])
+        by_kernel(multiply_few, [panels for panels, _ in two], x, added, wide[:, 2:49])
         assert_close(wide[:, 2:49], expected if added is None else expected + added.float())
         assert wide[:, :2].eq(7).all() and wide[:, 49:].eq(7).all()
 
@@ -113,26 +101,26 @@ class Watched:
         (2, 64, None, True),  # every second column
     ],
 )
-def test_rows_are_read_in_whole_words(tokens, wide, start, copied, kernels, random_weights, monkeypatch):
+def test_rows_are_read_in_whole_words(tokens, wide, start, copied, random_weights, monkeypatch):
     """A GPU faults where eight bytes do not begin at a multiple of eight; the interpreter does not mind."""
-    watched = Watched(kernels._few_rows_kernel)
-    monkeypatch.setattr(kernels, "_few_rows_kernel", watched)
+    watched = Watched(panel_matrix._few_rows_kernel)
+    monkeypatch.setattr(panel_matrix, "_few_rows_kernel", watched)
     panels, weights = make_panels(random_weights, "Q8_0", 16, 32)
     memory = activations(1, tokens * wide + 8, torch.bfloat16)[0]
     x = memory.as_strided((tokens, 32), (wide, 2 if start is None else 1), start or 0)
     out = torch.full((tokens, 16), torch.nan)
-    kernels.few_rows([panels], x, None, out)
+    by_kernel(multiply_few, [panels], x, None, out)
     assert_close(out, x.float() @ weights.T)
     assert all(address % 8 == 0 for address in watched.rows)
     assert (watched.rows != [row.data_ptr() for row in x]) == copied
 
 
-def test_rows_that_are_not_finite_poison_themselves(kernels, random_weights):
+def test_rows_that_are_not_finite_poison_themselves(random_weights):
     panels, weights = make_panels(random_weights, "Q4_K", 16, 256)
     x = activations(2, 256, torch.bfloat16)
     x[1, 77] = torch.nan
     out = torch.empty(2, 16)
-    kernels.few_rows([panels], x, None, out)
+    by_kernel(multiply_few, [panels], x, None, out)
     assert out[1].isnan().all()
     assert_close(out[:1], x[:1].float() @ weights.T)
 
@@ -141,15 +129,8 @@ def test_weights_that_are_not_finite_are_refused(random_weights):
     data = random_weights("Q8_0", 3 * 64)
     data[4 * 34 : 4 * 34 + 2] = 0xFF
     with pytest.raises(ValueError, match="row 2"):
-        Panels.pack(PackedMatrix("Q8_0", 3, 64, data), "cpu")
+        PanelMatrix.pack(PackedMatrix("Q8_0", 3, 64, data), "cpu")
 
 
 def test_an_h200_takes_them(tmp_path):
-    """The interpreter accepts what the compiler refuses."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("sm_90_matrix.py")
-    done = subprocess.run(
-        [sys.executable, script], env=environment, cwd=script.parents[3], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_few_rows_kernel"] * 3 + ["_decode_kernel"] * 2
+    assert compiled_for_h200("matrices", tmp_path) == ["_few_rows_kernel"] * 3 + ["_decode_kernel"] * 2

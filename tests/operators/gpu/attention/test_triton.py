@@ -1,10 +1,5 @@
 """The kernels of paged attention, interpreted: they equal the reference whatever the step is made of."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +9,9 @@ if torch.cuda.is_available():
 
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
-from ktqueue.operators.gpu.kernels import attention_decode as triton_decode
+from ktqueue.operators.gpu.attention.triton_decode import split_count
+
+from ..interpreted import compiled_for_h200
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 MIXED = ([20, 1, 3, 1, 2], [41, 70, 3, 1, 37])  # tokens of each row and the keys that its last one sees
@@ -111,17 +108,13 @@ def test_memory_is_shared_between_buckets(steps):
 
 
 def test_splits_keep_the_processors_busy():
-    assert triton_decode.split_count(1, 4, 131072, 132) == 128
-    assert triton_decode.split_count(4, 8, 131072, 132) == 17
-    assert triton_decode.split_count(64, 4, 131072, 132) == 8
-    assert triton_decode.split_count(1, 4, 64, 132) == 2
+    assert split_count(1, 4, 131072, 132) == 128
+    assert split_count(4, 8, 131072, 132) == 17
+    assert split_count(64, 4, 131072, 132) == 8
+    assert split_count(1, 4, 64, 132) == 2
 
 
 def test_an_h200_takes_them(tmp_path):
     """The interpreter accepts what the compiler refuses."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("sm_90_attention.py")
-    command = [sys.executable, script]
-    done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split"}
+    names = {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split"}
+    assert set(compiled_for_h200("attention", tmp_path)) == names

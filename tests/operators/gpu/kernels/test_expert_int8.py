@@ -1,32 +1,19 @@
 """Experts by the integer dot product: the kernels (interpreted) against products of the same rounded rows."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
-from ktqueue.operators.gpu.kernels.int8_rows import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 
+from ..interpreted import by_kernel, compiled_for_h200
 from .panel_pools import make_pool, route
 
-BLOCKS = [quant for quant in native.QUANTS if quant not in products.panel_layout.FLOATS]
+BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
 BOUND = 3e-6
 """Of float32 sums in another order."""
-
-
-@pytest.fixture
-def few():
-    """The module of the kernels, where they are interpreted."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: tests/gpu")
-    from ktqueue.operators.gpu.kernels import few_rows as triton_few
-
-    return triton_few
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:
@@ -37,16 +24,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= BOUND * expected.abs().max()
 
 
-def assert_experts(few, pool, offsets, ids, x, weights, activation="silu") -> None:
+def assert_experts(pool, offsets, ids, x, weights, activation="silu") -> None:
     """Each launch makes of its inputs what plain torch does; rows of skipped pairs are zero."""
     record, slots = pool.record, ids.shape[1]
-    rows, pairs = few.prepare(x, ids, offsets)
+    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets)
     expected = Int8Rows.quantise(x)
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
     torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
     quants = (record.gate, record.up)
-    mid = few.gate_up(pool.bytes, offsets, ids, rows, pairs, quants, record.intermediate, activation)
+    mid = by_kernel(expert_int8.gate_up, pool.bytes, offsets, ids, rows, pairs, quants, record.intermediate, activation)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
     products.gate_up_twin(pool.bytes, offsets, ids, rows.floats(), record, activation, exact)
@@ -60,7 +47,7 @@ def assert_experts(few, pool, offsets, ids, x, weights, activation="silu") -> No
         again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
         assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
     start = record.down_start
-    got = few.down(pool.bytes, offsets, ids, mid, pairs, weights, record.down, record.hidden, start)
+    got = by_kernel(expert_int8.down, pool.bytes, offsets, ids, mid, pairs, weights, record.down, record.hidden, start)
     partials = torch.empty(len(ids), slots, record.hidden)
     products.down_twin(pool.bytes, offsets, ids, mid.floats().nan_to_num(), weights, record, partials)
     assert_close(got.view_as(partials), partials)
@@ -68,57 +55,59 @@ def assert_experts(few, pool, offsets, ids, x, weights, activation="silu") -> No
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_equals_rounded_products(quant, few, random_weights):
+def test_equals_rounded_products(quant, random_weights):
     """Slabs that the tile has and the matrix has not, a superblock that is not whole."""
     superblocks = quant.endswith("_K") or quant == "IQ4_XS"
     pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, 512 if superblocks else 288, 32)
     hidden = pool.record.hidden
     x, (ids, weights) = activations(1, hidden), route(1, 2, 1)
-    assert_experts(few, pool, pool.offsets, ids, x, weights)
+    assert_experts(pool, pool.offsets, ids, x, weights)
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "slots", "own"), [(1, 9, 4, True), (3, 3, 2, False), (9, 2, 1, False)]
 )  # fmt: skip
-def test_ways_to_find_pairs(tokens, experts, slots, own, few, random_weights, monkeypatch):
+def test_ways_to_find_pairs(tokens, experts, slots, own, random_weights, monkeypatch):
     """Pairs on their own and by expert; experts that nobody chose, are not on the GPU, and pairs that chose none."""
     if not own:
-        monkeypatch.setattr(few, "OWN_PAIRS", 0)
+        monkeypatch.setattr(expert_int8, "OWN_PAIRS", 0)
     pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
     x, (ids, weights) = activations(tokens, 64), route(tokens, experts, slots)
     offsets = pool.offsets.clone()
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    assert_experts(few, pool, offsets, ids, x.bfloat16(), weights)
+    assert_experts(pool, offsets, ids, x.bfloat16(), weights)
 
 
 @pytest.mark.parametrize("activation", products.ACTIVATIONS)
-def test_activations(activation, few, random_weights):
+def test_activations(activation, random_weights):
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
-    assert_experts(few, pool, pool.offsets, ids, x, weights, activation)
+    assert_experts(pool, pool.offsets, ids, x, weights, activation)
 
 
-def test_a_pair_depends_on_no_other(few, random_weights, monkeypatch):
+def test_a_pair_depends_on_no_other(random_weights, monkeypatch):
     pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
     x, weights = activations(4, 256), torch.ones(4, 1)
     results = []
     for tokens, own in ((4, 0), (2, 32)):
-        monkeypatch.setattr(few, "OWN_PAIRS", own)
-        monkeypatch.setattr(few, "TILES_OF_MANY", few.TILES)
+        monkeypatch.setattr(expert_int8, "OWN_PAIRS", own)
+        monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
-        rows, pairs = few.prepare(x[:tokens], ids, pool.offsets)
-        mid = few.gate_up(pool.bytes, pool.offsets, ids, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu")
+        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets)
+        mid = by_kernel(expert_int8.gate_up, pool.bytes, pool.offsets, ids, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu")
         start = pool.record.down_start
-        results.append(few.down(pool.bytes, pool.offsets, ids, mid, pairs, weights[:tokens], "Q8_0", 256, start))
+        results.append(
+            by_kernel(expert_int8.down, pool.bytes, pool.offsets, ids, mid, pairs, weights[:tokens], "Q8_0", 256, start)
+        )
     assert torch.equal(results[0][:2], results[1])
 
 
-def test_rows_that_are_not_finite_poison_themselves(few):
+def test_rows_that_are_not_finite_poison_themselves():
     x = activations(4, 96)
     x[0, 3], x[1, 40], x[2, 64:] = torch.inf, torch.nan, 0.0
-    rows, _ = few.prepare(x, torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    rows, _ = by_kernel(expert_int8.prepare, x, torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     expected = Int8Rows.quantise(x)
     for got, wanted in ((rows.codes, expected.codes), (rows.scales, expected.scales), (rows.sums, expected.sums)):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
@@ -130,7 +119,7 @@ def test_which_activations(random_weights):
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
-    def run(x: torch.Tensor, kind: products.ACTIVATION_TYPES) -> torch.Tensor:
+    def run(x: torch.Tensor, kind: products.ActivationType) -> torch.Tensor:
         offsets = (pool.offsets, pool.offsets)
         return products.experts(pool.bytes, *offsets, ids, x, weights, pool.record, "silu", activations=kind)
 
@@ -147,13 +136,6 @@ def test_which_activations(random_weights):
 
 
 def test_an_h200_takes_them(tmp_path):
-    """The interpreter accepts what the compiler refuses."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("sm_90_experts.py")
-    command = [sys.executable, script]
-    done = subprocess.run(command, env=environment, cwd=script.parents[3], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.split()
-        == ["_prepare_kernel", "_experts_kernel", "_experts_kernel"] * 2 + ["_divide_kernel", "_fetch_kernel"] * 2
-    )
+    few = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
+    fetching = ["_divide_kernel", "_fetch_kernel"]
+    assert compiled_for_h200("experts", tmp_path) == few * 2 + fetching * 2

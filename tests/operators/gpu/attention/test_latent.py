@@ -8,8 +8,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu/test_attention.py", allow_module_level=True)
 
 from ktqueue.operators.gpu.attention.base import AttentionShape
-from ktqueue.operators.gpu.attention.latent import LatentPlanner
-from ktqueue.operators.gpu.kernels import attention_latent as triton_latent
+from ktqueue.operators.gpu.attention.latent import LatentPlanner, split_count
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -100,10 +99,9 @@ def test_windows_are_refused(steps):
 
 
 def test_shares_keep_the_processors_busy():
-    assert triton_latent.split_count(1, 16, 131072, 132) == 128
-    assert triton_latent.split_count(8, 16, 131072, 132) == 66
-    assert triton_latent.split_count(8, 128, 131072, 132) == 9
-    assert triton_latent.split_count(512, 16, 512, 132) == 2
-    assert triton_latent.split_count(2048, 16, 2048, 132) == 1
-    assert triton_latent.split_count(3, 16, 2, 132) == 2
-    assert triton_latent.workspace_bytes(2048, 16, 512, 1) == 0
+    assert split_count(1, 16, 131072, 132) == 128
+    assert split_count(8, 16, 131072, 132) == 66
+    assert split_count(8, 128, 131072, 132) == 9
+    assert split_count(512, 16, 512, 132) == 2
+    assert split_count(2048, 16, 2048, 132) == 1
+    assert split_count(3, 16, 2, 132) == 2

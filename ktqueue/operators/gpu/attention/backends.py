@@ -1,0 +1,102 @@
+"""Which attention backend plans the steps of a model. FlashInfer comes first, our Triton kernels second.
+
+Measured on an H200 with the attention of Qwen3-30B-A3B (benchmarks/results/attention-h200.json):
+
+| backend | best at | used for |
+| --- | --- | --- |
+| FlashInfer | many keys from 16 rows on; float8 caches | the first choice on a GPU, if it is installed |
+| Triton | short decode steps, bfloat16 prefill | float32, latents, other head sizes, GPUs without FlashInfer |
+| torch | nothing: it is the twin | CPUs and tests |
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+
+from ktqueue.operators.gpu.attention import flashinfer
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
+from ktqueue.operators.gpu.attention.latent import LatentPlanner
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
+from ktqueue.operators.gpu.attention.triton import TritonPlanner
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+logger = logging.getLogger(__name__)
+
+BackendName = Literal["auto", "flashinfer", "triton", "torch"]
+"""auto: FlashInfer if it is installed and supports the types of the model, otherwise Triton; torch on a CPU."""
+
+
+def make_planner(
+    layout: KVLayout,
+    *,
+    heads: int,
+    scaling: float,
+    windows: Collection[int],
+    device: str,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> AttentionPlanner:
+    """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none).
+
+    `scaling` multiplies the scores. `dtype` is that of the queries; None: that of the cache, or bfloat16 for a float8
+    cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason for a backend that is
+    not available; "auto" logs a warning and takes the next one.
+    """
+    if backend not in get_args(BackendName):
+        raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
+    if heads % layout.kv_heads:
+        raise ValueError(f"{heads} query heads do not share {layout.kv_heads} key/value heads evenly")
+    shape = AttentionShape(
+        layout=layout,
+        heads=heads,
+        scaling=scaling,
+        windows=tuple(sorted(windows)) or (0,),
+        device=device,
+        dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
+    )
+    on_gpu = torch.device(device).type == "cuda"
+    if backend == "torch" or (backend == "auto" and not on_gpu):
+        return TorchPlanner(layout.page_size)
+    if not on_gpu:
+        raise ValueError(f"attention backend {backend} needs a GPU, the device is {device}")
+    if backend == "flashinfer" or (backend == "auto" and shape.dtype != torch.float32 and layout.latent is None):
+        try:
+            return _warmed_up(_flashinfer(shape), shape)
+        except Exception as error:  # the library, its compiler and its bindings have their own exceptions
+            if backend == "flashinfer":
+                raise ValueError(f"attention backend flashinfer is not available: {error}") from error
+            logger.warning("FlashInfer is not available, attention uses our Triton kernels: %s", error)
+    return _warmed_up(TritonPlanner(shape) if layout.latent is None else LatentPlanner(shape), shape)
+
+
+def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
+    """Make a FlashInfer planner. Raises ValueError for what FlashInfer does not support."""
+    if shape.layout.latent is not None:
+        raise ValueError("latent attention needs our own kernels")
+    if shape.layout.head_dim not in flashinfer.HEAD_DIMS:
+        raise ValueError(f"its kernels support heads of {flashinfer.HEAD_DIMS}, not {shape.layout.head_dim}")
+    if shape.dtype not in flashinfer.DTYPES:
+        raise ValueError(f"its kernels do not support {shape.dtype}")
+    return flashinfer.FlashInferPlanner(shape)
+
+
+def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPlanner:
+    """Compile and run all kernels of `planner` once, so that none is compiled while a graph is captured."""
+    kv = KVCache(replace(shape.layout, layers=1), 3, shape.device)
+    step = StepContext(
+        query_starts=torch.tensor([0, 2, 3], dtype=torch.int32),
+        context_lengths=torch.tensor([2, 1], dtype=torch.int32),
+        page_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32),
+        slot_mapping=torch.zeros(3, dtype=torch.int64),
+        kv=kv,
+    )
+    query = torch.zeros(3, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)
+    for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
+        for window in shape.windows:
+            plan.attend(0, query[:tokens], kv, scaling=shape.scaling, sliding_window=window)
+    torch.cuda.synchronize(shape.device)
+    return planner

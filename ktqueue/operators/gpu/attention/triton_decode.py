@@ -1,0 +1,182 @@
+"""Triton kernels of decode rows: the keys of each row are split, then the results of the splits are joined.
+
+See triton_blocks.py for the method.
+"""
+
+import torch
+
+from ktqueue.operators.gpu.attention.triton_blocks import (
+    LOG2_E,
+    DecodeRows,
+    Tables,
+    block_keys,
+    fold,
+    looked_up,
+    padded,
+    precision,
+)
+from ktqueue.operators.gpu.kernels.operation import tl, triton
+
+MAX_SPLITS = 128
+"""Most splits of the keys of a decode row."""
+
+
+@triton.jit
+def key_share(context, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (first key that a decode row sees, keys of each split: whole blocks)."""
+    first = context * 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0)
+    return first, tl.cdiv(tl.cdiv(context - first, splits), BLOCK) * BLOCK
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode_split(
+    query, keys, values, query_starts, page_starts, pages, contexts, rows,
+    parts,  # [items, heads, splits, WIDTH] float32
+    levels,  # [items, heads, splits] float32: log2 of the sum of exponentials
+    scale, splits, page_stride, slot_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = looked_up(rows, item)
+    token = looked_up(query_starts, row)
+    context = tl.load(contexts + row)
+    seen_from, share = key_share(context, splits, WINDOW, BLOCK)
+    first = seen_from + split * share
+    end = tl.minimum(context, first + share)
+    if first < end:
+        place = tl.arange(0, M)
+        column = tl.arange(0, WIDTH)
+        head = kv_head * GROUP + place
+        cells = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+        real = (place < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+        states = tl.load(query + cells, mask=real, other=0.0)
+        best = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        sums = tl.zeros([M, WIDTH], tl.float32)
+        row_pages = pages + tl.load(page_starts + row)
+        row_keys = keys + kv_head * HEAD_DIM
+        row_values = values + kv_head * HEAD_DIM
+        for block in range(first, end, BLOCK):
+            best, total, sums = fold(
+                states, best, total, sums, block, end, place, row_keys, row_values, row_pages, page_stride, slot_stride,
+                scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, False, PRECISION,
+            )  # fmt: skip
+        part = (item.to(tl.int64) * HEADS + head) * splits + split
+        tl.store(parts + part[:, None] * WIDTH + column[None, :], sums / total[:, None], mask=(place < GROUP)[:, None])
+        tl.store(levels + part, best + tl.log2(total), mask=place < GROUP)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode_join(
+    query_starts, contexts, rows, parts, levels, out, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one head of one decode row: their sum, weighted by their shares of the exponentials."""
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    row = looked_up(rows, item)
+    token = looked_up(query_starts, row)
+    context = tl.load(contexts + row)
+    seen_from, share = key_share(context, splits, WINDOW, BLOCK)
+    used = tl.cdiv(context - seen_from, share)
+    first = (item.to(tl.int64) * HEADS + head) * splits
+    every = tl.arange(0, MOST)
+    level = tl.load(levels + first + every, mask=every < used, other=float("-inf"))
+    best = tl.max(level, 0)
+    total = tl.sum(tl.exp2(level - best), 0)
+    column = tl.arange(0, WIDTH)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for block in range(0, used, STEP):
+        some = block + tl.arange(0, STEP)
+        weight = tl.exp2(tl.load(levels + first + some, mask=some < used, other=float("-inf")) - best)
+        cells = (first + some)[:, None] * WIDTH + column[None, :]
+        part = tl.load(parts + cells, mask=(some < used)[:, None], other=0.0)
+        sums += tl.sum(weight[:, None] * part, 0)
+    cells = (token.to(tl.int64) * HEADS + head) * HEAD_DIM + column
+    tl.store(out + cells, (sums / total).to(out.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: Tables,
+    decode_rows: DecodeRows,
+    out: torch.Tensor,
+    *,
+    scaling: float,
+    window: int,
+) -> None:
+    """Attend for the one token of each of `decode_rows`.
+
+    query, out: [tokens, heads, head_dim], dense; keys, values: [pages, page_size, kv_heads, head_dim], dense. Splits:
+    at most MAX_SPLITS; workspace: at least partial_bytes(...). window: 0 is none.
+    """
+    heads, head_dim = query.shape[1:]
+    page_size, kv_heads = keys.shape[1:3]
+    width = padded(head_dim)
+    exact = query.dtype == torch.float32
+    block = block_keys(width, query.dtype)
+    parts, levels = partial_results(decode_rows, heads, head_dim)
+    _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
+        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
+        parts, levels, scaling * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        M=padded(heads // kv_heads),
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        PAGE_SIZE=page_size,
+        WINDOW=window,
+        BLOCK=block,
+        PRECISION=precision(query.dtype),
+        num_warps=8 if exact and width > 128 else 4,
+        num_stages=2 if exact else 3,
+    )  # fmt: skip
+    join(parts, levels, tables, decode_rows, out, window=window, block=block)
+
+
+def join(
+    parts: torch.Tensor,
+    levels: torch.Tensor,
+    tables: Tables,
+    decode_rows: DecodeRows,
+    out: torch.Tensor,
+    *,
+    window: int,
+    block: int,
+) -> None:
+    """Join the splits of `decode_rows` into out [tokens, heads, head_dim]. `block`: keys of a block of the splits."""
+    heads, head_dim = out.shape[1:]
+    _decode_join[(decode_rows.items, heads)](
+        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, out, decode_rows.splits,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=window, BLOCK=block, MOST=MAX_SPLITS, STEP=16,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def split_count(items: int, kv_heads: int, max_keys: int, processors: int) -> int:
+    """Return how many splits keep `processors` busy with `items` decode rows of at most `max_keys` keys.
+
+    Many rows need few splits, but still some, because their lengths may differ a lot.
+    """
+    wanted = -(-4 * processors // (items * kv_heads))
+    return max(1, min(max(wanted, 8), MAX_SPLITS, -(-max_keys // 32)))
+
+
+def partial_bytes(items: int, heads: int, head_dim: int, splits: int) -> int:
+    """Bytes of the partial results of a decode launch."""
+    return items * heads * splits * (padded(head_dim) + 1) * 4
+
+
+def partial_results(decode_rows: DecodeRows, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the workspace, float32: the sums [items, heads, splits, padded head_dim], flat, then their levels."""
+    parts = decode_rows.workspace.view(torch.float32)
+    return parts, parts[decode_rows.items * heads * decode_rows.splits * padded(head_dim) :]

@@ -1,0 +1,105 @@
+"""Triton kernel of chunks: tiles of tokens over all keys that they see. See triton_blocks.py for the method."""
+
+import torch
+
+from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, precision
+from ktqueue.operators.gpu.kernels.operation import tl, triton
+
+
+@triton.jit
+def _prefill_tile(
+    query, keys, values, query_starts, page_starts, pages, contexts,
+    tiles,  # [tiles, 2]: row, and the first token of the tile, counted within the row
+    out, scale, page_stride, slot_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute TOKENS tokens of one row for the heads of one key/value head: first the keys that all of them see."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(tiles + 2 * tile)
+    offset = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(query_starts + row)
+    chunk = tl.load(query_starts + row + 1) - begin
+    context = tl.load(contexts + row)
+    place = tl.arange(0, M)
+    column = tl.arange(0, WIDTH)
+    token = offset + place // GROUP
+    head = kv_head * GROUP + place % GROUP
+    real = (token < chunk) & (place < TOKENS * GROUP)
+    cells = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    states = tl.load(query + cells, mask=inside, other=0.0)
+    position = context - chunk + token
+    lowest = context - chunk + offset
+    end = tl.minimum(lowest + TOKENS, context)
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, WIDTH], tl.float32)
+    row_pages = pages + tl.load(page_starts + row)
+    row_keys = keys + kv_head * HEAD_DIM
+    row_values = values + kv_head * HEAD_DIM
+    if WINDOW > 0:
+        masked_from = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK * BLOCK
+    else:
+        masked_from = (lowest + 1) // BLOCK * BLOCK
+        for block in range(0, masked_from, BLOCK):
+            best, total, sums = fold(
+                states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride,
+                slot_stride, scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, False, False, PRECISION,
+            )  # fmt: skip
+    for block in range(masked_from, end, BLOCK):
+        best, total, sums = fold(
+            states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride, slot_stride,
+            scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, True, PRECISION,
+        )  # fmt: skip
+    tl.store(out + cells, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: Tables,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scaling: float,
+    window: int,
+) -> None:
+    """Attend for the tokens of `tiles` [tiles, 2] int32: a row, and the first token of the tile within the row.
+
+    A tile has tile_tokens(...) tokens, or the rest of its row. The other arguments are those of triton_decode.decode;
+    `tables` must have query_starts.
+    """
+    heads, head_dim = query.shape[1:]
+    page_size, kv_heads = keys.shape[1:3]
+    group = heads // kv_heads
+    width = padded(head_dim)
+    exact = query.dtype == torch.float32
+    _prefill_tile[(len(tiles), kv_heads)](
+        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles, out,
+        scaling * LOG2_E, keys.stride(0), keys.stride(1),
+        HEADS=heads,
+        GROUP=group,
+        TOKENS=tile_tokens(group, head_dim, query.dtype),
+        M=_tile_rows(group, head_dim, query.dtype),
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        PAGE_SIZE=page_size,
+        WINDOW=window,
+        BLOCK=block_keys(width, query.dtype),
+        PRECISION=precision(query.dtype),
+        num_warps=4 if exact and width <= 128 else 8,
+        num_stages=2 if exact or width > 128 else 3,
+    )  # fmt: skip
+
+
+def tile_tokens(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of one tile of `prefill` if `group` query heads share a key/value head."""
+    return _tile_rows(group, head_dim, dtype) // group
+
+
+def _tile_rows(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a tile's matrix, a power of two: tokens times the heads that share a key/value head."""
+    return max(32 if dtype == torch.float32 else 64 if head_dim > 128 else 128, padded(group))

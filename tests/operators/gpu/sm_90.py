@@ -1,0 +1,223 @@
+"""Compiles what the launchers launch for an H200 (sm_90, down to machine code), on a machine without a GPU.
+
+`python sm_90.py TOPIC` compiles the kernels of one topic and prints their names: so tests find what the interpreter
+accepts and the compiler refuses. A process that compiles cannot interpret, so tests start it as another process.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
+from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
+from ktqueue.operators.gpu.kernels import expert_int8, fetch
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.router import route
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """Launches compile only, whatever device their tensors are on. Gives the names of the kernels, as they come, with
+    "+volatile" behind those that have such loads."""
+    names: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"]
+        names.append(self.fn.__name__ + "+volatile" * ("ld.volatile" in kernel.asm["ptx"]))
+        return kernel
+
+    driver.set_active(_Driver())
+    JITFunction.run = compile_only
+    with kernels_on_any_device():
+        yield names
+    JITFunction.run = run
+
+
+def between_matrices() -> None:
+    """Every kernel between matrix products, for shapes and types that models have."""
+    for dtype, hidden, slots in ((torch.bfloat16, 2048, 8), (torch.float32, 2880, 4)):
+        rows = torch.zeros(2, hidden, dtype=dtype)
+        nothing = dict.fromkeys(("added", "partials", "shared", "shared_gate", "copy"))
+        everything = {
+            "added": rows.float(),
+            "partials": torch.zeros(2, slots, hidden),
+            "shared": rows,
+            "shared_gate": rows[:, :1].contiguous(),
+            "copy": rows.float(),
+        }
+        for options in (nothing, everything, {**everything, "shared_gate": None}):
+            add_rms_norm(rows, rows[0], 1e-6, **options)
+    for activation in ("silu", "gelu", "gelu_tanh", "swiglu_clamped"):
+        gated(activation, torch.zeros(2, 6144, dtype=torch.bfloat16))
+
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    for heads, kv_heads, head_dim, norm, clip, tokens, dtype, cache in (
+        (32, 4, 128, "head", 0.0, 2, bf16, bf16),
+        (32, 4, 128, "head", 0.0, 200, bf16, fp8),
+        (16, 16, 80, "whole", 8.0, 2, torch.float32, torch.float32),
+        (16, 16, 128, "whole", 8.0, 200, bf16, fp8),
+        (8, 8, 96, "", 0.0, 2, torch.float16, torch.float16),
+    ):
+        sizes = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
+        qk_norm_rope_append(
+            torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+            heads=heads,
+            kv_heads=kv_heads,
+            q_norm=torch.zeros(sizes[0], dtype=dtype) if sizes else None,
+            k_norm=torch.zeros(sizes[1], dtype=dtype) if sizes else None,
+            epsilon=1e-6,
+            cosine=torch.zeros(4, head_dim // 2),
+            sine=torch.zeros(4, head_dim // 2),
+            positions=torch.zeros(tokens, dtype=torch.int64),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+            keys=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
+            values=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
+            clip=clip,
+        )
+
+    for tokens, outputs, columns in ((1, 5120, 2048), (4, 2880, 2880)):
+        weight = torch.zeros(outputs, columns, dtype=bf16)
+        few_rows_linear(weight[:tokens], weight, weight[:, 0].contiguous())
+
+    for experts, chosen, dtype in ((128, 8, bf16), (60, 4, torch.float32)):
+        options = {
+            "on_gpu": torch.zeros(experts, dtype=torch.int64),
+            "live_tokens": torch.zeros(1, dtype=torch.int32),
+            "counts": torch.zeros(experts, dtype=torch.int32),
+            "copies": (torch.zeros(2, chosen, dtype=torch.int64), torch.zeros(2, chosen)),
+        }
+        for extras in (options, dict.fromkeys(options)):
+            logits = torch.zeros(2, experts, dtype=dtype)
+            route(logits, chosen, renormalise=experts == 128, **extras)
+            by = {"choice": logits.float(), "sigmoid": True, "scale": 2.5}
+            route(logits, chosen, renormalise=experts == 128, **extras, **by)
+
+
+ATTENTION_CASES = (
+    (32, 4, 128, 16, torch.bfloat16, torch.bfloat16, 4096),
+    (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, 0),
+    (8, 8, 64, 64, torch.float32, torch.float32, 0),
+)
+"""heads, key/value heads, head_dim, page size, types of queries and cache, window"""
+
+
+def attention() -> None:
+    """Decode rows, all of a step or some of them, and tiles of chunks."""
+    indices = torch.zeros(16, dtype=torch.int32)
+    chunks, decode = Tables(indices, indices, indices, indices), Tables(indices, indices, indices)
+    for heads, kv_heads, head_dim, page_size, dtype, cache, window in ATTENTION_CASES:
+        query = torch.zeros(3, heads, head_dim, dtype=dtype)
+        keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
+        workspace = torch.zeros(triton_decode.partial_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
+        common = {"scaling": 0.1, "window": window}
+        for tables, rows in ((decode, None), (chunks, indices)):
+            triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, **common)
+        triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, **common)
+
+
+def latent_attention() -> None:
+    """DeepSeek's latents, with one split of the keys and with many."""
+    indices = torch.zeros(16, dtype=torch.int32)
+    decode = Tables(indices, indices, indices)
+    for heads, dtype, cache in (
+        (16, torch.bfloat16, torch.bfloat16),
+        (128, torch.bfloat16, torch.float8_e4m3fn),
+        (16, torch.float32, torch.float32),
+    ):
+        query, out = torch.zeros(3, heads, 576, dtype=dtype), torch.zeros(3, heads, 512, dtype=dtype)
+        keys = torch.zeros(4, 16, 1, 576).to(cache)
+        for splits, row_of in ((1, indices), (8, None)):
+            workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
+            latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+
+
+EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
+
+
+def experts(tokens: int) -> None:
+    """Experts with few tokens: all three launches."""
+    pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
+    ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
+    x, pairs = expert_int8.prepare(torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16), ids, offsets)
+    quants = (RECORD.gate, RECORD.up)
+    mid = expert_int8.gate_up(pool, offsets, ids, x, pairs, quants, RECORD.intermediate, "silu")
+    expert_int8.down(pool, offsets, ids, mid, pairs, weights, RECORD.down, RECORD.hidden, RECORD.down_start)
+
+
+def fetched(tokens: int, slots: int) -> None:
+    """Experts that a step fetches: both launches."""
+    ids, sources = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(slots, 2, dtype=torch.int64)
+    offsets, addresses = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, 2, dtype=torch.int64)
+    fetch.divide(ids, offsets, addresses, 0.3, 0, RECORD.bytes, offsets=offsets, sources=sources, cpu_ids=ids)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    fetch.fetch(sources, torch.zeros(2, 2, dtype=torch.int64), [(0, 1 << 20)], memory, 0, RECORD.bytes)
+
+
+def matrix(quant: str, rows: int, columns: int) -> PanelMatrix:
+    """A matrix of a model's size. Its weights are never read."""
+    return PanelMatrix(torch.zeros(64, dtype=torch.uint8), quant, rows, columns)
+
+
+def panel_matrices() -> None:
+    """Products of few rows, and decoded rows."""
+    for tokens, columns, parts in (
+        (1, 2048, [matrix("Q4_K", 4608, 2048), matrix("Q6_K", 512, 2048)]),
+        (4, 4096, [matrix("Q4_K", 2048, 4096)]),
+        (2, 2880, [matrix("IQ4_NL", 100, 2880)]),
+    ):
+        x = torch.zeros(tokens, columns, dtype=torch.float16 if columns == 2880 else torch.bfloat16)
+        out = torch.zeros(tokens, sum(part.rows for part in parts), dtype=x.dtype)
+        multiply_few(parts, x, out[0] if columns == 2880 else None, out)
+    for quant, ids in (("Q4_K", None), ("Q6_K", torch.zeros(3, dtype=torch.int64))):
+        matrix(quant, 512, 2048).decode(torch.zeros(3, 2048, dtype=torch.bfloat16), ids=ids)
+
+
+def compile_topic(topic: str) -> None:
+    """Launch every kernel of the topic."""
+    if topic == "between matrices":
+        between_matrices()
+    elif topic == "attention":
+        attention()
+        latent_attention()
+    elif topic == "experts":
+        for tokens in (1, 64):
+            experts(tokens)
+        for tokens, slots in ((1, 2), (64, 38)):
+            fetched(tokens, slots)
+    elif topic == "matrices":
+        panel_matrices()
+    else:
+        raise ValueError(f"unknown topic {topic}")
+
+
+if __name__ == "__main__":
+    with compiling() as names:
+        compile_topic(sys.argv[1])
+    sys.stdout.write(" ".join(names))
