@@ -1,4 +1,4 @@
-"""Experts that stay packed in GPU memory, in the layout of the CPU kernels (csrc/panel_layout.h), and their products.
+"""Experts packed in GPU memory, in the layout of the CPU kernels (csrc/formats/panel_layout.h), and their products.
 
 One expert is a *record* of bytes in a pool: panel 0 of gate, panel 0 of up, panel 1 of gate and so on, then the panels
 of down. A *pair* is a token and one of the experts it chose. Each function launches a kernel for CUDA tensors and

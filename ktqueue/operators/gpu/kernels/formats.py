@@ -1,4 +1,4 @@
-"""What the bytes of packed weights mean, for Triton kernels: csrc/panel_layout.h, one superblock at a time.
+"""What the bytes of packed weights mean, for Triton kernels: csrc/formats/panel_layout.h, one superblock at a time.
 
 A superblock of 256 columns is a tile of 32 *words* by N rows. Word w = 4 * slab + j of a row stands for its columns
 8w .. 8w + 7; *part* i of the tile, [32, N], holds column 8w + i of each word. So in every format the eight parts come

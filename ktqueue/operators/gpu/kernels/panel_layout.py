@@ -1,7 +1,7 @@
 """Weights packed as the CPU's kernels read them: sizes of the layout, and how its bytes are decoded.
 
-csrc/panel_layout.h describes the layout: *panels* of 16 rows, each a run of *superblocks* of up to eight *slabs* of 32
-columns. Plain torch decodes it here on any device: the twin of formats.py. Knows no expert.
+csrc/formats/panel_layout.h describes the layout: *panels* of 16 rows, each a run of *superblocks* of up to eight
+*slabs* of 32 columns. Plain torch decodes it here on any device: the twin of formats.py. Knows no expert.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A matrix in GPU memory, in the panels that the CPU's kernels read (csrc/panel_layout.h): pack, decode, multiply.
+"""A matrix in GPU memory, in the panels of the CPU's kernels (csrc/formats/panel_layout.h): pack, decode, multiply.
 
 For a few rows, a program has 16 rows of weights, requests all of them at once (as linear.py does), and adds up in
 float32 what the weights are exactly. Two matrices, which may differ in format, can be parts of one product: q and k

@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-<<<<<<<< HEAD:tests/operators/gpu/experts/test_fetching.py
-from ktqueue.operators.gpu.experts import fetching
-========
 from ktqueue.operators.gpu.kernels import fetch
 
 from ..interpreted import by_kernel, by_twin
->>>>>>>> eb6eeaf (Attention is one package with its kernels; make_planner has a file of its own):tests/operators/gpu/kernels/test_fetch.py
 
 AREA, RECORD = 640, 192
 
@@ -34,15 +30,9 @@ def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[
     }
 
 
-<<<<<<<< HEAD:tests/operators/gpu/experts/test_fetching.py
-def divide(given: dict[str, Any], share: float) -> dict[str, Any]:
-    fetching.divide(
-        given["ids"], given["resident"], given["addresses"], share, AREA, RECORD,
-========
 def divide(given: dict[str, Any], share: float, run: Callable[..., Any] = by_twin) -> dict[str, Any]:
     run(
         fetch.divide, given["ids"], given["resident"], given["addresses"], share, AREA, RECORD,
->>>>>>>> eb6eeaf (Attention is one package with its kernels; make_planner has a file of its own):tests/operators/gpu/kernels/test_fetch.py
         offsets=given["offsets"], sources=given["sources"], cpu_ids=given["cpu_ids"],
     )  # fmt: skip
     return given
@@ -88,14 +78,7 @@ def test_what_is_chosen_arrives(run):
     sources = torch.tensor([[begin + 32, begin + 17_000 // 16 * 16], [0, 0], [begin + 64, begin + 24_000]])
     memory = torch.zeros(AREA + 3 * record + 64, dtype=torch.uint8)
     parts = torch.tensor(sizes) // 8
-<<<<<<<< HEAD:tests/operators/gpu/experts/test_fetching.py
-    if by_kernel:
-        kernels.fetch(sources, parts, 16_448, memory, AREA, record)
-    else:
-        fetching.fetch(sources, parts, sizes, memory, AREA, record)
-========
     run(fetch.fetch, sources, parts, sizes, memory, AREA, record)
->>>>>>>> eb6eeaf (Attention is one package with its kernels; make_planner has a file of its own):tests/operators/gpu/kernels/test_fetch.py
     shift = begin - host.data_ptr()
     expected = torch.zeros_like(memory)
     for slot, row in ((0, (32, 17_000 // 16 * 16)), (2, (64, 24_000))):
