@@ -3,8 +3,8 @@
 A tile is [S, N]: S slabs of 32 columns by N rows. For each row of a slab the packed planes hold the words of eight
 lines: line l has the codes of columns 4l .. 4l + 3, one byte each once unpacked (csrc/formats/panel_layout.h). That is
 one operand of dp4a; the other is the codes of the same columns of x. A thread has whole slabs of its rows, so it
-decodes scales once for 32 weights. Codes are unsigned, or signed if they come from a table. The contribution of an offset or a
-minimum comes from the sum of x's codes (expert_int8.Int8Rows).
+decodes scales once for 32 weights. Codes are unsigned, or signed if they come from a table. The contribution of an
+offset or a minimum comes from the sum of x's codes (expert_int8.Int8Rows).
 """
 
 from ktqueue.operators.gpu.kernels import formats

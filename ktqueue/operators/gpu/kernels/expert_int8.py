@@ -7,8 +7,8 @@ result of a pair depends on other pairs only by the tile that is chosen for thei
 
 An int8 row has one scale for each slab of 32 columns: x[column] = scale * code up to rounding, scale = max |x| / 127 of
 the slab, as csrc/formats/activations.h does it for the CPU. A slab with an infinity or a NaN has the scale NaN, which
-poisons the results of that row and no other. Sums are of codes, not of x, also for minimums: one row of rounded activations is
-multiplied, so rounding errors meet whole weights (whose mean is near zero) and not their codes.
+poisons the results of that row and no other. Sums are of codes, not of x, also for minimums: one row of rounded
+activations is multiplied, so rounding errors meet whole weights (whose mean is near zero) and not their codes.
 """
 
 from dataclasses import dataclass
