@@ -23,7 +23,7 @@ from ktqueue.loading.tokenizer.files import TOKENIZER_FILES
 
 COMPUTATION = 1  # a release that computes other tokens from the same weights and settings increases it
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits
-PART_BYTES = 64 << 20  # hashed by one thread at a time
+PART_BYTES = 64 << 20
 READ_BYTES = 4 << 20
 MAX_THREADS = 8
 
@@ -33,10 +33,12 @@ _State = tuple[int, ...]  # fields that change when a file is written
 class ModelFiles:
     """Hashes all bytes of a model's files on its own threads. Hashing begins with the `with` block.
 
-    `model`, `tokenizer`: the settings with these names. Raises CheckpointError if a file does not exist.
+    `model`, `tokenizer`: the settings with these names. `part_bytes` are hashed by one thread at a time. Raises
+    CheckpointError if a file does not exist.
     """
 
-    def __init__(self, model: str, tokenizer: str | None) -> None:
+    def __init__(self, model: str, tokenizer: str | None, part_bytes: int = PART_BYTES) -> None:
+        self._part_bytes = part_bytes
         settings = [setting for setting in (model, tokenizer) if setting]
         self._name = "\n".join(setting for setting in settings if setting.startswith(SYNTHETIC_PREFIX))
         on_disk = [setting for setting in settings if not setting.startswith(SYNTHETIC_PREFIX)]
@@ -49,9 +51,9 @@ class ModelFiles:
 
     def __enter__(self) -> Self:
         for path, (size, *_) in self._states.items():
-            starts = range(0, size, PART_BYTES)
+            starts = range(0, size, self._part_bytes)
             self._parts.append(
-                [self._pool.submit(_hash_part, path, start, min(PART_BYTES, size - start)) for start in starts]
+                [self._pool.submit(_hash_part, path, start, min(self._part_bytes, size - start)) for start in starts]
             )
         return self
 
@@ -59,6 +61,12 @@ class ModelFiles:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+    def wait(self) -> None:
+        """Wait until all files are read. Raises CheckpointError, Unavailable if a file cannot be read completely."""
+        for parts in self._parts:
+            for part in parts:
+                part.result()
 
     def digest(self, settings: Mapping[str, Any]) -> str:
         """Wait until all files are read and return the model's digest in hexadecimal.

@@ -279,7 +279,8 @@ def test_unknown_names(tiny: Path) -> None:
 def _resident(path: Path) -> int:
     """Bytes of the file that this process's maps of it hold in memory."""
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    return sum(1024 * int(re.search(r"^Rss: +(\d+)", one, re.MULTILINE)[1]) for one in maps if str(path) in one)
+    sizes = [re.search(r"^Rss: +(\d+)", text, re.MULTILINE) for text in maps if str(path) in text]
+    return sum(1024 * int(size[1]) for size in sizes if size)
 
 
 def test_pages_go_while_a_model_is_loaded(tiny_gguf: Path) -> None:

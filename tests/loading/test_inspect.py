@@ -115,7 +115,10 @@ def without(name: str) -> Damage:
 
 
 def rewritten(name: str, content: bytes) -> Damage:
-    return lambda folder: (folder / name).write_bytes(content) and None
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return change
 
 
 def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Rule files: the language, its errors with file and line, the plan they make, and its carrying out."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -136,25 +137,23 @@ def test_missing_file(tmp_path: Path) -> None:
         load_rules(tmp_path / "none.yaml", OPERATORS)
 
 
-def test_a_shipped_file_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_shipped_file_is_found_by_its_name(tmp_path: Path) -> None:
     assert rules_file(None) == DEFAULT_RULES
     for name in ("default", "exact", "modules", "quantised"):
         assert rules_file(name) == SHIPPED_RULES / f"{name}.yaml"
         load_rules(rules_file(name), WHOLE)
     (tmp_path / "mine.yaml").write_text("[]")
-    assert rules_file("mine.yaml") == Path("mine.yaml")
+    with contextlib.chdir(tmp_path):
+        assert rules_file("mine.yaml") == Path("mine.yaml")
+        assert rules_file("exact") == SHIPPED_RULES / "exact.yaml"
 
 
 @pytest.mark.parametrize(
     ("rules", "words"),
     [("exakt", "did you mean --rules exact"), ("rules/exact.yaml", "mean --rules exact"), ("nil", "")],
 )
-def test_an_unknown_name_lists_the_shipped_files(
-    rules: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RuleError) as caught:
+def test_an_unknown_name_lists_the_shipped_files(rules: str, words: str, tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path), pytest.raises(RuleError) as caught:
         rules_file(rules)
     assert words in str(caught.value)
     assert "default, exact, modules, quantised" in str(caught.value)

@@ -30,8 +30,8 @@ UPGRADES: dict[str, Mutation] = {
     "a digest of half a file": Mutation(
         "two models with other weights have other digests",
         "ktqueue/loading/identity.py",
-        "starts = range(0, size, PART_BYTES)",
-        "starts = range(0, size // 2, PART_BYTES)",
+        "starts = range(0, size, self._part_bytes)",
+        "starts = range(0, size // 2, self._part_bytes)",
         (f"{IDENTITY}::test_one_bit_of_the_weights_makes_another_model",),
     ),
     "embeddings stay mapped": Mutation(

@@ -36,9 +36,13 @@ class TemplateFailed(KtqueueError):
 
 
 class TemplateProcesses:
-    """One process per thread that renders at the same time. They are kept until `close`."""
+    """One process per thread that renders at the same time. They are kept until `close`.
 
-    def __init__(self, template: ChatTemplate) -> None:
+    `wall_seconds` limit one rendering.
+    """
+
+    def __init__(self, template: ChatTemplate, wall_seconds: float = WALL_SECONDS) -> None:
+        self._wall_seconds = wall_seconds
         self._first_line = dumps({"source": template.source, "special": template.special}) + b"\n"
         self._idle: list[_TemplateProcess] = []
         self._gate = threading.Lock()
@@ -59,7 +63,7 @@ class TemplateProcesses:
         process = process or _TemplateProcess(self._first_line)
         try:
             process.start()
-            return process.render(line)
+            return process.render(line, self._wall_seconds)
         finally:
             with self._gate:
                 keep = process.alive and not self._closed
@@ -99,15 +103,15 @@ class _TemplateProcess:
                 raise TemplateFailed(f"the process that renders chat templates did not start: {error}") from error
             self._first_line = b""
 
-    def render(self, line: bytes) -> str:
+    def render(self, line: bytes, wall_seconds: float) -> str:
         try:
-            reply = loads(self._ask(line, WALL_SECONDS))
+            reply = loads(self._ask(line, wall_seconds))
         except (_NoAnswer, CodecError) as error:
             self.alive = False
             raise InvalidRequest(
                 f"the model's chat template failed on these messages: {error}",
                 param="messages",
-                limit=f"{WALL_SECONDS:g} seconds, {MEMORY_BYTES >> 20} MiB",
+                limit=f"{wall_seconds:g} seconds, {MEMORY_BYTES >> 20} MiB",
             ) from None
         if "error" in reply:
             raise InvalidRequest(**reply["error"])

@@ -57,8 +57,7 @@ def test_logits_equal_transformers(
         rules = str(DEFAULT_RULES.with_name("exact.yaml"))
     model = load_model(str(model_file), rules=rules)
     assert (type(model.module).__name__ == "CpuDecoder") == (operator == "CpuDecoder")
-    close = {"atol": 2e-4, "rtol": 2e-4}
-    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, **close)
+    torch.testing.assert_close(run_logits(model.module, model.kv_layout(16), IDS), expected, atol=2e-4, rtol=2e-4)
     _overwrite(model_file, [1.0] * 8)
     plain = load_model(str(model_file), rules=rules)
     assert (run_logits(plain.module, plain.kv_layout(16), IDS) - expected).abs().max() > 0.1

@@ -1,15 +1,15 @@
 """Templates in processes of their own: the same text, and limits that refuse one request and harm no other."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.request import GenerationRequest
-from ktqueue.loading.tokenizer import template_process
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
-from ktqueue.loading.tokenizer.template_process import TemplateProcesses
+from ktqueue.loading.tokenizer.template_process import CPU_SECONDS, WALL_SECONDS, TemplateProcesses
 
 # What a request asks of this template, which can do all of it.
 SOURCE = """
@@ -26,20 +26,23 @@ Ask = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[TemplateProcesses]:
-    made = TemplateProcesses(ChatTemplate(SOURCE, {"bos": "<s>"}, "test"))
-    made.start()
-    yield made
-    made.close()
+def ask() -> Iterator[Ask]:
+    """Renders in a process, and returns the prompt."""
+    with started(WALL_SECONDS) as render:
+        yield render
 
 
-@pytest.fixture
-def ask(processes: TemplateProcesses) -> Ask:
+@contextmanager
+def started(wall_seconds: float) -> Iterator[Ask]:
+    processes = TemplateProcesses(ChatTemplate(SOURCE, {"bos": "<s>"}, "test"), wall_seconds)
+    processes.start()
+
     def render(kind: str = "", messages: tuple[dict[str, Any], ...] = TALK, **fields: Any) -> str:
         kwargs = {"chat_template_kwargs": {"kind": kind}, **fields}
         return processes.render(GenerationRequest(model="m", messages=messages, **kwargs))
 
-    return render
+    yield render
+    processes.close()
 
 
 def test_the_text_is_that_of_the_template(ask: Ask) -> None:
@@ -49,21 +52,20 @@ def test_the_text_is_that_of_the_template(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("kind", ["doubling", "one call", "recursion", "surrogate"])
-def test_what_a_template_may_not_take_is_refused(ask: Ask, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "WALL_SECONDS", 1.0)
-    with pytest.raises(InvalidRequest) as caught:
-        ask(kind)
-    assert caught.value.param == "messages"
-    assert len(caught.value.message) < 600
-    monkeypatch.undo()
-    assert ask() == "<s>[user: Köln \n & <b>]"  # the next one is served
+def test_a_template_that_exceeds_a_limit_is_refused(kind: str) -> None:
+    with started(wall_seconds=1.0) as ask:
+        with pytest.raises(InvalidRequest) as caught:
+            ask(kind)
+        assert caught.value.param == "messages"
+        assert len(caught.value.message) < 600
+        assert ask() == "<s>[user: Köln \n & <b>]"  # the next request is served
 
 
 def test_a_template_s_time_is_its_own(ask: Ask) -> None:
     """The clock of the process itself stops it, and it goes on with the next one."""
     with pytest.raises(InvalidRequest, match="seconds of CPU time") as caught:
         ask("loops")
-    assert caught.value.limit == template_process.CPU_SECONDS
+    assert caught.value.limit == CPU_SECONDS
 
 
 def test_the_memory_of_a_template_is_limited(ask: Ask) -> None:

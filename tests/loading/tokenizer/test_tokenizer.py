@@ -17,6 +17,8 @@ from ktqueue.core.errors import CheckpointError, ContextLengthExceeded, InvalidR
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.vocabulary import from_metadata
+from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -219,36 +221,41 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
         load_tokenizer(str(tmp_path / "few.gguf"))
 
 
-def test_no_text_has_fewer_tokens_than_its_bytes_say():
+def test_no_text_has_fewer_tokens_than_its_bytes_say() -> None:
     tokenizer = load_tokenizer("demo")
     longest = tokenizer.longest_token
     assert longest is not None
-    by_length = sorted(range(tokenizer.size), key=lambda one: len(tokenizer.token_bytes(one)))
+    by_length = sorted(range(tokenizer.size), key=lambda token_id: len(tokenizer.token_bytes(token_id)))
     best = tokenizer.token_bytes(by_length[-1]).decode()
     for text in (best * 200, "e\u0301" * 500, " " * 3_000, "<|endoftext|>" * 100, "\U0001f98a" * 50, "\n\t" * 700):
         assert len(text.encode()) <= longest * len(tokenizer.encode(text))
 
 
-def test_a_beginning_has_no_more_tokens_than_the_whole():
-    tokenizer = load_tokenizer("demo")
+def demo_model() -> library.Model:
+    metadata = read_header(resolve("demo")).metadata
+    return library.build(from_metadata(metadata, "demo"), "demo")
+
+
+def test_a_beginning_has_no_more_tokens_than_the_whole() -> None:
+    model = demo_model()
     draw = random.Random(3)
     pieces = ["Once", "  ", "\n", "e\u0301", "<|im_end|>", "<|im", "1234", "'s", " the", "\U0001f98a", "\u0301", "\r"]
     counted = 0
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=120))
-        least = library.min_tokens(tokenizer._model, text[: draw.randrange(len(text))])
-        assert least <= len(tokenizer.encode(text))
+        least = library.min_tokens(model, text[: draw.randrange(len(text))])
+        assert least <= len(library.encode(model, text, add_special_tokens=True))
         counted += least
     assert counted > 10_000
 
 
-def test_a_long_text_is_refused_by_its_beginning(monkeypatch):
+def test_a_long_text_is_refused_by_its_beginning() -> None:
     tokenizer = load_tokenizer("demo")
-    monkeypatch.setattr(library, "encode", None)  # the whole is not tokenised
     request = GenerationRequest(model="demo", prompt="Once upon a time. " * 500)
     with pytest.raises(ContextLengthExceeded, match="at least") as caught:
         tokenizer.encode_request(request, max_model_len=512)
-    assert 512 <= caught.value.value < 1_500
+    tokens = caught.value.value  # of the beginning; the whole text has more
+    assert isinstance(tokens, int) and 512 <= tokens < 1_500
     with pytest.raises(InvalidRequest, match="surrogate"):
         tokenizer.encode_request(replace(request, prompt="Once " * 2_000 + "\ud800"), max_model_len=512)
 
@@ -257,7 +264,8 @@ def test_a_long_text_is_refused_by_its_beginning(monkeypatch):
     "normalizer",
     [normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Replace(Regex(" +"), " ")],
 )
-def test_a_tokenizer_that_may_shorten_texts_says_nothing(normalizer):
-    tokenizer = load_tokenizer("demo")
-    tokenizer._model.normalizer = normalizer
-    assert tokenizer.longest_token is None
+def test_a_tokenizer_that_may_shorten_texts_has_no_bound(normalizer: normalizers.Normalizer) -> None:
+    model = demo_model()
+    assert library.shrinkage(model) is not None
+    model.normalizer = normalizer
+    assert library.shrinkage(model) is None

@@ -72,7 +72,7 @@ def gpt2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Ids:
 
 
 def qwen2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Ids:
-    tokenizer = Qwen2Tokenizer(vocabulary, merges)
+    tokenizer = Qwen2Tokenizer(vocabulary, merges)  # type: ignore[arg-type]  # it takes pairs too
     return lambda text: tokenizer(text)["input_ids"]
 
 
