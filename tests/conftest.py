@@ -21,7 +21,7 @@ from installed import installed_bin as install
 from redis_fleet import ClusterFleet, SentinelFleet
 
 from ktqueue.broker.keys import Keys
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 
 LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover

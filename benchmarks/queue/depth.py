@@ -22,7 +22,7 @@ from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.workers.generation.heartbeat import BEATS_PER_LEASE

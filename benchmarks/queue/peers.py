@@ -29,7 +29,7 @@ from benchmarks import machine
 from benchmarks.peer import Peer
 from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.workers.supervision.lease_release import bury
 

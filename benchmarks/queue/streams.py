@@ -28,7 +28,7 @@ from benchmarks import machine
 from benchmarks.peer import Peer
 from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig, Config, GatewayConfig, config_environment
 from ktqueue.workers.supervision.supervisor import GATEWAY_COMMAND
 

@@ -5,17 +5,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ktqueue.broker.connection import Connection
 from ktqueue.broker.conversations import Conversations
-from ktqueue.broker.hub import Hub
 from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.models import Models
-from ktqueue.broker.node import Lost
 from ktqueue.broker.reaper import Reaper
+from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.hub import Hub
+from ktqueue.broker.redis.node import Lost
+from ktqueue.broker.redis.private_server import running_url
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.server import running_url
 from ktqueue.broker.webhooks import Webhooks
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable

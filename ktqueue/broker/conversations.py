@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ktqueue.broker.jobs import digest
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.terminal import milliseconds
+from ktqueue.broker.terminal_events import milliseconds
 from ktqueue.core.codec import dumps, loads
 from ktqueue.core.config import BrokerConfig
 

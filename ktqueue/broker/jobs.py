@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
 from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_error, limit_words, standing
 from ktqueue.broker.models import RETRY_NO_WORKER, Models, model_not_found
-from ktqueue.broker.prefix import prefix_names
+from ktqueue.broker.prefix_hashes import prefix_names
 from ktqueue.broker.scripts import Refused, Scripts
-from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
+from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
 from ktqueue.core.codec import encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
@@ -143,7 +143,7 @@ class Jobs:
         }[request.job_class]
         try:
             reply = await self._scripts.call(
-                "submit",
+                "submit_job",
                 job_id,
                 request.model,
                 request.job_class.value,
@@ -190,7 +190,7 @@ class Jobs:
 
     async def get(self, job_id: str) -> JobRecord:
         """One job. Raises JobNotFound."""
-        return _found(job_id, await self._scripts.call("job", job_id))
+        return _found(job_id, await self._scripts.call("get_job", job_id))
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Stop a job: a queued one ends at once, a running one within a step, an ended one stays as it is.
@@ -198,7 +198,9 @@ class Jobs:
         Raises JobNotFound.
         """
         terminal = self._terminal
-        reply = await self._scripts.call("cancel", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl)
+        reply = await self._scripts.call(
+            "cancel_job", job_id, terminal.cancelled, terminal.job_ttl, terminal.journal_ttl
+        )
         return _found(job_id, reply)
 
     async def retry(self, job_id: str, *, limits: TenantLimits | None = None) -> JobRecord:
@@ -229,7 +231,7 @@ class Jobs:
         # The id follows from the old one, so that a call that is repeated makes no second job.
         request = record.readable_request()
         again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
-        await self._scripts.call("retried", job_id, again.id)
+        await self._scripts.call("mark_retried", job_id, again.id)
         return again
 
     async def list(
@@ -247,7 +249,7 @@ class Jobs:
         A request that another version wrote and this one cannot decode is None.
         """
         reply = await self._scripts.call(
-            "list",
+            "list_jobs",
             min(limit, MAX_LISTED),
             state or "",
             MAX_LISTED_BYTES,
@@ -260,14 +262,14 @@ class Jobs:
     async def depth(self) -> QueueDepths:
         """How much waits and runs, by model, for every model that is known or has jobs."""
         by_model: dict[str, dict[JobClass, tuple[int, int, float | None]]] = {}
-        for model, job_class, waiting, running, wait in await self._scripts.call("depth"):
+        for model, job_class, waiting, running, wait in await self._scripts.call("queue_depths"):
             seconds = None if wait is None else wait / MICROSECONDS
             by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds)
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
         """Waiting jobs that only some workers of their model can take: 64 groups at most, longest unserved first."""
-        reply = await self._scripts.call("bound")
+        reply = await self._scripts.call("bound_jobs")
         return [
             BoundJobs(
                 model=model.decode(),
@@ -282,7 +284,7 @@ class Jobs:
 
     async def tenant_loads(self, tenants: Sequence[str]) -> Sequence[TenantLoad]:
         """What these tenants have in work."""
-        reply = await self._scripts.call("tenants", *tenants)
+        reply = await self._scripts.call("tenant_loads", *tenants)
         return [TenantLoad(name, *numbers) for name, numbers in zip(tenants, reply, strict=True)]
 
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from ktqueue.broker.hub import Hub
 from ktqueue.broker.keys import Keys
+from ktqueue.broker.redis.hub import Hub
 from ktqueue.broker.scripts import Scripts
 from ktqueue.core.codec import NewerFormat, decode_event
 from ktqueue.core.config import BrokerConfig
@@ -124,7 +124,7 @@ class Journal:
             await asyncio.sleep(OUTAGE_PAUSE)
 
     async def _page(self, job_id: str, after: int, room: int, lenient: bool) -> _Page:
-        state, tail, entries = await self._scripts.call("read", job_id, after, PAGE, room)
+        state, tail, entries = await self._scripts.call("read_journal", job_id, after, PAGE, room)
         if state is None and tail == 0:
             raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
         ended = state is not None and JobState(state.decode()).terminal

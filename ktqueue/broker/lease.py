@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktqueue.broker.hub import Mailbox
 from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.process_name import process_name
+from ktqueue.broker.redis.hub import Mailbox
 from ktqueue.broker.scripts import Refused
-from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
+from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
 from ktqueue.core import codec
 from ktqueue.core.codec import (
     NewerFormat,
@@ -93,7 +93,7 @@ class Lease:
         lease = cls(broker, lease_id, card, mailbox)
         try:
             await broker.scripts.call(
-                "register",
+                "register_worker",
                 lease_id,
                 lease._lease,
                 card.name,
@@ -111,7 +111,7 @@ class Lease:
 
     async def beat(self, stats: Mapping[str, float]) -> None:
         """Renew the lease and tell the worker's statistics; call it every quarter of the lease time."""
-        await self._call("beat", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
+        await self._call("renew_lease", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
 
     async def claim(self, limit: int, interactive_limit: int = 0, *, wait: bool = False) -> list[Claim]:
         """Take waiting jobs of the model for `limit` free rows, a row for each choice.
@@ -132,7 +132,7 @@ class Lease:
                 self._claim += 1
                 self._answered = False
             jobs, again = await self._call(
-                "claim",
+                "claim_jobs",
                 self._claim,
                 limit,
                 max(limit, interactive_limit),
@@ -181,7 +181,9 @@ class Lease:
     async def _put_aside(self, newer: Sequence[str | int]) -> None:
         """Leave jobs to workers that read their formats. `newer`: job ids, each with its format behind it."""
         terminal = self._terminal
-        await self._call("aside", terminal.cancelled, terminal.expired, terminal.job_ttl, terminal.journal_ttl, *newer)
+        await self._call(
+            "requeue_unreadable", terminal.cancelled, terminal.expired, terminal.job_ttl, terminal.journal_ttl, *newer
+        )
 
     async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
         """Append a step's events to their journals; a job whose event has a state ends with it.
@@ -197,7 +199,7 @@ class Lease:
                 for job_id, event in events[start : start + MAX_EVENTS]:
                     arguments += (job_id, event.seq, encode_event(event), _end(event))
                 reply = await self._call(
-                    "commit", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
+                    "commit_events", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
                 )
                 stop.update(job_id.decode() for job_id in reply)
         return stop
@@ -205,7 +207,7 @@ class Lease:
     async def try_out(self, job_id: str) -> None:
         """Call it before anything is done for a suspect: until it has a token more, this worker's death is its fault,
         and of no other job here. One at a time."""
-        await self._call("trial", job_id)
+        await self._call("start_trial", job_id)
 
     async def release(self, job_ids: Iterable[str]) -> None:
         """Put running jobs back at their old place in the queue without using up a try."""
@@ -258,7 +260,7 @@ class Lease:
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal
         await self._call(
-            "release",
+            "release_jobs",
             leave,
             terminal.cancelled,
             terminal.expired,

@@ -55,7 +55,7 @@ class Models:
 
     async def cards(self) -> list[ModelCard]:
         """Models with a live worker, or that had one within the model TTL; by name."""
-        cards = [decode_card(card, more) for card, more in await self._scripts.call("models")]
+        cards = [decode_card(card, more) for card, more in await self._scripts.call("list_models")]
         return sorted(cards, key=lambda card: card.name)
 
     async def only_name(self) -> str:
@@ -74,7 +74,7 @@ class Models:
         """Workers whose lease lives; by id."""
         workers = []
         for worker_id, card_bytes, facts_bytes, stats, started, running, left, age, more in await self._scripts.call(
-            "workers"
+            "list_workers"
         ):
             card, facts = decode_card(card_bytes, more), loads(facts_bytes)
             workers.append(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.terminal import Terminal, microseconds, milliseconds
+from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
@@ -50,7 +50,7 @@ class Reaper:
 
         `blameless`: none of its jobs can have been the cause, so that this is nobody's try. Raises Unavailable.
         """
-        await self._scripts.call("bury", worker_id, "1" if blameless else "")
+        await self._scripts.call("release_lease", worker_id, "1" if blameless else "")
         await self.reap()
 
     async def reap(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Reaper:
         """
         terminal = self._terminal
         failed: int = await self._scripts.call(
-            "unserved",
+            "fail_unserved",
             microseconds(self._config.digest_wait),
             terminal.model_changed,
             terminal.version_changed,

@@ -9,59 +9,61 @@ import hashlib
 from importlib import resources
 from typing import Any
 
-from ktqueue.broker.connection import Connection
 from ktqueue.broker.keys import Keys
-from ktqueue.broker.node import NotPermitted, OutOfMemory, ReplyError
-from ktqueue.broker.pauses import jittered
+from ktqueue.broker.redis.backoff import jittered
+from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.node import NotPermitted, OutOfMemory, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, LeaseLost, Unavailable
 
 NAMES = (
-    "submit",
-    "cancel",
-    "job",
-    "list",
-    "depth",
-    "tenants",
-    "read",
-    "models",
-    "workers",
-    "memory",
-    "webhooks",
+    "submit_job",
+    "cancel_job",
+    "get_job",
+    "list_jobs",
+    "queue_depths",
+    "tenant_loads",
+    "read_journal",
+    "list_models",
+    "list_workers",
+    "server_memory",
+    "due_webhooks",
     "conversation",
-    "register",
-    "beat",
-    "claim",
-    "commit",
-    "trial",
-    "release",
-    "bury",
+    "register_worker",
+    "renew_lease",
+    "claim_jobs",
+    "commit_events",
+    "start_trial",
+    "release_jobs",
+    "release_lease",
     "reap",
-    "aside",
-    "bound",
-    "unserved",
+    "requeue_unreadable",
+    "bound_jobs",
+    "fail_unserved",
     "scrub",
-    "retried",
+    "mark_retried",
 )
-DURABLE = frozenset({"submit", "cancel"})  # what they promise to a client is on disk, if the settings ask for that
+DURABLE = frozenset(
+    {"submit_job", "cancel_job"}
+)  # what they promise to a client is on disk, if the settings ask for that
 # They run also while the server has no memory left: most of them free some, and without them no job would end. A server
 # refuses only a script's first write, if that one takes memory, so that these begin with one that takes none.
 NEVER_REFUSED = frozenset(
     {
-        "register",
-        "beat",
-        "claim",
-        "commit",
-        "trial",
-        "release",
-        "bury",
+        "register_worker",
+        "renew_lease",
+        "claim_jobs",
+        "commit_events",
+        "start_trial",
+        "release_jobs",
+        "release_lease",
         "reap",
-        "aside",
-        "unserved",
+        "requeue_unreadable",
+        "fail_unserved",
         "scrub",
-        "cancel",
-        "retried",
-        "webhooks",
+        "cancel_job",
+        "mark_retried",
+        "due_webhooks",
     }
 )
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
@@ -81,7 +83,7 @@ class Scripts:
     """Calls the scripts of one shard."""
 
     def __init__(self, connection: Connection, keys: Keys, config: BrokerConfig) -> None:
-        folder = resources.files("ktqueue.broker").joinpath("scripts")
+        folder = resources.files("ktqueue.broker").joinpath("lua")
         prelude = folder.joinpath("prelude.lua").read_text(encoding="utf-8")
         self._sources = {
             name: prelude

@@ -30,7 +30,7 @@ class Snapshot:
 async def take_snapshot(broker: Broker) -> Snapshot:
     """Look now. Raises Unavailable when Redis is away."""
     workers, depths, bound, memory = await asyncio.gather(
-        broker.models.workers(), broker.jobs.depth(), broker.jobs.bound(), broker.scripts.call("memory")
+        broker.models.workers(), broker.jobs.depth(), broker.jobs.bound(), broker.scripts.call("server_memory")
     )
     return Snapshot(
         taken_at=time.time(),

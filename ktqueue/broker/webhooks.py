@@ -16,4 +16,4 @@ class Webhooks:
 
         A job stays on the list until it is taken off, so it is told of at least once whoever dies.
         """
-        return [job_id.decode() for job_id in await self._scripts.call("webhooks", limit, *taken)]
+        return [job_id.decode() for job_id in await self._scripts.call("due_webhooks", limit, *taken)]

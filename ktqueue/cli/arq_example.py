@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ktqueue.broker.address import Address, Kind, parse_address
+from ktqueue.broker.redis.address import Address, Kind, parse_address
 from ktqueue.core.config import Config
 
 PASSWORD_VARIABLE = "REDIS_PASSWORD"

@@ -190,7 +190,7 @@ def _state_dir(config: Config) -> Finding:
 
 
 def _redis_server(config: Config) -> Finding:
-    from ktqueue.broker.server import find_program
+    from ktqueue.broker.redis.private_server import find_program
 
     try:
         return Finding("redis program", Level.OK, find_program())
@@ -200,7 +200,7 @@ def _redis_server(config: Config) -> Finding:
 
 
 def _redis_reachable(config: Config) -> Finding:
-    from ktqueue.broker.server import running_url
+    from ktqueue.broker.redis.private_server import running_url
 
     if config.broker.url is None and running_url(config.broker.state_dir) is None:
         return Finding("redis", Level.OK, "none runs yet; `ktqueue up` starts a private one")

@@ -151,7 +151,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
 
 def _is_private(config: Config) -> bool:
     """Whether the Redis in use is the one of the state folder."""
-    from ktqueue.broker.server import running_url
+    from ktqueue.broker.redis.private_server import running_url
 
     return config.broker.url == running_url(config.broker.state_dir)
 

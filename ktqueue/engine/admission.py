@@ -15,7 +15,7 @@ from ktqueue.core.prompt_size import check_tokens
 from ktqueue.core.request import MAX_SEED, JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.detokenizer import Detokenizer, StopStrings
-from ktqueue.engine.logits import LogitEdits
+from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.outputs import EmittedChoice
 from ktqueue.engine.sequence import Request, Sequence
 

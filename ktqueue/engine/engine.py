@@ -20,17 +20,17 @@ from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
-from ktqueue.engine.device_model import device_model
-from ktqueue.engine.graphs import Progress
+from ktqueue.engine.engine_parts import make_parts
+from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.parts import make_parts
-from ktqueue.engine.prepared import PreparedStep
-from ktqueue.engine.profile import Profile, StepRecord
+from ktqueue.engine.prepared_step import PreparedStep
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import Plan, Scheduler
-from ktqueue.engine.selector import Selection
 from ktqueue.engine.sequence import Request, Sequence, Status
+from ktqueue.engine.step_profile import Profile, StepRecord
+from ktqueue.engine.token_selector import Selection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 

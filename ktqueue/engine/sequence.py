@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.detokenizer import Detokenizer
-from ktqueue.engine.logits import LogitEdits
+from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from ktqueue.broker.bell import Bell
 from ktqueue.broker.journal import Journal
+from ktqueue.broker.redis.wake_up import Bell
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.events import TokenEvent
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.prefix import LENGTHS, prefix_names
+from ktqueue.broker.prefix_hashes import LENGTHS, prefix_names
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass
 

@@ -271,7 +271,18 @@ async def test_the_script_itself_tells_a_repeated_step(broker, card, make_reques
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
-    step = ("commit", lease.id, 500_000, 1, 1_000, 1_000, job.id, 1, encode_event(TokenEvent(seq=1, text="a")), "")
+    step = (
+        "commit_events",
+        lease.id,
+        500_000,
+        1,
+        1_000,
+        1_000,
+        job.id,
+        1,
+        encode_event(TokenEvent(seq=1, text="a")),
+        "",
+    )
     for _ in range(3):
         assert await broker.scripts.call(*step) == []
     assert len(await broker.journal.replay(job.id)) == 1

@@ -9,7 +9,7 @@ import redis
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import InvalidRequest, KtqueueError, PoisonJob, TenantLimitReached, Unavailable
 from ktqueue.core.events import JobState, TokenEvent

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.broker.snapshot import Snapshot
 from ktqueue.cli.top_view import document, frame
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from ktqueue.broker.state_folder import holder
+from ktqueue.broker.redis.state_folder import holder
 
 ELSEWHERE = """
 from ktqueue import SyncClient

@@ -9,7 +9,7 @@ import pytest
 from page_runner import PageRunner
 from pages import PYTHON, ROOT, SHELL, blocks, pages
 
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 
 STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
 GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # here each page has ports of its own

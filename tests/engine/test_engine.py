@@ -331,7 +331,7 @@ def test_columns_beyond_the_vocabulary_are_never_chosen(model, make_vocabulary, 
 
 def test_profile_writes_a_line_a_step(model, vocabulary, make_engine, run, tmp_path):
     from ktqueue.core.codec import loads
-    from ktqueue.engine.profile import Profile
+    from ktqueue.engine.step_profile import Profile
 
     engine = make_engine(model, vocabulary)
     engine.profile = Profile(tmp_path / "steps.jsonl")

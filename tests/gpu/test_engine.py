@@ -19,7 +19,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.staging import Fetcher
+from ktqueue.engine.gpu.staging import Fetcher
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
 from ktqueue.workers.startup.build import build, cache_dtype

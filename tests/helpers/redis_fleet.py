@@ -15,8 +15,8 @@ from typing import Any
 
 import redis
 
-from ktqueue.broker.server import PR_SET_PDEATHSIG, find_program
-from ktqueue.broker.topology import key_slot
+from ktqueue.broker.redis.private_server import PR_SET_PDEATHSIG, find_program
+from ktqueue.broker.redis.topology import key_slot
 
 SERVICE = "tales"
 DOWN_MILLISECONDS = 1_500  # a server silent for so long is down, to sentinels and cluster nodes

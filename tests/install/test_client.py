@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ktqueue import __version__
-from ktqueue.broker.server import running_url
+from ktqueue.broker.redis.private_server import running_url
 
 PYTHON_API = """
 import sys

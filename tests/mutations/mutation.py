@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = "ktqueue/broker/scripts"
+SCRIPTS = "ktqueue/broker/lua"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a fence for the lease, none for the job": Mutation(
         "a worker changes no job but its own",
-        f"{SCRIPTS}/commit.lua",
+        f"{SCRIPTS}/commit_events.lua",
         "    else\n      stop[id] = true\n    end\n  end\n  local written",
         "    end\n  end\n  local written",
         (f"{LEASE}::test_a_living_lease_cannot_touch_another_workers_job",),
@@ -58,21 +58,21 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "holes in journals": Mutation(
         "a journal is 1..n",
-        f"{SCRIPTS}/commit.lua",
+        f"{SCRIPTS}/commit_events.lua",
         "if tonumber(ARGV[i + 1]) ~= next_seq[id] then",
         "if tonumber(ARGV[i + 1]) < next_seq[id] then",
         (f"{LEASE}::test_a_hole_in_a_journal_loses_the_lease",),
     ),
     "a step twice": Mutation(
         "a commit whose reply was lost happens once",
-        f"{SCRIPTS}/commit.lua",
+        f"{SCRIPTS}/commit_events.lua",
         "if done ~= step then",
         "if true then",
         (f"{LEASE}::test_a_commit_whose_reply_was_lost_happens_once",),
     ),
     "a claim twice": Mutation(
         "a claim whose reply was lost gives the same jobs again",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         "if field[2] == number then",
         "if false then",
         (f"{LEASE}::test_a_claim_whose_reply_was_lost_gives_the_same_jobs",),
@@ -103,7 +103,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "double finish": Mutation(
         "a job ends once, also where its worker goes on",
-        f"{SCRIPTS}/commit.lua",
+        f"{SCRIPTS}/commit_events.lua",
         "        redis.call('HDEL', running, id)\n        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
         "        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
         (f"{ENDS}::test_events_after_the_last_one_are_dropped",),
@@ -117,7 +117,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "lost cancel": Mutation(
         "a cancel reaches the worker",
-        f"{SCRIPTS}/cancel.lua",
+        f"{SCRIPTS}/cancel_job.lua",
         "  redis.call('HSETNX', TAG .. 'cancels:' .. field[4], id, 0)\n",
         "",
         (
@@ -127,7 +127,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a cancel told once": Mutation(
         "a cancel is told until the worker has heard it",
-        f"{SCRIPTS}/commit.lua",
+        f"{SCRIPTS}/commit_events.lua",
         "if at > 0 and at < step and redis.call('HEXISTS', running, id) == 0 then",
         "if at > 0 then",
         (f"{LEASE}::test_a_cancel_is_told_again_when_the_reply_was_lost",),
@@ -213,11 +213,11 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "unbounded mailbox": Mutation(
         "a slow reader costs a bounded mailbox",
-        "ktqueue/broker/hub.py",
+        "ktqueue/broker/redis/hub.py",
         "if self._bytes + len(message) > self._max_bytes:",
         "if False:",
         (
-            "tests/broker/test_hub.py::test_an_overflow_drops_all_and_is_told_once",
+            "tests/broker/redis/test_hub.py::test_an_overflow_drops_all_and_is_told_once",
             f"{JOURNAL}::test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing",
         ),
     ),
@@ -244,7 +244,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a second submit": Mutation(
         "one idempotency key makes one job",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "    known = held_id\n",
         "",
         ("tests/broker/test_jobs.py::test_an_idempotency_key_belongs_to_its_tenant_and_request",),
@@ -272,14 +272,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "batch starves": Mutation(
         "batch has its share of the rows",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         "slots % share == share - 1",
         "false",
         (f"{LEASE}::test_interactive_goes_first_but_batch_has_its_share",),
     ),
     "a claim without end": Mutation(
         "a claim's reply has a limit",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         " and weight < HEAVY",
         "",
         ("tests/broker/test_claim.py::test_a_claim_ends_with_the_job_that_makes_it_heavy",),
@@ -307,7 +307,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a claim leaves the bytes": Mutation(
         "only what waits counts as waiting",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         "      count_waiting(id, -1, look_up(id).tenant, look_up(id).account)\n",
         "",
         (
@@ -318,7 +318,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a lost message loses its job": Mutation(
         "a worker that missed the message of a job that it was given finds the job",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         "if #taken == 0 then\n",
         "taken = {}\nif #taken == 0 then\n",
         (f"{HANDOVER}::test_a_lost_message_costs_a_claim",),
@@ -332,7 +332,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a job for nobody": Mutation(
         "a job is given to no worker whose process is gone",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "'\\n' .. ARGV[5]) == 0 then",
         "'\\n' .. ARGV[5]) == -1 then",
         (f"{HANDOVER}::test_a_worker_that_is_gone_is_given_nothing",),

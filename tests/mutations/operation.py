@@ -2,12 +2,12 @@
 
 from mutation import Mutation
 
-STATE_FOLDER, LOG_FILES = "tests/broker/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
+STATE_FOLDER, LOG_FILES = "tests/broker/redis/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
 
 OPERATION: dict[str, Mutation] = {
     "a state folder that others read": Mutation(
         "nobody else reads the state folder",
-        "ktqueue/broker/state_folder.py",
+        "ktqueue/broker/redis/state_folder.py",
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600\nPRIVATE_UMASK = 0o077",
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o755, 0o644\nPRIVATE_UMASK = 0o022",
         (
@@ -17,14 +17,14 @@ OPERATION: dict[str, Mutation] = {
     ),
     "a state folder that stays open": Mutation(
         "what an older version left open to others is closed",
-        "ktqueue/broker/state_folder.py",
+        "ktqueue/broker/redis/state_folder.py",
         "        path.chmod(",
         "        str(",
         (f"{STATE_FOLDER}::test_what_an_older_version_left_open_is_closed",),
     ),
     "two installations in one folder": Mutation(
         "one `ktqueue up` uses a state folder at a time",
-        "ktqueue/broker/state_folder.py",
+        "ktqueue/broker/redis/state_folder.py",
         "fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         (f"{STATE_FOLDER}::test_two_processes_do_not_share_a_folder",),

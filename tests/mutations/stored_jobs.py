@@ -29,14 +29,14 @@ STORED_JOBS: dict[str, Mutation] = {
     ),
     "no share of the memory": Mutation(
         "a tenant that sends and cancels fills its own share only",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end",
         "",
         (f"{STORED}::test_a_tenant_that_sends_and_cancels_fills_its_own_share_only",),
     ),
     "no headroom": Mutation(
         "clients leave workers their part of the memory",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "if free_for_clients > 0 and used_memory + size > free_for_clients then",
         "if false then",
         (f"{STORED}::test_clients_leave_workers_their_part_of_the_memory",),

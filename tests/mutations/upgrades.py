@@ -15,14 +15,14 @@ UPGRADES: dict[str, Mutation] = {
     ),
     "an older version's queue is trusted": Mutation(
         "a job that has begun goes on under its own digest alone, also where an older version put it back",
-        f"{SCRIPTS}/claim.lua",
+        f"{SCRIPTS}/claim_jobs.lua",
         "job.digest and job.digest ~= digest and tail_of(id) or 0",
         "0",
         (f"{DIGEST}::test_what_an_older_reaper_put_back_is_still_bound",),
     ),
     "a changed model fails jobs at once": Mutation(
         "a job whose digest is gone fails only after its time, and while others serve the model",
-        f"{SCRIPTS}/unserved.lua",
+        f"{SCRIPTS}/fail_unserved.lua",
         "local able = not served",
         "local able = false",
         (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
@@ -50,14 +50,14 @@ UPGRADES: dict[str, Mutation] = {
     ),
     "newer jobs in everybody's way": Mutation(
         "a worker claims only what it can read, and is not held up by the rest",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "if format ~= '1' then redis.call('HSET', job, 'format', format) end",
         "",
         (f"{FORMATS}::test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them",),
     ),
     "newer jobs are handed to older workers": Mutation(
         "a worker is given only what it can read",
-        f"{SCRIPTS}/submit.lua",
+        f"{SCRIPTS}/submit_job.lua",
         "tonumber(format) <= tonumber(at[5] or 1)",
         "true",
         (f"{FORMATS}::test_no_newer_job_is_handed_to_an_older_worker_that_waits",),

@@ -96,7 +96,7 @@ def test_every_script_is_told() -> None:
     page = (REFERENCE / "keys-and-scripts.md").read_text()
     rows = [row for row in page.partition("| script |")[2].splitlines() if row.startswith("| `")]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert told == {path.stem for path in (ROOT / "ktqueue" / "broker" / "scripts").glob("*.lua")} - {"prelude"}
+    assert told == {path.stem for path in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua")} - {"prelude"}
 
 
 def test_environment_variables_in_the_code_are_told() -> None:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.server import running_url
+from ktqueue.broker.redis.private_server import running_url
 from ktqueue.core.config import Config
 from ktqueue.core.errors import ConfigError, Unavailable
 from ktqueue.core.logs import configure_process

@@ -19,9 +19,9 @@ from arq.jobs import serialize_result
 from arq.worker import JobExecutionFailed, Retry, Worker, func
 
 from ktqueue.arq_json import dumps, loads
-from ktqueue.broker.address import Kind, read_address
-from ktqueue.broker.node import Node
-from ktqueue.broker.topology import make_topology
+from ktqueue.broker.redis.address import Kind, read_address
+from ktqueue.broker.redis.node import Node
+from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
 

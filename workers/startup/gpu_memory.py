@@ -12,9 +12,9 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
-from ktqueue.engine.capture import Again
-from ktqueue.engine.device_model import device_model
-from ktqueue.engine.graphs import GraphRunner, buckets_up_to
+from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.gpu.graph_capture import Again
+from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
     DeviceUse,

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ktqueue.broker.server import running_url
-from ktqueue.broker.state_folder import PRIVATE_UMASK, StateFolder, holder
+from ktqueue.broker.redis.private_server import running_url
+from ktqueue.broker.redis.state_folder import PRIVATE_UMASK, StateFolder, holder
 from ktqueue.core.config import Config
 from ktqueue.core.errors import ConfigError, KtqueueError, Unavailable
 from ktqueue.core.logs import configure_process

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from ktqueue.broker.state_folder import PRIVATE_FILE
+from ktqueue.broker.redis.state_folder import PRIVATE_FILE
 from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED
 from ktqueue.workers.generation.worker_process import conclude, leave, serve

@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ktqueue.broker.state_folder import PRIVATE_FILE
+from ktqueue.broker.redis.state_folder import PRIVATE_FILE
 
 CHECK_SECONDS = 1.0  # how often `rotate_all` should be called
 LONGEST_COPY = 2  # times the limit: so much is kept of what a file holds when it is found too large

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.errors import Unavailable
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
 

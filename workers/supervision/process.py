@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ktqueue.broker.state_folder import PRIVATE_FILE, PRIVATE_UMASK
+from ktqueue.broker.redis.state_folder import PRIVATE_FILE, PRIVATE_UMASK
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -21,7 +21,7 @@ import httpx
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.process_name import process_name
-from ktqueue.broker.state_folder import PRIVATE_UMASK, StateFolder
+from ktqueue.broker.redis.state_folder import PRIVATE_UMASK, StateFolder
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.workers.exit_codes import UNUSABLE

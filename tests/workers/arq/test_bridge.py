@@ -22,7 +22,7 @@ from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BridgeConfig, Config, config_environment
 from ktqueue.core.errors import Cancelled, ConfigError, InvalidRequest, KtqueueError, ModelNotFound
 from ktqueue.core.events import JobState

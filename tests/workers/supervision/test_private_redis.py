@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, ProcessFailed
 from ktqueue.workers.supervision.private_redis import PrivateRedis
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ktqueue.broker.bell import Bell
+from ktqueue.broker.redis.wake_up import Bell
 
 
 async def wait(bell: Bell, seconds: float) -> tuple[bool, float]:

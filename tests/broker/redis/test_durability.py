@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from redis_fleet import Server, free_ports
 
-from ktqueue.broker import checks
-from ktqueue.broker.address import Endpoint, Login
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.node import Node
-from ktqueue.broker.server import PrivateServer
+from ktqueue.broker.redis import server_checks
+from ktqueue.broker.redis.address import Endpoint, Login
+from ktqueue.broker.redis.node import Node
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
@@ -77,7 +77,7 @@ async def test_a_server_that_cannot_is_refused(server, config, settings):
 
 
 async def test_an_old_server_is_refused(config, monkeypatch):
-    monkeypatch.setattr(checks, "WAITAOF_VERSION", (99, 0))
+    monkeypatch.setattr(server_checks, "WAITAOF_VERSION", (99, 0))
     with pytest.raises(ConfigError, match="appendfsync is everysec"):
         await Broker.open(config)
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.capture import Capturer, Function
-from ktqueue.engine.staging import FixedStaging
+from ktqueue.engine.gpu.graph_capture import Capturer, Function
+from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext

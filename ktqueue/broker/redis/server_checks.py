@@ -5,7 +5,7 @@ Asked of every server that the process comes to use, also after a failover.
 
 from typing import Any
 
-from ktqueue.broker.node import Node, NotPermitted, ReadOnly, ReplyError
+from ktqueue.broker.redis.node import Node, NotPermitted, ReadOnly, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 

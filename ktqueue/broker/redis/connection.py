@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 from typing import Any
 
-from ktqueue.broker.address import Endpoint, Kind, read_address
-from ktqueue.broker.checks import check
-from ktqueue.broker.node import Lost, Moved, Node, ReadOnly, Subscriber
-from ktqueue.broker.topology import make_topology
+from ktqueue.broker.redis.address import Endpoint, Kind, read_address
+from ktqueue.broker.redis.node import Lost, Moved, Node, ReadOnly, Subscriber
+from ktqueue.broker.redis.server_checks import check
+from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.events import PositionLogprobs
-from ktqueue.engine.logits import edit, flat_edits
+from ktqueue.engine.logit_edits import edit, flat_edits
 from ktqueue.engine.logprobs import logprobs
 from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, greedy
 from ktqueue.engine.sequence import Sequence

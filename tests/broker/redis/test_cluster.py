@@ -14,7 +14,7 @@ from teller import Teller, read
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.topology import key_slot
+from ktqueue.broker.redis.topology import key_slot
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.events import JobState

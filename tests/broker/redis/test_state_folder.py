@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ktqueue.broker.state_folder import LOCK_NAME, StateFolder, holder
+from ktqueue.broker.redis.state_folder import LOCK_NAME, StateFolder, holder
 from ktqueue.core.errors import ConfigError
 
 HOLD = """
 import sys
-from ktqueue.broker.state_folder import StateFolder
+from ktqueue.broker.redis.state_folder import StateFolder
 folder = StateFolder.open(sys.argv[1])
 folder.hold()
 print("held", flush=True)

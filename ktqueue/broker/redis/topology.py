@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from ktqueue.broker.address import Address, Endpoint, Kind, Login
-from ktqueue.broker.node import Lost, Node, ReplyError
+from ktqueue.broker.redis.address import Address, Endpoint, Kind, Login
+from ktqueue.broker.redis.node import Lost, Node, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 

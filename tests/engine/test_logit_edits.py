@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ktqueue.core.request import SamplingParams
-from ktqueue.engine.logits import LogitEdits, edit, flat_edits
+from ktqueue.engine.logit_edits import LogitEdits, edit, flat_edits
 
 VOCAB = 50
 

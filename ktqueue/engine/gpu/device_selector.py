@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ktqueue.core.events import PositionLogprobs
-from ktqueue.engine.device_sampler import (
+from ktqueue.engine.gpu.device_sampler import (
     CANDIDATES,
     DrawnRows,
     draw_from_all,
@@ -25,13 +25,13 @@ from ktqueue.engine.device_sampler import (
     log_probabilities,
     weigh,
 )
-from ktqueue.engine.logits import flat_edits
+from ktqueue.engine.gpu.staging import Fetcher, Staging
+from ktqueue.engine.logit_edits import flat_edits
 from ktqueue.engine.logprobs import told_logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW
-from ktqueue.engine.selector import Meanwhile, Selection, nothing, sampling_rows
 from ktqueue.engine.sequence import Sequence
-from ktqueue.engine.staging import Fetcher, Staging
+from ktqueue.engine.token_selector import Meanwhile, Selection, nothing, sampling_rows
 
 
 @dataclass(slots=True)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ktqueue.core.request import JobClass, SamplingParams
-from ktqueue.engine import device_selector
 from ktqueue.engine.detokenizer import Detokenizer
-from ktqueue.engine.device_sampler import DrawnRows, draw_from_all, draw_from_few, weigh
-from ktqueue.engine.device_selector import DeviceSelector
-from ktqueue.engine.logits import LogitEdits
+from ktqueue.engine.gpu import device_selector
+from ktqueue.engine.gpu.device_sampler import DrawnRows, draw_from_all, draw_from_few, weigh
+from ktqueue.engine.gpu.device_selector import DeviceSelector
+from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import Sampler, SamplingRows
-from ktqueue.engine.selector import HostSelector
 from ktqueue.engine.sequence import Request, Sequence
+from ktqueue.engine.token_selector import HostSelector
 
 
 def token_bytes(token_id: int) -> bytes:
@@ -232,7 +232,7 @@ def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, extre
         return np.full(len(streams), extreme)
 
     monkeypatch.setattr("ktqueue.engine.sampler.uniform", ends)
-    monkeypatch.setattr("ktqueue.engine.device_selector.uniform", ends)
+    monkeypatch.setattr("ktqueue.engine.gpu.device_selector.uniform", ends)
     logits = np.full((5, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]

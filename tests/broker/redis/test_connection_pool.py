@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ktqueue.broker.connection import Connection
-from ktqueue.broker.node import MAX_CONNECTIONS
+from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.node import MAX_CONNECTIONS
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
-from ktqueue.broker.node import probe
-from ktqueue.broker.state_folder import PRIVATE_FILE, PRIVATE_FOLDER, PRIVATE_UMASK
+from ktqueue.broker.redis.node import probe
+from ktqueue.broker.redis.state_folder import PRIVATE_FILE, PRIVATE_FOLDER, PRIVATE_UMASK
 from ktqueue.core.errors import Unavailable
 
 PROGRAMS = ("valkey-server", "redis-server")

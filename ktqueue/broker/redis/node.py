@@ -26,8 +26,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from ktqueue.broker.address import Endpoint, Login, Tls
-from ktqueue.broker.pool import Pool
+from ktqueue.broker.redis.address import Endpoint, Login, Tls
+from ktqueue.broker.redis.connection_pool import Pool
 from ktqueue.core.errors import ConfigError, Unavailable
 
 MAX_CONNECTIONS = 16  # per process and server; calls beyond it wait their turn

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktqueue.broker.bell import Bell
-from ktqueue.broker.node import Subscriber
-from ktqueue.broker.pauses import jittered
+from ktqueue.broker.redis.backoff import jittered
+from ktqueue.broker.redis.node import Subscriber
+from ktqueue.broker.redis.wake_up import Bell
 from ktqueue.core.errors import ConfigError, Unavailable
 
 QUIET_SECONDS = 5.0  # then a PING; as long again without an answer and the connection is given up

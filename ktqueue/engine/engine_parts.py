@@ -6,11 +6,11 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
-from ktqueue.engine.capture import Again, GraphCapturer
-from ktqueue.engine.device_selector import DeviceSelector
-from ktqueue.engine.graphs import GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.gpu.device_selector import DeviceSelector
+from ktqueue.engine.gpu.graph_capture import Again, GraphCapturer
+from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
-from ktqueue.engine.selector import HostSelector, Selector
+from ktqueue.engine.token_selector import HostSelector, Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 

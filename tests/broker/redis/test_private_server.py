@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from ktqueue.broker import server as server_module
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.server import PrivateServer, find_program, running_url
+from ktqueue.broker.redis import private_server as server_module
+from ktqueue.broker.redis.private_server import PrivateServer, find_program, running_url
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 
@@ -122,7 +122,7 @@ def orphan(tmp_path):
     code = textwrap.dedent(
         """
         import sys, time
-        from ktqueue.broker.server import PrivateServer
+        from ktqueue.broker.redis.private_server import PrivateServer
         server = PrivateServer()
         server.start(sys.argv[1])
         sys.stdout.write(f"{server.pid}\\n")

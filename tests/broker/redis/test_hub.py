@@ -2,7 +2,7 @@
 
 import pytest
 
-from ktqueue.broker.hub import Mail, Mailbox
+from ktqueue.broker.redis.hub import Mail, Mailbox
 
 
 async def test_messages_wait_in_order():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ktqueue.broker.address import Endpoint, Kind, Login, parse_address, read_address
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.redis.address import Endpoint, Kind, Login, parse_address, read_address
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 

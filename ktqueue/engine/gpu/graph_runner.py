@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.bucket import Bucket
-from ktqueue.engine.capture import Capturer
+from ktqueue.engine.gpu.decode_bucket import Bucket
+from ktqueue.engine.gpu.graph_capture import Capturer
+from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.runner import Model
-from ktqueue.engine.staging import Staging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext

@@ -8,10 +8,10 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
-from ktqueue.engine.capture import Again
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.graphs import GraphRunner, buckets_up_to
-from ktqueue.engine.staging import Fetcher, FixedStaging, Staging
+from ktqueue.engine.gpu.graph_capture import Again
+from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
+from ktqueue.engine.gpu.staging import Fetcher, FixedStaging, Staging
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner

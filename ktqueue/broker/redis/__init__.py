@@ -1,0 +1,1 @@
+"""Connections to Redis: addresses, servers, failover, subscriptions. Knows no keys and no scripts."""
