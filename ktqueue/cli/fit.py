@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from ktqueue.cli.model import with_model
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 from ktqueue.core.hub_model import PREFIX, parse
+from ktqueue.core.settings.setting import settings_of
 from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -51,14 +52,13 @@ def fit(
 
     given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
     check_choices(given)
-    device = engine.device or (given.device if given.device != "cpu" else None)
+    device = engine.device or (given.device if given.on_gpu else None)
     machine = _asked(look(device), gpu_memory, host_memory)
     if too_large := _too_large(given.model, machine):
         found = Fit(config=given, host={}, host_limit=machine.host_available, why_not=too_large)
     else:
         local = with_model(replace(settings(common), engine=given)).engine
-        defaults = EngineConfig()
-        fixed = [key for key, value in asdict(given).items() if value != getattr(defaults, key)]
+        fixed = [one.name for one in settings_of("engine", EngineConfig) if getattr(given, one.name) != one.default]
         fixed += [key for key, value in asdict(engine).items() if value is not None]
         found = fitted(local, machine, report_of, device=device, fixed=fixed)
     command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
@@ -110,15 +110,13 @@ def _size(flag: str, text: str) -> int:
 
 def _command(config: EngineConfig) -> str:
     """The whole command: the model, and each flag whose value is not its default or was chosen for this machine."""
-    defaults = EngineConfig()
-    hints = get_type_hints(EngineFlags, include_extras=True)
     words = ["ktqueue", "up", "--model", config.model]
-    for key in asdict(EngineFlags()):
-        value = getattr(config, key)
+    for one in settings_of("engine", EngineConfig):
+        key, value = one.name, getattr(config, one.name)
         chosen = key in SAID_ALWAYS and value
-        if key == "model" or value is None or (value == getattr(defaults, key) and not chosen):
+        if not one.about.flags or key == "model" or value is None or (value == one.default and not chosen):
             continue
-        flag = hints[key].__metadata__[0].default  # where typer keeps an option's first name
+        flag = one.about.flags[0]
         if isinstance(value, bool):
             on, _, off = flag.partition("/")
             words.append(on if value else off)

@@ -1,24 +1,23 @@
-"""The flags that several verbs share, and how flags, environment and file become one Config.
+"""The flags that several commands share, and how flags, environment and file become one Config.
 
-A verb takes a group of flags as one parameter; `expand` shows its fields to typer one by one. The
-fields are named as in core.config, so that a group is also the overrides of its section.
+A command takes a group of flags as one parameter; `expand` shows its fields to typer one by one. The fields of a group
+are the settings of a section that have a flag, so a group is also the overrides of its section.
 """
 
 import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, load_config
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, config_sources, load_config
+from ktqueue.core.settings.setting import Setting, settings_of
 
-_BROKER, _ENGINE, _GATEWAY = BrokerConfig(), EngineConfig(), GatewayConfig()
-
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
 ModelName = Annotated[
     str | None,
     typer.Argument(
@@ -27,258 +26,103 @@ ModelName = Annotated[
         show_default=False,
     ),
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="Settings; KTQUEUE_* and flags win over them.",
+        show_default=False,
+        metavar="FILE.toml",
+        rich_help_panel="Settings",
+    ),
+]
 
 
-def _option(*names: str, say: str, default: Any = None, metavar: str | None = None, panel: str) -> Any:
-    shown = str(default) if default is not None else False
-    return typer.Option(*names, help=say, show_default=shown, metavar=metavar, rich_help_panel=panel)
+class FlagGroup:
+    """A frozen dataclass with a field for each flag; None: not given."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    if TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommonFlags:
+def _group(section: str, kind: type, **further: Any) -> Callable[[type[FlagGroup]], type[FlagGroup]]:
+    """Decorate a FlagGroup: its fields are `further` annotations, and the flags of a section's settings."""
+
+    def decorate(group: type[FlagGroup]) -> type[FlagGroup]:
+        described = {one.name: _annotation(one) for one in settings_of(section, kind) if one.about.flags}
+        made = make_dataclass(
+            group.__name__,
+            [(name, hint, field(default=None)) for name, hint in {**further, **described}.items()],
+            bases=(FlagGroup,),
+            frozen=True,
+            kw_only=True,
+        )
+        made.__doc__, made.__module__ = group.__doc__, group.__module__
+        return made
+
+    return decorate
+
+
+def _annotation(described: Setting) -> Any:
+    about, default = described.about, described.default
+    shown = about.shown if default is None or default == () else {True: "on"}.get(default, str(default))
+    shown = "none asked" if described.key == "gateway.api_keys" else shown
+    kind = described.type if described.type in (bool, int, float) and not described.is_size else str
+    option = typer.Option(
+        *about.flags,
+        help=about.help,
+        show_default=shown or False,
+        metavar=about.metavar,
+        rich_help_panel=about.panel,
+    )
+    return Annotated[kind | None, option]
+
+
+@_group("broker", BrokerConfig, config=ConfigFile)
+class CommonFlags(FlagGroup):
     """Where the settings and Redis are."""
 
-    config: Annotated[
-        Path | None,
-        _option("--config", say="Settings; KTQUEUE_* and flags win over them.", metavar="FILE.toml", panel="Settings"),
-    ] = None
-    url: Annotated[
-        str | None,
-        _option(
-            "--redis-url",
-            say="Redis to use.",
-            default="KTQUEUE_BROKER_URL, else that of `ktqueue up` in the state directory",
-            metavar="URL",
-            panel="Settings",
-        ),
-    ] = None
-    state_dir: Annotated[
-        str | None,
-        _option(
-            "--state-dir",
-            say="Folder of the private Redis.",
-            default=_BROKER.state_dir,
-            metavar="DIR",
-            panel="Settings",
-        ),
-    ] = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlags:
+@_group("engine", EngineConfig)
+class EngineFlags(FlagGroup):
     """The model and the engine that runs it."""
 
-    model: Annotated[
-        str | None,
-        _option(
-            "--model",
-            "-m",
-            say="A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo (built in).",
-            default=_ENGINE.model,
-            metavar="MODEL",
-            panel="Engine",
-        ),
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        _option("--served-model-name", say="Name that clients ask for.", metavar="NAME", panel="Engine"),
-    ] = None
-    rules: Annotated[
-        str | None,
-        _option(
-            "--rules",
-            say="Rules that replace modules: a YAML file, or a shipped one by name.",
-            default="default",
-            metavar="NAME|FILE",
-            panel="Engine",
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        _option("--tokenizer", say="Folder of another tokenizer.", metavar="DIR", panel="Engine"),
-    ] = None
-    device: Annotated[str | None, _option("--device", say="cpu or cuda.", default=_ENGINE.device, panel="Engine")] = (
-        None
-    )
-    dtype: Annotated[
-        str | None,
-        _option("--dtype", say="auto, float32, bfloat16 or float16.", default=_ENGINE.dtype, panel="Engine"),
-    ] = None
-    threads: Annotated[
-        int | None, _option("--threads", say="CPU threads.", default="the cores", metavar="N", panel="Engine")
-    ] = None
-    pin_threads: Annotated[
-        str | None,
-        _option(
-            "--pin-threads", say="Keep CPU threads on their cores: auto, on or off.", default="auto", panel="Engine"
-        ),
-    ] = None
-    batch_invariant: Annotated[
-        bool | None,
-        _option(
-            "--batch-invariant/--no-batch-invariant",
-            say="Compute a token alike in every batch; without it AMX reads prompts faster.",
-            default="on a CPU",
-            panel="Engine",
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        _option("--max-model-len", say="Context in tokens.", default="the model's", metavar="N", panel="Engine"),
-    ] = None
-    max_num_seqs: Annotated[
-        int | None,
-        _option(
-            "--max-num-seqs",
-            say="Sequences that run at once.",
-            default=_ENGINE.max_num_seqs,
-            metavar="N",
-            panel="Engine",
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None,
-        _option(
-            "--max-num-batched-tokens",
-            say="Tokens of one step.",
-            default="512, on a GPU 8192",
-            metavar="N",
-            panel="Engine",
-        ),
-    ] = None
-    page_size: Annotated[
-        int | None,
-        _option("--page-size", say="Tokens of a cache page.", default=_ENGINE.page_size, metavar="N", panel="Engine"),
-    ] = None
-    kv_cache_bytes: Annotated[
-        str | None,
-        _option(
-            "--kv-cache-bytes",
-            say="Size of the cache.",
-            default="from the free memory; what is left of a GPU",
-            metavar="SIZE",
-            panel="Engine",
-        ),
-    ] = None
-    kv_cache_dtype: Annotated[
-        str | None,
-        _option(
-            "--kv-cache-dtype",
-            say="Type of the cache on a GPU: auto (as computed) or fp8.",
-            default=_ENGINE.kv_cache_dtype,
-            panel="Engine",
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        _option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            say="Reuse the pages of equal prefixes.",
-            default="on",
-            panel="Engine",
-        ),
-    ] = None
-    host_memory_utilization: Annotated[
-        float | None,
-        _option(
-            "--host-memory-utilization",
-            say="Part of the host's free memory that the cache may take.",
-            default=_ENGINE.host_memory_utilization,
-            metavar="PART",
-            panel="Engine",
-        ),
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float | None,
-        _option(
-            "--gpu-memory-utilization",
-            say="Part of the GPU's memory to fill.",
-            default=_ENGINE.gpu_memory_utilization,
-            metavar="PART",
-            panel="GPU",
-        ),
-    ] = None
-    gpu_expert_memory_bytes: Annotated[
-        str | None,
-        _option("--gpu-expert-memory", say="GPU memory for experts.", default="0", metavar="SIZE", panel="GPU"),
-    ] = None
-    attention_backend: Annotated[
-        str | None,
-        _option(
-            "--attention-backend",
-            say="auto, flashinfer, triton or torch.",
-            default=_ENGINE.attention_backend,
-            panel="GPU",
-        ),
-    ] = None
-    cuda_graphs: Annotated[
-        bool | None,
-        _option("--cuda-graphs/--no-cuda-graphs", say="Replay decode steps as graphs.", default="on", panel="GPU"),
-    ] = None
-    handoff: Annotated[
-        str | None,
-        _option(
-            "--handoff",
-            say="How tokens reach the CPU's experts: auto, flags or host_functions.",
-            default=_ENGINE.handoff,
-            panel="GPU",
-        ),
-    ] = None
-    expert_streaming: Annotated[
-        str | None,
-        _option(
-            "--expert-streaming",
-            say="Copy experts to the GPU for a step: auto, on or off.",
-            default=_ENGINE.expert_streaming,
-            panel="GPU",
-        ),
-    ] = None
-    expert_prefetch: Annotated[
-        bool | None,
-        _option(
-            "--expert-prefetch/--no-expert-prefetch",
-            say="Let the CPU fetch experts of the next layer while the GPU works.",
-            default="on",
-            panel="GPU",
-        ),
-    ] = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayFlags:
-    """The HTTP front."""
-
-    host: Annotated[
-        str | None,
-        _option("--host", say="Address to listen on.", default=_GATEWAY.host, metavar="ADDRESS", panel="Gateway"),
-    ] = None
-    port: Annotated[
-        int | None, _option("--port", say="Port to listen on.", default=_GATEWAY.port, metavar="N", panel="Gateway")
-    ] = None
-    api_keys: Annotated[
-        str | None,
-        _option(
-            "--api-key-hash",
-            say="SHA-256 of a key that clients must send (see ktqueue keys new); several with commas.",
-            default="none asked",
-            metavar="HASH",
-            panel="Gateway",
-        ),
-    ] = None
+@_group("gateway", GatewayConfig)
+class GatewayFlags(FlagGroup):
+    """The HTTP server."""
 
 
 def settings(common: CommonFlags, *, engine: EngineFlags | None = None, gateway: GatewayFlags | None = None) -> Config:
     """The Config of this process: defaults, file, environment, flags. Raises ConfigError."""
-    overrides: dict[str, dict[str, Any]] = {"broker": {"url": common.url, "state_dir": common.state_dir}}
+    return load_config(common.config, os.environ, _overrides(common, engine, gateway))
+
+
+def sources(
+    common: CommonFlags, *, engine: EngineFlags | None = None, gateway: GatewayFlags | None = None
+) -> dict[str, str]:
+    """Where each setting that is not a default is from, by its key. Raises ConfigError."""
+    return config_sources(common.config, os.environ, _overrides(common, engine, gateway))
+
+
+def _overrides(
+    common: CommonFlags, engine: EngineFlags | None, gateway: GatewayFlags | None
+) -> dict[str, dict[str, Any]]:
+    broker = asdict(common)
+    del broker["config"]
+    overrides = {"broker": broker}
     if engine is not None:
         overrides["engine"] = asdict(engine)
     if gateway is not None:
         overrides["gateway"] = asdict(gateway)
-    return load_config(common.config, os.environ, overrides)
+    return overrides
 
 
 def expand(verb: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see the fields of each flag group that `verb` takes as a parameter."""
+    """Show typer the fields of each flag group that the command `verb` takes as a parameter."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []

@@ -32,14 +32,14 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
-    from ktqueue.workers.startup.build import check_choices, on_gpu, report_of
+    from ktqueue.workers.startup.build import check_choices, report_of
     from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 
     config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
     check_choices(config)
     report = report_of(config)
     plan, host = None, {}
-    if on_gpu(config):
+    if config.on_gpu:
         plan = plan_before_loading(report, config, _size(gpu_memory))
         host = host_memory_before_loading(report, config)
     if as_json:

@@ -14,6 +14,7 @@ from ktqueue.cli import (
     batch,
     bench,
     chat,
+    config,
     convert,
     demo,
     doctor,
@@ -76,6 +77,7 @@ def application() -> typer.Typer:
     app.command("fit", rich_help_panel=models)(fit.fit)
     app.command("inspect", rich_help_panel=models)(inspect.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)
+    app.command("config", rich_help_panel=models)(config.config)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)
     return app
 

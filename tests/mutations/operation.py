@@ -52,9 +52,9 @@ OPERATION: dict[str, Mutation] = {
     ),
     "a bridge on arq's own queue": Mutation(
         "by default the bridge takes no other program's jobs",
-        "ktqueue/core/config.py",
-        'queue: str = "ktqueue:arq"',
-        'queue: str = "arq:queue"',
+        "ktqueue/core/settings/processes.py",
+        '"ktqueue:arq",',
+        '"arq:queue",',
         ("tests/workers/arq/test_bridge.py::test_by_default_the_bridge_leaves_the_jobs_of_others_alone",),
     ),
     "bridges that exclude each other": Mutation(

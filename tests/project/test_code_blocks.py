@@ -92,7 +92,7 @@ def test_commands_have_verbs_and_flags_that_exist() -> None:
             words = text.split()
             path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in leaves), None)
             if path is None:  # a family of verbs, such as `ktqueue jobs`
-                of_all = words in (["VERB", "--help"], ["--install-completion"], ["--show-completion"])
+                of_all = words in (["COMMAND", "--help"], ["--install-completion"], ["--show-completion"])
                 assert of_all or (words[0] in groups and len(words) == 1), f"{place}: {command}"
                 continue
             known = {option for one in leaves[path].params for option in (*one.opts, *one.secondary_opts)} | {"--help"}

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import cast
 
 import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
+from ktqueue.core.settings.engine import Dtype
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import host_cache_bytes
@@ -25,8 +26,6 @@ from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
-from ktqueue.operators.gpu.attention.backends import BackendName
-from ktqueue.operators.gpu.settings import HandoffMethod, Streaming
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
@@ -34,13 +33,6 @@ from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
 
 Progress = Callable[[int, int, str], None]
-CHOICES = {
-    "pin_threads": ("auto", "on", "off"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "attention_backend": get_args(BackendName),
-    "handoff": get_args(HandoffMethod),
-    "expert_streaming": get_args(Streaming),
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_SPIN_MICROSECONDS = 2000
 log = logging.getLogger(__name__)
@@ -69,7 +61,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     _check(config)
     config = on_this_machine(config, log.info)
     config = replace(config, threads=set_threads(config))
-    native.set_batch_invariant(not on_gpu(config) if config.batch_invariant is None else config.batch_invariant)
+    native.set_batch_invariant(not config.on_gpu if config.batch_invariant is None else config.batch_invariant)
     dtype = compute_dtype(config)
     prepared = prepare(
         config.model,
@@ -123,7 +115,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     dtype = compute_dtype(config)
     layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
     gpu = None
-    if on_gpu(config):
+    if config.on_gpu:
         memory = CudaMemory(config.device)
         gpu = prepare_gpu(model, layout, config, memory)
     else:
@@ -134,7 +126,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     resolved = replace(
         config,
         served_model_name=config.served_model_name or served_name(config.model),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=cast(Dtype, str(dtype).removeprefix("torch.")),
         num_pages=num_pages,
         max_model_len=max_model_len,
         cuda_graphs=gpu.cuda_graphs if gpu else config.cuda_graphs,
@@ -170,7 +162,7 @@ def set_threads(config: EngineConfig) -> int:
     On a GPU worker the kernels are called by the hand-off's own thread, while Python's launches steps and waits for
     them, which takes a CPU too. Kernel threads spin over the GPU's part of a layer: a sleeper wakes microseconds late.
     """
-    if not on_gpu(config):
+    if not config.on_gpu:
         return native.set_threads(config.threads, pin=config.pin_threads)
     count = config.threads or max(1, native.default_threads() - 1)
     return native.set_threads(count, pin=config.pin_threads, spin_microseconds=GPU_SPIN_MICROSECONDS)
@@ -246,11 +238,9 @@ def check_context(config: EngineConfig, longest: int) -> None:
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """The type that dense weights and activations have. Raises ConfigError."""
+    """The type of dense weights and activations."""
     if config.dtype == "auto":
-        return torch.float32 if config.device == "cpu" else torch.bfloat16
-    if config.dtype not in DTYPES:
-        raise _wrong("dtype", config.dtype, f"auto, {', '.join(DTYPES)}", ", ".join(DTYPES))
+        return torch.bfloat16 if config.on_gpu else torch.float32
     return DTYPES[config.dtype]
 
 
@@ -260,37 +250,13 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_choices(config: EngineConfig) -> None:
-    """What can be said of the settings without looking at this machine. Raises ConfigError."""
+    """Check what does not depend on this machine. Raises ConfigError."""
     check_device_name(config.device)
-    for name, known in CHOICES.items():
-        if (chosen := getattr(config, name)) not in known:
-            raise _wrong(name, chosen, f"{', '.join(known[:-1])} or {known[-1]}", ", ".join(known))
-    for name in ("gpu_memory_utilization", "host_memory_utilization"):
-        if not 0 < (part := getattr(config, name)) <= 1:
-            raise _wrong(name, part, "above 0 and at most 1", 1)
-    if not on_gpu(config) and config.kv_cache_dtype == "fp8":
+    if not config.on_gpu and config.kv_cache_dtype == "fp8":
         raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
 
 
-def on_gpu(config: EngineConfig) -> bool:
-    """Whether the engine is one of a GPU."""
-    return config.device.partition(":")[0] == "cuda"
-
-
 def _check(config: EngineConfig) -> None:
-    at_least_one = (
-        "threads",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "page_size",
-        "num_pages",
-        "batch_share",
-    )
-    for name in at_least_one:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise _wrong(name, value, "at least 1", 1)
     if config.step_tokens < config.max_num_seqs:
         # Each running row needs one token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"

@@ -5,7 +5,7 @@ Knows which figures must be had in which order; the plan itself is engine/memory
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
-from ktqueue.operators.gpu.settings import GpuSettings, HandoffMethod, Streaming
+from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup.largest_step import largest_batch
 
@@ -102,8 +102,8 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     settings = GpuSettings(
         max_tokens=config.step_tokens,
         expert_memory_bytes=config.gpu_expert_memory_bytes,
-        handoff=cast(HandoffMethod, config.handoff),
-        expert_streaming=cast(Streaming, config.expert_streaming),
+        handoff=config.handoff,
+        expert_streaming=config.expert_streaming,
         expert_prefetch=config.expert_prefetch,
     )
     try:

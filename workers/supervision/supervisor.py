@@ -209,7 +209,7 @@ class Supervisor:
 
     def _worker_launch(self, state: Path) -> tuple[Launch, dict[str, float]]:
         """How a worker comes to be, and when it does so again, as Child takes that."""
-        if self.config.engine.device != "cpu":  # what a device holds cannot be forked
+        if self.config.engine.on_gpu:  # what a device holds cannot be forked
             return Command(WORKER_COMMAND, self._environment()), {}
         self._forks = Forks(self._environment())
         self.fork_server = self._supervised("fork-server", self._forks.launch, state)

@@ -1,11 +1,8 @@
 """GpuSettings: what a model must know before it runs on a GPU. Knows no device."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
-"""How routed tokens reach the CPU's experts; "direct" is for tensors on the CPU."""
-Streaming = Literal["auto", "on", "off"]
+from ktqueue.core.settings.engine import AutoOnOff, HandoffMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +19,7 @@ class GpuSettings:
     max_tokens: int
     expert_memory_bytes: int = 0
     handoff: HandoffMethod = "auto"
-    expert_streaming: Streaming = "auto"
+    expert_streaming: AutoOnOff = "auto"
     streaming_tokens: int = 64
     fetched_shares: tuple[float, float] | None = None
     expert_prefetch: bool = True

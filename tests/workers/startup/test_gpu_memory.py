@@ -11,11 +11,12 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.settings.engine import AutoOnOff
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
-from ktqueue.operators.gpu.settings import GpuSettings, Streaming
+from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 
 MIB = 1 << 20
@@ -142,7 +143,7 @@ def test_a_plan_before_loading() -> None:
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
-def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: Streaming, tmp_path: Path) -> None:
+def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: AutoOnOff, tmp_path: Path) -> None:
     """But for the table of where they are, and parts of an expert that 5 MiB would have had room for."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")

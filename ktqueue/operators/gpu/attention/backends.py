@@ -12,10 +12,11 @@ Measured on an H200 with the attention of Qwen3-30B-A3B (benchmarks/results/atte
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
+from ktqueue.core.settings.engine import BackendName
 from ktqueue.operators.gpu.attention import flashinfer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
@@ -25,9 +26,6 @@ from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
 logger = logging.getLogger(__name__)
-
-BackendName = Literal["auto", "flashinfer", "triton", "torch"]
-"""auto: FlashInfer if it is installed and supports the types of the model, otherwise Triton; torch on a CPU."""
 
 
 def make_planner(

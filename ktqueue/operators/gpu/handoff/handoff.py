@@ -9,9 +9,9 @@ from typing import NamedTuple, get_args
 
 import torch
 
+from ktqueue.core.settings.engine import HandoffMethod
 from ktqueue.operators.gpu.handoff.driver import Driver
 from ktqueue.operators.gpu.handoff.signals import DirectCalls, HostFunctionSignals, Signals, WordSignals
-from ktqueue.operators.gpu.settings import HandoffMethod
 from ktqueue.operators.native import ExpertLayer
 from ktqueue.operators.native_handoff import (
     LINE,

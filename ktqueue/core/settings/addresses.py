@@ -1,6 +1,5 @@
-"""Checks of one setting each. All raise ConfigError naming the setting, its limit and its value."""
+"""Checks of settings that are addresses or origins. Both raise ConfigError naming the setting and the value."""
 
-import math
 import re
 from collections.abc import Iterable
 from ipaddress import ip_network
@@ -8,27 +7,6 @@ from ipaddress import ip_network
 from ktqueue.core.errors import ConfigError
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
-
-
-def at_least(config: object, name: str, low: float, section: str = "broker") -> None:
-    """A finite number that is not below `low`."""
-    value = getattr(config, name)
-    if not low <= value < math.inf:  # NaN fails both
-        raise _wrong(f"{section}.{name}", f"a number from {low:g} on", low, value)
-
-
-def between(config: object, name: str, low: float, high: float, section: str = "broker") -> None:
-    """A number from `low` to `high`."""
-    value = getattr(config, name)
-    if not low <= value <= high:
-        raise _wrong(f"{section}.{name}", f"a number from {low:g} to {high:g}", f"{low:g} to {high:g}", value)
-
-
-def one_of(config: object, name: str, choices: tuple[str, ...], section: str) -> None:
-    """One of a few words."""
-    value = getattr(config, name)
-    if value not in choices:
-        raise _wrong(f"{section}.{name}", f"one of {', '.join(choices)}", ", ".join(choices), value)
 
 
 def networks(values: Iterable[str], setting: str) -> None:

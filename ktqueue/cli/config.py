@@ -1,0 +1,100 @@
+"""`ktqueue config`: every setting, its value, and where the value is from."""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from ktqueue.cli.console import results, table, write, write_json
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings, sources
+from ktqueue.core.config import Config, all_settings
+from ktqueue.core.settings.setting import Setting
+from ktqueue.core.units import format_bytes
+
+PASSWORD = re.compile(r"(?<=:)[^:@/]+(?=@)|(?<=password=)[^&]+")  # in a URL
+
+
+@expand
+def config(
+    common: CommonFlags,
+    engine: EngineFlags,
+    gateway: GatewayFlags,
+    as_json: AsJson = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write the tables of the reference page.")] = False,
+) -> None:
+    """Show each setting, its value, and where it is from: a flag, the environment, the file or the default."""
+    if markdown:
+        write(reference())
+        return
+    chosen = settings(common, engine=engine, gateway=gateway)
+    origins = sources(common, engine=engine, gateway=gateway)
+    rows = [(one, _value(one, chosen), origins.get(one.key, "default")) for one in all_settings()]
+    if as_json:
+        write_json({one.key: {"value": value, "source": source} for one, value, source in rows})
+        return
+    made = table(("setting", "value", "from"))
+    for one, value, source in rows:
+        made.add_row(one.key, _words(one, value), "" if source == "default" else source)
+    results().print(made, markup=False)
+
+
+def reference() -> str:
+    """The settings as Markdown, a table for each section: the generated part of docs/reference/configuration.md."""
+    lines: list[str] = []
+    section = ""
+    for one in all_settings():
+        if one.section != section:
+            section = one.section
+            title, see = SECTIONS[section]
+            lines += ["", f"## `{section}`: {title}", *([see, ""] if see else [])]
+            lines += ["| key | default | flag | meaning |", "| --- | --- | --- | --- |"]
+        flags = ", ".join(f"`{flag.partition('/')[0]}`" for flag in one.about.flags)
+        meaning = " ".join(filter(None, (one.about.help, one.about.details)))
+        cells = (f"`{one.key}`", _default(one), flags, meaning)
+        lines.append("|" + "".join(f" {cell.replace('|', '&#124;')} |" if cell else " |" for cell in cells))
+    return "\n".join(lines[1:]) + "\n"
+
+
+SECTIONS = {
+    "broker": ("Redis and the promises kept in it", ""),
+    "engine": ("one worker's engine", ""),
+    "worker": ("how a worker ends", ""),
+    "gateway": ("the HTTP server", ""),
+    "bridge": ("jobs of arq clients", "See [arq](../guides/arq.md)."),
+    "control": ("chores", "See [webhooks](../guides/webhooks.md) and [batches](../guides/batches.md)."),
+    "log": ("what processes log", "See [logs](../guides/watching.md#logs)."),
+}
+"""Title and reference of each section, for the reference page."""
+
+
+def _value(one: Setting, chosen: Config) -> Any:
+    """The value for people and programs: without passwords and secrets."""
+    value = getattr(getattr(chosen, one.section), one.name)
+    if one.name == "webhook_secret" and value is not None:
+        return "(set)"
+    if one.name == "tenants":
+        return [tenant.name for tenant in value]
+    return PASSWORD.sub("***", value) if isinstance(value, str) and "://" in value else value
+
+
+def _words(one: Setting, value: Any) -> str:
+    if value is None:
+        return one.about.shown or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return format_bytes(value) if one.is_size and value else str(value)
+
+
+def _default(one: Setting) -> str:
+    default = one.default
+    if default is None or default == ():
+        return one.about.shown if one.about.shown and one.key != "broker.url" else "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return ", ".join(f"`{part}`" for part in default)
+    if isinstance(default, int | float):
+        return format_bytes(default).replace(".0 ", " ") if one.is_size and default else f"{default:g}"
+    return f"`{default}`"

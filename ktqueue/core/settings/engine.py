@@ -1,0 +1,234 @@
+"""Settings of a worker's engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ktqueue.core.settings.setting import check_settings, setting
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDtype = Literal["auto", "fp8"]
+AutoOnOff = Literal["auto", "on", "off"]
+BackendName = Literal["auto", "flashinfer", "triton", "torch"]
+"""auto: FlashInfer if it is installed and supports the model's types, else our Triton kernels; torch on a CPU."""
+HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
+"""How routed tokens reach the CPU's experts; "direct" is for tensors on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One worker's engine. None: chosen from the model and the machine."""
+
+    model: str = setting(
+        "demo",
+        "A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo (built in).",
+        details="Of a split file, name any part. `hf:` names are downloaded: see [serving](../guides/serving.md).",
+        flags=("--model", "-m"),
+        metavar="MODEL",
+        panel="Engine",
+    )
+    served_model_name: str | None = setting(
+        None,
+        "Name that clients ask for.",
+        details="By default the name of the file or folder; for `hf:OWNER/NAME:QUANT` it is `NAME:QUANT`.",
+        flags=("--served-model-name",),
+        metavar="NAME",
+        panel="Engine",
+    )
+    rules: str | None = setting(
+        None,
+        "Rules that replace modules: a YAML file, or a shipped one by name.",
+        details="Shipped are `default`, `exact`, `quantised` and `modules`: see [rules](../guides/rules.md).",
+        shown="default",
+        flags=("--rules",),
+        metavar="NAME|FILE",
+        panel="Engine",
+    )
+    tokenizer: str | None = setting(
+        None,
+        "Folder of another tokenizer.",
+        shown="the model's",
+        flags=("--tokenizer",),
+        metavar="DIR",
+        panel="Engine",
+    )
+    device: str = setting(
+        "cpu",
+        "cpu, cuda or cuda:N.",
+        details="Modules that no rule places are on this device. Other devices (`xpu`, `npu`, `rocm`, `mps`) are "
+        "refused by name.",
+        flags=("--device",),
+        panel="Engine",
+    )
+    dtype: Dtype = setting(
+        "auto",
+        "auto, float32, bfloat16 or float16.",
+        details="auto is float32 on a CPU and bfloat16 on a GPU.",
+        flags=("--dtype",),
+        panel="Engine",
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads of the kernels.",
+        details="torch has one of them, for the little work that is left to it.",
+        shown="the physical cores allowed, on a GPU one less",
+        at_least=1,
+        flags=("--threads",),
+        metavar="N",
+        panel="Engine",
+    )
+    pin_threads: AutoOnOff = setting(
+        "auto",
+        "Keep CPU threads on their cores: auto, on or off.",
+        details="Pinned threads are divided evenly among NUMA nodes. auto pins at least 4 threads that use more than "
+        "half of the allowed cores, if no CPU quota is below their number.",
+        flags=("--pin-threads",),
+        panel="Engine",
+    )
+    batch_invariant: bool | None = setting(
+        None,
+        "Compute a token alike in every batch; without it AMX reads prompts faster.",
+        details="A job that another worker continues then has the same text. It matters only on CPUs with AMX, which "
+        "read long prompts up to twice as fast without it.",
+        shown="true on a CPU, false on a GPU",
+        flags=("--batch-invariant/--no-batch-invariant",),
+        panel="Engine",
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Context in tokens, prompt and completion together.",
+        shown="the model's",
+        at_least=1,
+        flags=("--max-model-len",),
+        metavar="N",
+        panel="Engine",
+    )
+    max_num_seqs: int = setting(
+        32,
+        "Sequences that run at once.",
+        at_least=1,
+        flags=("--max-num-seqs",),
+        metavar="N",
+        panel="Engine",
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Tokens of one step, prefill and decode together.",
+        shown="512, on a GPU 8192",
+        at_least=1,
+        flags=("--max-num-batched-tokens",),
+        metavar="N",
+        panel="Engine",
+    )
+    page_size: int = setting(
+        16, "Tokens of a cache page.", at_least=1, flags=("--page-size",), metavar="N", panel="Engine"
+    )
+    kv_cache_bytes: int | None = setting(
+        None,
+        "Size of the cache.",
+        details="On a CPU the default is 4,096 tokens for each row, or the whole context if that is shorter, and at "
+        "most `host_memory_utilization` of the memory that is free after loading. On a GPU it is what "
+        "`gpu_memory_utilization` leaves.",
+        shown="from the free memory; all that is left of a GPU",
+        flags=("--kv-cache-bytes",),
+        metavar="SIZE",
+        panel="Engine",
+    )
+    num_pages: int | None = setting(
+        None, "Size of the cache in pages, instead of bytes.", shown="from `kv_cache_bytes`", at_least=1
+    )
+    kv_cache_dtype: CacheDtype = setting(
+        "auto",
+        "Type of the cache on a GPU: auto (as computed) or fp8.",
+        details="`fp8` is float8_e4m3fn, half the bytes of bfloat16.",
+        flags=("--kv-cache-dtype",),
+        panel="Engine",
+    )
+    enable_prefix_caching: bool = setting(
+        True,
+        "Reuse the pages of equal prefixes.",
+        flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+        panel="Engine",
+    )
+    batch_share: int = setting(
+        8, "One of so many rows is never taken from running batch jobs for interactive ones.", at_least=1
+    )
+    host_memory_utilization: float = setting(
+        0.5,
+        "Share of the host's free memory that the cache may take.",
+        details="It applies on a CPU, within the limits of control groups, to a cache without a given size. "
+        "`ktqueue up --workers N` divides it by N. The memory is taken as the cache fills.",
+        above=0,
+        at_most=1,
+        flags=("--host-memory-utilization",),
+        metavar="PART",
+        panel="Engine",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of the GPU's memory to fill.",
+        details="Weights, experts, workspaces, graphs, and pages with the rest.",
+        above=0,
+        at_most=1,
+        flags=("--gpu-memory-utilization",),
+        metavar="PART",
+        panel="GPU",
+    )
+    gpu_expert_memory_bytes: int = setting(
+        0,
+        "GPU memory for the most used experts.",
+        flags=("--gpu-expert-memory",),
+        metavar="SIZE",
+        panel="GPU",
+    )
+    attention_backend: BackendName = setting(
+        "auto",
+        "auto, flashinfer, triton or torch.",
+        details="Attention on a GPU; auto takes the first that is installed.",
+        flags=("--attention-backend",),
+        panel="GPU",
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "Capture decode steps at start and replay them as CUDA graphs.",
+        flags=("--cuda-graphs/--no-cuda-graphs",),
+        panel="GPU",
+    )
+    handoff: HandoffMethod = setting(
+        "auto",
+        "How tokens reach the CPU's experts: auto, flags or host_functions.",
+        details="`flags` are stream memory operations.",
+        flags=("--handoff",),
+        panel="GPU",
+    )
+    expert_streaming: AutoOnOff = setting(
+        "auto",
+        "Copy experts to the GPU for a step: auto, on or off.",
+        details="auto copies them if that is faster.",
+        flags=("--expert-streaming",),
+        panel="GPU",
+    )
+    expert_prefetch: bool = setting(
+        True,
+        "Let the CPU prefetch experts of the next layer while the GPU works.",
+        details="Results are the same.",
+        flags=("--expert-prefetch/--no-expert-prefetch",),
+        panel="GPU",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        check_settings("engine", self)
+
+    def batch_floor(self, rows: int) -> int:
+        """How many of `rows` rows are never taken from batch jobs."""
+        return -(-rows // self.batch_share)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine runs on a GPU."""
+        return self.device.partition(":")[0] == "cuda"
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step. On a GPU experts are streamed once a step, so steps are longer there."""
+        return self.max_num_batched_tokens or (8192 if self.on_gpu else 512)

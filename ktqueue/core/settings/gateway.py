@@ -1,0 +1,113 @@
+"""Settings of the gateway."""
+
+from dataclasses import dataclass
+
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.settings.addresses import networks, origins
+from ktqueue.core.settings.setting import check_settings, setting
+from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP server. Times in seconds, sizes in bytes."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.", flags=("--host",), metavar="ADDRESS", panel="Gateway")
+    port: int = setting(
+        8000,
+        "Port to listen on.",
+        details="0 takes any free port under `ktqueue up`.",
+        flags=("--port",),
+        metavar="N",
+        panel="Gateway",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "SHA-256 of a key that clients must send (see ktqueue keys new); several with commas.",
+        details="Without keys here or of tenants, every request is accepted.",
+        flags=("--api-key-hash",),
+        metavar="HASH",
+        panel="Gateway",
+    )
+    tenants: tuple[TenantConfig, ...] = setting(
+        (),
+        "Owners of further keys.",
+        details="Tables `[[gateway.tenants]]`, in the environment JSON: see [tenants](../guides/tenants.md).",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose pages may call the API from a browser, such as `https://chat.example.org`; `*`: any.",
+    )
+    max_body_bytes: int = setting(8 << 20, "Largest request body. A larger one is refused with 413.")
+    max_bodies_bytes: int = setting(
+        64 << 20, "Bytes of all bodies that are being read. Beyond it the largest are refused with 503."
+    )
+    max_connections: int = setting(
+        2_000,
+        "Requests that are answered at once. More are refused with 503.",
+        details="A request whose body is still arriving does not count.",
+        at_least=1,
+    )
+    max_sockets: int | None = setting(
+        None,
+        "Open TCP connections. Beyond it, one that waits for its client is closed.",
+        shown="twice `max_connections`, and 64",
+        at_least=1,
+    )
+    max_sockets_per_address: int = setting(
+        512, "Open TCP connections of one client address (of IPv6: one /64). 0: no limit.", at_least=0
+    )
+    trusted_addresses: tuple[str, ...] = setting(
+        ("127.0.0.1", "::1"), "Addresses or networks without that limit, such as a reverse proxy's."
+    )
+    probe_port: int | None = setting(
+        None, "A second port, for `/healthz`, `/readyz` and `/metrics` only. 0: any free port."
+    )
+    max_url_bytes: int = setting(8 << 10, "Longest URL. A longer one is refused with 414.", at_least=256)
+    max_header_bytes: int = setting(
+        16 << 10, "URL, headers and trailers of a request together. More is refused with 431.", at_least=256
+    )
+    max_headers: int = setting(
+        100, "Number of headers and trailers of a request. More are refused with 431.", at_least=1
+    )
+    header_timeout: float = setting(
+        10.0,
+        "From the connection, or the first byte of a later request, to the end of the headers. Then 408.",
+        details="If the client sent nothing, the connection is closed without an answer.",
+        at_least=0.01,
+    )
+    body_timeout: float = setting(60.0, "From the end of the headers to the end of the body. Then 408.", at_least=0.01)
+    min_body_rate: int = setting(
+        1 << 10, "Bytes a second that a body must average after its first 5 seconds. Else 408.", at_least=1
+    )
+    keep_alive_timeout: float = setting(15.0, "How long a connection stays open between two requests.", at_least=0.01)
+    heartbeat_seconds: float = setting(15.0, "A stream without events sends a comment so often.")
+    first_event_wait: float = setting(2.0, "An error within this time still gets its own HTTP status in a stream.")
+    max_mailbox_bytes: int = setting(
+        1 << 20, "Events that are kept for one slow reader, who then continues from the journal."
+    )
+    stall_seconds: float = setting(
+        60.0, "A client that neither sends its body nor reads its response for so long is dropped.", at_least=0.01
+    )
+    drain_seconds: float = setting(10.0, "Open streams may end within this time before the gateway stops.")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the key."""
+        check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
+        check_tenants(self.tenants, self.api_keys)
+        check_settings("gateway", self)
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"gateway.max_bodies_bytes must be a number from {self.max_body_bytes} on "
+                f"(gateway.max_body_bytes), got {self.max_bodies_bytes!r}",
+                param="gateway.max_bodies_bytes",
+                limit=self.max_body_bytes,
+                value=self.max_bodies_bytes,
+            )
+        networks(self.trusted_addresses, "gateway.trusted_addresses")
+        origins(self.cors_origins, "gateway.cors_origins")
+
+    @property
+    def socket_limit(self) -> int:
+        """How many TCP connections may be open at once."""
+        return 2 * self.max_connections + 64 if self.max_sockets is None else self.max_sockets

@@ -1,0 +1,112 @@
+"""One setting: its type, default, limits, choices, help and flag, in the metadata of a dataclass field.
+
+The checks, the command line's flags, the file and the environment, `ktqueue config` and the reference page are all made
+from this description.
+"""
+
+import math
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ktqueue.core.errors import ConfigError
+
+_KEY = "ktqueue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What is known of a setting besides its name, type and default.
+
+    help: one short sentence, for the command line. details: further sentences, for the reference page. shown: the
+    default in words, if it is computed. at_least, at_most, above: limits of a number, `above` excluded. flags: names
+    on the command line. metavar: what the flag's value is called. panel: the flag's group in --help.
+    """
+
+    help: str
+    details: str = ""
+    shown: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    panel: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One described setting of a section. `type` is its type without None; `choices` are the values of a Literal."""
+
+    section: str
+    name: str
+    type: Any
+    optional: bool
+    default: Any
+    about: Description
+
+    @property
+    def key(self) -> str:
+        """Its full name, such as engine.model."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it may be; empty if it is not a word of a fixed list."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it counts bytes, so that it may be written like 256MiB."""
+        return self.name.endswith("_bytes")
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError if the value is outside the limits, or is none of the choices."""
+        if value is None:
+            return
+        about = self.about
+        if self.choices and value not in self.choices:
+            raise self.error(f"one of {', '.join(self.choices)}", ", ".join(self.choices), value)
+        if isinstance(value, int | float):
+            above, low, high = about.above, about.at_least, about.at_most
+            if above is not None and high is not None and not above < value <= high:
+                raise self.error(f"above {above:g} and at most {high:g}", high, value)
+            if low is not None and high is not None and not low <= value <= high:
+                raise self.error(f"a number from {low:g} to {high:g}", f"{low:g} to {high:g}", value)
+            if low is not None and not low <= value < math.inf:  # NaN fails both
+                raise self.error(f"a number from {low:g} on", low, value)
+
+    def error(self, wanted: str, limit: float | str, value: float | str) -> ConfigError:
+        """The error for a wrong value."""
+        return ConfigError(f"{self.key} must be {wanted}, got {value!r}", param=self.key, limit=limit, value=value)
+
+
+def setting(default: Any, summary: str, *, secret: bool = False, **description: Any) -> Any:
+    """A dataclass field with its description.
+
+    `summary` is the short sentence for the command line; further keywords are those of `Description`. `secret` keeps
+    the value out of repr.
+    """
+    return field(default=default, repr=not secret, metadata={_KEY: Description(help=summary, **description)})
+
+
+@cache
+def settings_of(section: str, kind: Any) -> tuple[Setting, ...]:
+    """The settings of a section's dataclass, in order."""
+    hints = get_type_hints(kind)
+    return tuple(_setting(section, one, hints[one.name]) for one in fields(kind))
+
+
+def check_settings(section: str, config: Any) -> None:
+    """Check every setting of a section. Raises ConfigError naming the key, its limit and its value."""
+    kind: Any = type(config)
+    for one in settings_of(section, kind):
+        one.check(getattr(config, one.name))
+
+
+def _setting(section: str, described: "Field[Any]", hint: Any) -> Setting:
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    is_union = get_origin(hint) not in (Literal, tuple) and len(get_args(hint)) > 1
+    kind = kinds[0] if is_union else hint
+    assert described.default is not MISSING
+    return Setting(section, described.name, kind, is_union, described.default, described.metadata[_KEY])
