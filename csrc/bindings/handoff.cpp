@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <tuple>
 #include <utility>
@@ -18,14 +17,13 @@ namespace {
 // Addresses: input, out, request word, done word.
 using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 
-// `kept`: whatever owns the memory of the slots. It and the layers are given up only when no thread can touch them.
+// `kept`: the object that owns the memory. It and the layers are released only when no thread can touch them.
 class BoundHandoff {
   public:
-    BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, size_t deferred_experts,
-                 const std::vector<Addresses>& slots, nb::object kept, bool serve, double idle_seconds,
-                 double stuck_seconds)
-        : shape_{hidden, experts_per_token, max_tokens, deferred_experts},
-          handoff_(shape_, parse(slots), serve, {idle_seconds, stuck_seconds}) {
+    BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, const Addresses& memory, nb::object kept,
+                 bool serve, double idle_seconds, double stuck_seconds)
+        : shape_{hidden, experts_per_token, max_tokens},
+          handoff_(shape_, parse(memory), serve, {idle_seconds, stuck_seconds}) {
         kept_.push_back(std::move(kept));
     }
     BoundHandoff(const BoundHandoff&) = delete;
@@ -53,12 +51,10 @@ class BoundHandoff {
     const HandoffShape& shape() const { return shape_; }
 
   private:
-    static std::vector<HandoffSlot> parse(const std::vector<Addresses>& slots) {
-        std::vector<HandoffSlot> parsed;
-        for (const auto& [input, out, request, done] : slots)
-            parsed.push_back({reinterpret_cast<uint8_t*>(input), reinterpret_cast<float*>(out),
-                              reinterpret_cast<void*>(request), reinterpret_cast<void*>(done)});
-        return parsed;
+    static HandoffMemory parse(const Addresses& memory) {
+        const auto& [input, out, request, done] = memory;
+        return {reinterpret_cast<uint8_t*>(input), reinterpret_cast<float*>(out), reinterpret_cast<void*>(request),
+                reinterpret_cast<void*>(done)};
     }
 
     HandoffShape shape_;
@@ -70,29 +66,25 @@ class BoundHandoff {
 
 void bind_handoff(nb::module_& module) {
     nb::class_<BoundHandoff>(module, "Handoff")
-        .def(
-            nb::init<size_t, size_t, size_t, size_t, const std::vector<Addresses>&, nb::object, bool, double, double>(),
-            nb::arg("hidden"), nb::arg("experts_per_token"), nb::arg("max_tokens"), nb::arg("deferred_experts"),
-            nb::arg("slots"), nb::arg("kept"), nb::arg("serve"), nb::arg("idle_seconds"), nb::arg("stuck_seconds"))
+        .def(nb::init<size_t, size_t, size_t, const Addresses&, nb::object, bool, double, double>(), nb::arg("hidden"),
+             nb::arg("experts_per_token"), nb::arg("max_tokens"), nb::arg("memory"), nb::arg("kept"), nb::arg("serve"),
+             nb::arg("idle_seconds"), nb::arg("stuck_seconds"))
         .def("add_layer", &BoundHandoff::add_layer, nb::arg("layer"))
         .def(
             "run",
-            [](BoundHandoff& bound, size_t slot, uint32_t word) {
+            [](BoundHandoff& bound, uint32_t word) {
                 nb::gil_scoped_release release;
-                bound.handoff().run(slot, word);
+                bound.handoff().run(word);
             },
-            nb::arg("slot"), nb::arg("word"))
+            nb::arg("word"))
         .def(
             "host_task",
-            [](BoundHandoff& bound, size_t slot, uint32_t word) {
-                return reinterpret_cast<uintptr_t>(bound.handoff().host_task(slot, word));
+            [](BoundHandoff& bound, uint32_t word) {
+                return reinterpret_cast<uintptr_t>(bound.handoff().host_task(word));
             },
-            nb::arg("slot"), nb::arg("word"))
+            nb::arg("word"))
         .def_prop_ro_static("host_function",
                             [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_host_function); })
-        .def("rest_task", [](BoundHandoff& bound) { return reinterpret_cast<uintptr_t>(bound.handoff().rest_task()); })
-        .def_prop_ro_static("rest_function",
-                            [](nb::handle) { return reinterpret_cast<uintptr_t>(&Handoff::run_rest_function); })
         .def(
             "x_offset", [](const BoundHandoff& bound, size_t tokens) { return bound.shape().x_offset(tokens); },
             nb::arg("tokens"))

@@ -130,7 +130,7 @@ void ExpertLayer::pack() {
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                          float* out, const SplitSum* split) const {
+                          float* out) const {
     for (size_t pair = 0; pair < tokens * slots; ++pair)
         if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
@@ -139,13 +139,9 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
-    const SplitSum whole = split ? *split : SplitSum{slots, nullptr, nullptr};
-    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
-        const SplitSum some = {whole.first, whole.late ? whole.late + t * hidden() : nullptr,
-                               whole.earlier ? whole.earlier + t * hidden() : nullptr};
+    for (size_t t = 0; t < tokens; t += kTokensAtOnce)
         forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
-                     out + t * hidden(), some, space);
-    }
+                     out + t * hidden(), space);
 }
 
 void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const {
@@ -241,7 +237,7 @@ ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool t
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                               float* out, const SplitSum& split, Workspace& space) const {
+                               float* out, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, ids, tokens, slots, space);
@@ -265,11 +261,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         const auto [span, first, last] = both.hidden.block(task);
         down(space.spans[span], first, last, space);
     });
-    auto merge_token = [&](size_t t) {
-        const size_t row = t * hidden(), pair = t * slots;
-        merge(weights, pair, pair + split.first, split.earlier ? split.earlier + row : nullptr, out + row, space);
-        if (split.late) merge(weights, pair + split.first, pair + slots, nullptr, split.late + row, space);
-    };
+    auto merge_token = [&](size_t t) { merge(weights, t * slots, (t + 1) * slots, out + t * hidden(), space); };
     if (tokens < 4) {
         for (size_t t = 0; t < tokens; ++t) merge_token(t);
     } else {
@@ -346,20 +338,15 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
         for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-// out = the sum over pairs first..last-1 of one token, and `earlier`, if there is such a row. It may be `out` itself.
-void ExpertLayer::merge(const float* weights, size_t first, size_t last, const float* earlier, float* out,
-                        const Workspace& space) const {
-    const float* terms[kMaxSlots + 1];
-    float factors[kMaxSlots + 1];
+// out = the sum over pairs first..last-1, which belong to one token.
+void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* out, const Workspace& space) const {
+    const float* terms[kMaxSlots];
+    float factors[kMaxSlots];
     size_t count = 0;
     for (size_t pair = first; pair < last; ++pair) {
         if (space.position[pair] == kSkipped) continue;
         terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
         factors[count++] = weights[pair];
-    }
-    if (earlier) {
-        terms[count] = earlier;
-        factors[count++] = 1;
     }
     kernels_.merge({terms, factors, count, out, hidden()});
 }

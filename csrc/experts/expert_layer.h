@@ -29,13 +29,6 @@ struct ExpertOptions {
     Precision precision = Precision::Fast;
 };
 
-// What becomes of a task's slots other than one sum over all of them. `late` and `earlier` may be the same memory.
-struct SplitSum {
-    size_t first;          // so many slots of each token go to out
-    float* late;           // [tokens, hidden], the sum of the others; nullptr: there are none
-    const float* earlier;  // [tokens, hidden], comes to out; or nullptr
-};
-
 class ExpertLayer {
   public:
     // gate, up: [intermediate, hidden]; down: [hidden, intermediate]. Packs them with the shared pool; `data` is not
@@ -47,8 +40,8 @@ class ExpertLayer {
     // token with no other id gets zeros. Throws std::invalid_argument, before anything is written, if an id is not in
     // -1..experts-1 or there are more than 64 slots. Results do not depend on the number of threads or, but for
     // whether an expert has rows enough for tiles (see kernels/kernel_table.h), on the other tokens.
-    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
-                 const SplitSum* split = nullptr) const;
+    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
+                 float* out) const;
 
     // Fetches into the caches what forward() would read first for few tokens that use `experts`, rising: each thread what
     // it would read itself, at most `most_bytes`, until `stop()`, which all threads ask all the time.
@@ -79,7 +72,7 @@ class ExpertLayer {
 
     void pack();
     void forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
-                      const SplitSum& split, Workspace& space) const;
+                      Workspace& space) const;
     Jobs jobs(const ThreadPool& pool, size_t spans, bool tiles) const;
     template <class Fetch>
     void walk(ThreadPool& pool, std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop,
@@ -88,8 +81,7 @@ class ExpertLayer {
     void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
     void down(const Span& span, size_t first, size_t last, const Workspace& space) const;
-    void merge(const float* weights, size_t first, size_t last, const float* earlier, float* out,
-               const Workspace& space) const;
+    void merge(const float* weights, size_t first, size_t last, float* out, const Workspace& space) const;
 
     ExpertMatrices gate_, up_, down_;
     ExpertOptions options_;

@@ -14,8 +14,8 @@
 #include <stdexcept>
 #include <thread>
 #include <utility>
+#include <vector>
 
-#include "handoff/deferral.h"
 #include "handoff/prediction.h"
 #include "threads/pause.h"
 
@@ -28,7 +28,7 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr uint32_t kPausesPerYield = 200;
 constexpr Seconds kShortestNap(1e-4), kLongestNap(5e-3);
-constexpr auto kRound = std::chrono::milliseconds(1);  // of the second thread, when the service is broken
+constexpr auto kAnswerPeriod = std::chrono::milliseconds(1);  // of the second thread, when the service is broken
 constexpr uint32_t kLayerMask = (1u << Handoff::kLayerBits) - 1;
 
 using Word = std::atomic<uint32_t>;
@@ -42,70 +42,61 @@ bool aligned(const void* address, size_t bytes) {
 
 // Shared by the object and its threads, which are detached: the last of them frees it.
 struct Handoff::State {
-    struct Slot {
-        uint8_t* input;
-        float* out;
-        Word* request;
-        Word* done;
-        Word taken{0};  // the request that is being served
-    };
     struct HostTask {
         State* state;
-        size_t slot;
         uint32_t word;
     };
 
     const HandoffShape shape;
     const HandoffTimes times;
-    std::vector<Slot> slots;
+    uint8_t* const input;
+    float* const out;
+    Word* const request;
+    Word* const done;
+    Word taken{0};  // the request that is being served
     std::array<std::atomic<const ExpertLayer*>, kMaxLayers> layers{};
     std::atomic<bool> stop{false}, broken{false};
     std::atomic<Clock::rep> busy_since{0};  // of the serving thread; 0: idle
 
-    mutable std::mutex mutex;  // of all below
+    mutable std::mutex mutex;  // protects everything below
     std::condition_variable changed;
     size_t layer_count = 0, running_threads = 0;
-    std::map<std::pair<size_t, uint32_t>, HostTask> host_tasks;  // addresses stay
+    std::map<uint32_t, HostTask> host_tasks;  // their addresses do not change
     HandoffStatistics statistics;
     std::string error;  // the first since it was taken
     std::vector<uint8_t> used;
 
-    Deferral deferral;      // of whoever runs tasks
-    Prediction prediction;  // the same
+    Prediction prediction;  // belongs to the thread that runs tasks
 
-    State(const HandoffShape& shape, const std::vector<HandoffSlot>& given, const HandoffTimes& times)
-        : shape(shape), times(times), slots(given.size()) {
-        for (size_t i = 0; i < slots.size(); ++i) {
-            slots[i].input = given[i].input;
-            slots[i].out = given[i].out;
-            slots[i].request = new (given[i].request) Word(0);
-            slots[i].done = new (given[i].done) Word(0);
-        }
-    }
+    State(const HandoffShape& shape, const HandoffMemory& memory, const HandoffTimes& times)
+        : shape(shape),
+          times(times),
+          input(memory.input),
+          out(memory.out),
+          request(new (memory.request) Word(0)),
+          done(new (memory.done) Word(0)) {}
 
-    void perform(size_t slot, uint32_t word);
-    void perform_rest();
-    void fetch_predicted(const Slot& slot, uint32_t word);
-    void run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word);
+    void perform(uint32_t word);
+    void fetch_predicted(uint32_t word);
+    void run_layer(const ExpertLayer* layer, uint32_t word);
     void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
-    void keep_error(const std::string& message, bool failed);
+    void keep_error(const std::string& message);
     void serve();
     template <class Work>
     bool watched(Work work);
-    bool serve_requests();
+    bool serve_request();
     void watch();
-    void answer_all();
+    void answer_without_running();
     void ended();
 };
 
-void Handoff::State::keep_error(const std::string& message, bool failed) {
+void Handoff::State::keep_error(const std::string& message) {
     std::lock_guard lock(mutex);
     if (error.empty()) error = message;
-    statistics.failed += failed;
+    ++statistics.failed;
 }
 
-// `used` is only touched here, under the mutex; the ids are read before the task's end is told, so still this task's.
-// What a task defers is counted with it, the time for that later.
+// `used` is only touched here, under the mutex. The ids still belong to this task: its end is not announced yet.
 void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time) {
     std::lock_guard lock(mutex);
     used.assign(layer.experts(), 0);
@@ -121,68 +112,51 @@ void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t 
     statistics.predicted_used += score.used;
 }
 
-void Handoff::State::run_layer(const Slot& slot, const ExpertLayer* layer, uint32_t word) {
+void Handoff::State::run_layer(const ExpertLayer* layer, uint32_t word) {
     const size_t tokens = word >> kTokensAt;
     if (!layer) throw std::invalid_argument("a request names a layer that is not there");
     if (tokens > shape.max_tokens)
         throw std::invalid_argument("a request has at most " + std::to_string(shape.max_tokens) + " tokens, got " +
                                     std::to_string(tokens));
     const size_t pairs = tokens * shape.experts_per_token;
-    const auto* ids = reinterpret_cast<const int64_t*>(slot.input);
-    const auto* weights = reinterpret_cast<const float*>(slot.input + 8 * pairs);
-    const auto* x = reinterpret_cast<const float*>(slot.input + shape.x_offset(tokens));
+    const auto* ids = reinterpret_cast<const int64_t*>(input);
+    const auto* weights = reinterpret_cast<const float*>(input + 8 * pairs);
+    const auto* x = reinterpret_cast<const float*>(input + shape.x_offset(tokens));
     const Clock::time_point begin = Clock::now();
-    deferral.first(*layer, x, ids, weights, tokens, shape.experts_per_token,
-                   word & kDefers ? shape.deferred_experts : 0, word & kAdds, slot.out);
+    layer->forward(x, ids, weights, tokens, shape.experts_per_token, out);
     count(*layer, ids, pairs, Clock::now() - begin);
 }
 
-void Handoff::State::perform(size_t number, uint32_t word) {
-    const Slot& slot = slots[number];
+void Handoff::State::perform(uint32_t word) {
     const size_t layer = (word & kLayerMask) - size_t{1}, tokens = word >> kTokensAt;
     const ExpertLayer* found = layer < kMaxLayers ? layers[layer].load(std::memory_order_acquire) : nullptr;
     std::string message = "unknown error";
     try {
-        return run_layer(slot, found, word);
+        return run_layer(found, word);
     } catch (const std::exception& error) {
         message = error.what();
     } catch (...) {
     }
-    deferral.drop();
-    std::fill_n(slot.out, std::min(tokens, shape.max_tokens) * shape.hidden, std::numeric_limits<float>::quiet_NaN());
-    keep_error("experts of layer " + std::to_string(layer) + " on " + std::to_string(tokens) + " tokens: " + message,
-               true);
+    std::fill_n(out, std::min(tokens, shape.max_tokens) * shape.hidden, std::numeric_limits<float>::quiet_NaN());
+    keep_error("experts of layer " + std::to_string(layer) + " on " + std::to_string(tokens) + " tokens: " + message);
 }
 
-// C5.
-void Handoff::State::perform_rest() {
-    const Clock::time_point begin = Clock::now();
-    try {
-        deferral.rest();
-    } catch (const std::exception& error) {
-        keep_error(std::string("deferred experts: ") + error.what(), true);
-    } catch (...) {
-        keep_error("deferred experts: unknown error", true);
-    }
-    std::lock_guard lock(mutex);
-    statistics.busy_seconds += Seconds(Clock::now() - begin).count();
-}
-
-void Handoff::State::fetch_predicted(const Slot& slot, uint32_t word) {
+void Handoff::State::fetch_predicted(uint32_t word) {
     const size_t next = word & kLayerMask, tokens = std::min<size_t>(word >> kTokensAt, shape.max_tokens);
     const ExpertLayer* layer = next < kMaxLayers ? layers[next].load(std::memory_order_acquire) : nullptr;
     if (!layer) return;
-    const auto* ids = reinterpret_cast<const int64_t*>(slot.input + shape.predicted_offset(tokens));
-    const auto asked = [&](const Slot& one) { return one.request->load(std::memory_order_relaxed) != 0; };
+    const auto* ids = reinterpret_cast<const int64_t*>(input + shape.predicted_offset(tokens));
+    const auto must_stop = [&] {
+        return request->load(std::memory_order_relaxed) != 0 || stop.load() || broken.load();
+    };
     try {
-        prediction.fetch(*layer, ids, tokens * shape.experts_per_token,
-                         [&] { return std::ranges::any_of(slots, asked) || stop.load() || broken.load(); });
-    } catch (const std::bad_alloc&) {  // nobody needs it
+        prediction.fetch(*layer, ids, tokens * shape.experts_per_token, must_stop);
+    } catch (const std::bad_alloc&) {  // a fetch is never necessary
     }
 }
 
-// Does a part of the serving thread's work where watch() sees how long it takes. False if another thread answers requests
-// from here on, and may have answered this one.
+// Does a part of the serving thread's work while watch() measures its time. Returns false if another thread answers
+// requests from here on; it may have answered this one.
 template <class Work>
 bool Handoff::State::watched(Work work) {
     busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
@@ -191,33 +165,27 @@ bool Handoff::State::watched(Work work) {
     return !broken.load() && !stop.load();
 }
 
-// One look at all slots: whether there was a request.
-bool Handoff::State::serve_requests() {
-    bool any = false;
-    for (size_t i = 0; i < slots.size(); ++i) {
-        Slot& slot = slots[i];
-        const uint32_t word = slot.request->load(std::memory_order_acquire);  // C1
-        if (word == 0) continue;
-        any = true;
-        slot.taken.store(word, std::memory_order_relaxed);
-        const bool goes_on = watched([&] {
-            slot.request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
-            perform(i, word);
-        });
-        if (!goes_on) return true;
-        slot.taken.store(0, std::memory_order_relaxed);
-        slot.done->store(word, std::memory_order_release);  // C4
-        if (word & kDefers && !watched([&] { perform_rest(); })) return true;
-        if (word & kPredicts && !watched([&] { fetch_predicted(slot, word); })) return true;
-    }
-    return any;
+// Looks once. Returns whether there was a request.
+bool Handoff::State::serve_request() {
+    const uint32_t word = request->load(std::memory_order_acquire);  // C1
+    if (word == 0) return false;
+    taken.store(word, std::memory_order_relaxed);
+    const bool still_serving = watched([&] {
+        request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
+        perform(word);
+    });
+    if (!still_serving) return true;
+    taken.store(0, std::memory_order_relaxed);
+    done->store(word, std::memory_order_release);  // C4
+    if (word & kPredicts) watched([&] { fetch_predicted(word); });
+    return true;
 }
 
 void Handoff::State::serve() {
     Clock::time_point idle_since = Clock::now();
     uint32_t pauses = 0;
     while (!stop.load(std::memory_order_relaxed) && !broken.load(std::memory_order_relaxed)) {
-        if (serve_requests()) {
+        if (serve_request()) {
             idle_since = Clock::now();
             pauses = 0;
             continue;
@@ -234,13 +202,11 @@ void Handoff::State::serve() {
     ended();
 }
 
-// Answers every request without running it. A word may be answered more than once: the thread that served may have told
-// an end late, over an answer of ours. Whoever waits then finds its answer at the next call.
-void Handoff::State::answer_all() {
-    for (Slot& slot : slots) {
-        if (const uint32_t word = slot.request->exchange(0)) slot.taken.store(word);
-        if (const uint32_t word = slot.taken.load()) slot.done->store(word, std::memory_order_release);
-    }
+// Answers the request without running it. A word may be answered more than once: the thread that served may announce an
+// end late, over an answer of this one. The waiting stream then finds its answer at the next call.
+void Handoff::State::answer_without_running() {
+    if (const uint32_t word = request->exchange(0)) taken.store(word);
+    if (const uint32_t word = taken.load()) done->store(word, std::memory_order_release);
 }
 
 void Handoff::State::watch() {
@@ -253,13 +219,12 @@ void Handoff::State::watch() {
         const Clock::rep since = busy_since.load(std::memory_order_acquire);
         if (since == 0 || Clock::now() - Clock::time_point(Clock::duration(since)) < limit) continue;
         keep_error("a task of the CPU's experts has not ended after " + std::to_string(times.stuck_seconds) +
-                       " s; the hand-off is broken",
-                   true);
+                   " s; the hand-off is broken");
         broken.store(true);
     }
     while (!stop.load()) {  // only when broken
-        answer_all();
-        std::this_thread::sleep_for(kRound);
+        answer_without_running();
+        std::this_thread::sleep_for(kAnswerPeriod);
     }
     ended();
 }
@@ -270,23 +235,19 @@ void Handoff::State::ended() {
     changed.notify_all();
 }
 
-Handoff::Handoff(const HandoffShape& shape, std::vector<HandoffSlot> slots, bool serve, const HandoffTimes& times) {
+Handoff::Handoff(const HandoffShape& shape, const HandoffMemory& memory, bool serve, const HandoffTimes& times) {
     constexpr size_t kMostTokens = (size_t{1} << (32 - kTokensAt)) - 1;
-    if (shape.hidden == 0 || shape.experts_per_token == 0 || slots.empty())
-        throw std::invalid_argument("hidden, experts_per_token and slots must be positive");
+    if (shape.hidden == 0 || shape.experts_per_token == 0)
+        throw std::invalid_argument("hidden and experts_per_token must be positive");
     if (shape.max_tokens == 0 || shape.max_tokens > kMostTokens)
         throw std::invalid_argument("max_tokens must be from 1 to " + std::to_string(kMostTokens) + ", got " +
                                     std::to_string(shape.max_tokens));
-    if (shape.deferred_experts >= shape.experts_per_token)
-        throw std::invalid_argument("deferred experts must be from 0 to " +
-                                    std::to_string(shape.experts_per_token - 1) + ", got " +
-                                    std::to_string(shape.deferred_experts));
     if (!(times.idle_seconds >= 0) || !(times.stuck_seconds > 0)) throw std::invalid_argument("times must be positive");
-    for (const HandoffSlot& slot : slots) {
-        if (!aligned(slot.input, 64) || !aligned(slot.out, 64) || !aligned(slot.request, 64) || !aligned(slot.done, 64))
-            throw std::invalid_argument("memory of a slot must begin on a cache line of 64 bytes");
-    }
-    state_ = std::make_shared<State>(shape, slots, times);
+    for (const void* address : {static_cast<const void*>(memory.input), static_cast<const void*>(memory.out),
+                                static_cast<const void*>(memory.request), static_cast<const void*>(memory.done)})
+        if (!aligned(address, 64))
+            throw std::invalid_argument("memory of a hand-off must begin on a cache line of 64 bytes");
+    state_ = std::make_shared<State>(shape, memory, times);
     if (!serve) return;
     for (void (State::*work)() : {&State::serve, &State::watch}) {
         {
@@ -318,31 +279,24 @@ size_t Handoff::add_layer(const ExpertLayer& layer) {
     return state_->layer_count++;
 }
 
-void Handoff::run(size_t slot, uint32_t word) {
-    if (slot >= state_->slots.size()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
-    state_->perform(slot, word);
-    if (word & kDefers) state_->perform_rest();
+void Handoff::run(uint32_t word) {
+    state_->perform(word);
 }
 
-void* Handoff::host_task(size_t slot, uint32_t word) {
-    if (slot >= state_->slots.size()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
+void* Handoff::host_task(uint32_t word) {
     std::lock_guard lock(state_->mutex);
-    return &state_->host_tasks.try_emplace({slot, word}, State::HostTask{state_.get(), slot, word}).first->second;
+    return &state_->host_tasks.try_emplace(word, State::HostTask{state_.get(), word}).first->second;
 }
 
 void Handoff::run_host_function(void* task) {
     const auto& one = *static_cast<const State::HostTask*>(task);
-    one.state->perform(one.slot, one.word);
-}
-
-void Handoff::run_rest_function(void* task) {
-    static_cast<State*>(task)->perform_rest();
+    one.state->perform(one.word);
 }
 
 std::optional<std::string> Handoff::take_error() {
     std::lock_guard lock(state_->mutex);
     if (state_->error.empty()) return {};
-    if (state_->broken.load()) return state_->error;  // for good
+    if (state_->broken.load()) return state_->error;  // stays
     return std::exchange(state_->error, {});
 }
 
@@ -353,10 +307,10 @@ HandoffStatistics Handoff::statistics() const {
 
 bool Handoff::close(double seconds) {
     std::unique_lock lock(state_->mutex);
-    if (state_->stop.exchange(true)) seconds = 0;  // we have waited before
+    if (state_->stop.exchange(true)) seconds = 0;  // an earlier call has waited
     state_->changed.notify_all();
     const bool all = state_->changed.wait_for(lock, Seconds(seconds), [&] { return state_->running_threads == 0; });
-    state_->answer_all();
+    state_->answer_without_running();
     return all;
 }
 

@@ -15,8 +15,7 @@ from ktqueue.loading.rules import KEEP
 from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import loaded_format, tensor_bytes
-from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT
-from ktqueue.operators.gpu.quantised_linear import stays_quantised
+from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT, stays_quantised
 from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"

@@ -15,8 +15,8 @@ from ktqueue.operators.native import ExpertLayer
 
 LINE = 128
 """Bytes between two words: processors fetch cache lines in pairs."""
-_PREDICTS = 1 << 12
-_TOKENS_AT = 13
+_PREDICTS = 1 << 10
+_TOKENS_AT = 11
 
 
 def request_word(layer: int, tokens: int, *, predicts: bool = False) -> int:
@@ -72,8 +72,7 @@ class HandoffService:
             hidden,
             experts_per_token,
             max_tokens,
-            0,
-            [(memory.input.data_ptr(), memory.out.data_ptr(), memory.request.data_ptr(), memory.done.data_ptr())],
+            (memory.input.data_ptr(), memory.out.data_ptr(), memory.request.data_ptr(), memory.done.data_ptr()),
             memory,
             serve,
             idle_seconds,
@@ -98,12 +97,12 @@ class HandoffService:
 
     def run(self, word: int) -> None:
         """Run a task in this thread, without reading or writing the words."""
-        self._service.run(0, word)
+        self._service.run(word)
 
     def host_task(self, word: int) -> tuple[int, int]:
         """Addresses of a `void (*)(void *)` and of its argument: that call does `run(word)`. Both stay valid as long as
         this object lives."""
-        return self._service.host_function, self._service.host_task(0, word)
+        return self._service.host_function, self._service.host_task(word)
 
     def take_error(self) -> str | None:
         """The first error since the last call."""

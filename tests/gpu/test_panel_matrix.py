@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ktqueue.operators.gpu import quantised_linear
+from ktqueue.operators.gpu.dense import FEW_ROWS, DecodeBuffer, QuantisedLinear
 from ktqueue.operators.gpu.kernels.panel_matrix import multiply_few
-from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear
 
 from ..operators.gpu.kernels.matrices import BLOCKS, activations, columns_of, make_panels
 
@@ -35,7 +34,7 @@ def test_few_rows(quant, random_weights):
     for columns, tokens, dtype in (
         (columns_of(quant), 1, torch.float16),
         (4096, 1, torch.bfloat16),
-        (4096, quantised_linear.FEW_ROWS, torch.bfloat16),
+        (4096, FEW_ROWS, torch.bfloat16),
     ):
         made = [make_panels(random_weights, one, rows, columns, "cuda") for one, rows in ((quant, 261), ("Q8_0", 40))]
         x = activations(tokens, columns, dtype)
@@ -64,10 +63,10 @@ def test_rows_that_begin_in_the_middle_of_a_word(start, random_weights):
 )
 def test_any_number_of_rows(quants, dtype, random_weights):
     made = [make_panels(random_weights, quant, 272 + i, 512, "cuda") for i, quant in enumerate(quants)]
-    decoded = DecodedWeights(dtype, "cuda")
+    buffer = DecodeBuffer(dtype, "cuda")
     weights = torch.cat([one for _, one in made])
-    decoded.announce(*weights.shape)
-    linear = QuantisedLinear([one for one, _ in made], None, decoded)
+    buffer.reserve(*weights.shape)
+    linear = QuantisedLinear([one for one, _ in made], None, buffer)
     for tokens in (1, 3, 5, 64, 300, 3000):
         x = activations(tokens, 512, dtype)
         got = linear(x.cuda())
@@ -79,9 +78,9 @@ def test_any_number_of_rows(quants, dtype, random_weights):
 def test_in_a_graph(tokens, random_weights):
     """Replays see new activations."""
     made = [make_panels(random_weights, quant, 256, 512, "cuda") for quant in ("Q4_K", "Q6_K")]
-    decoded = DecodedWeights(torch.bfloat16, "cuda")
-    decoded.announce(512, 512)
-    linear = QuantisedLinear([one for one, _ in made], None, decoded)
+    buffer = DecodeBuffer(torch.bfloat16, "cuda")
+    buffer.reserve(512, 512)
+    linear = QuantisedLinear([one for one, _ in made], None, buffer)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     linear(x)
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""GpuDecoder: a whole causal language model on a GPU, its routed experts on the CPU, on the GPU or on both.
+"""GpuDecoder: a whole causal language model on a GPU. Its routed experts are on the CPU, on the GPU or on both.
 
-Takes the place of the model that transformers built: token ids go in, logits come out. Launches kernels only and never
-waits for the device, so that a step can be captured. Runs on CPU tensors too, by the kernels' twins. Knows no file.
+It replaces the model that transformers built: token ids go in, logits come out. It only launches kernels and never
+waits for the device, so a step can be captured. On CPU tensors it runs the kernels' twins. Knows no file.
 """
 
 import copy
@@ -35,9 +35,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @register("GpuDecoder")
 class GpuDecoder(Operator):
-    """Called as the causal language model that it replaces, always with a step whose `attention` is given.
+    """Replaces a causal language model and is called like it, always with a step that has `attention`.
 
-    `load`, then `prepare_device`, then steps; `after_step` when the device has finished one, `close` at the end.
+    Order of calls: `load`, `prepare_device`, then for each step the module and `after_step`, at the end `close`.
     """
 
     def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions, dense: DenseType) -> None:
@@ -54,8 +54,9 @@ class GpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """From a model of one of decoder_facts.CLASSES or LATENT_CLASSES. Options: `dense`, a DenseType; of the CPU's
-        experts `activations` and `isa`. Raises ValueError.
+        """Make one for a model of decoder_facts.CLASSES or LATENT_CLASSES.
+
+        Options: `dense`, a DenseType, and `activations` and `isa` for the CPU's experts. Raises ValueError.
         """
         dense = options.pop("dense", DEFAULT_DENSE)
         if dense not in get_args(DenseType):
@@ -71,7 +72,7 @@ class GpuDecoder(Operator):
         return cls(facts, module.model.rotary_emb, chosen, dense)  # type: ignore[union-attr, arg-type]
 
     def load(self, weights: ModuleWeights) -> None:
-        """Put dense weights onto the device, pack experts for the CPU. Raises ValueError if they do not fit."""
+        """Put dense weights on the device and pack experts for the CPU. Raises ValueError if their shapes are wrong."""
         facts = self.facts
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
@@ -79,12 +80,12 @@ class GpuDecoder(Operator):
             routed = None
             if layer.experts > 0:
                 routed = len(self._routed)
-                given = weights.experts(f"{layer.name}.mlp.experts")
-                three = given.gate.quant, given.up.quant, given.down.quant
+                experts = weights.experts(f"{layer.name}.mlp.experts")
+                quants = experts.gate.quant, experts.up.quant, experts.down.quant
                 self._routed.append(
                     RoutedLayer(
-                        packed=native.ExpertLayer(given, activation=layer.activation, **self._options),
-                        record=ExpertRecord(*three, hidden=facts.hidden, intermediate=given.gate.rows),
+                        packed=native.ExpertLayer(experts, activation=layer.activation, **self._options),
+                        record=ExpertRecord(*quants, hidden=facts.hidden, intermediate=experts.gate.rows),
                         experts=layer.experts,
                         experts_per_token=layer.experts_per_token,
                         renormalise=layer.renormalise,
@@ -102,9 +103,9 @@ class GpuDecoder(Operator):
         self._dense_bytes = dense.bytes
 
     def prepare_device(self, settings: GpuSettings) -> None:
-        """Put experts into GPU memory and connect the CPU's; once, after `load` and before the first step.
+        """Put experts into GPU memory and connect the CPU's experts. Call it once, between `load` and the first step.
 
-        Raises ValueError for a setting that this machine has not got; torch.OutOfMemoryError.
+        Raises ValueError for a setting that this machine does not support, and torch.OutOfMemoryError.
         """
         if not self._layers:
             raise RuntimeError("GpuDecoder has no weights yet")
@@ -112,50 +113,51 @@ class GpuDecoder(Operator):
 
     @property
     def expert_layers_run(self) -> int:
-        """Layers with routed experts that the CPU has run, all steps together."""
+        """Number of expert layers that the CPU has run in all steps."""
         statistics = self.handoff_statistics
         return statistics.tasks if statistics else 0
 
     @property
     def experts_used(self) -> int:
-        """Different experts that those runs used, added up."""
+        """Number of different experts of each of those runs, summed."""
         statistics = self.handoff_statistics
         return statistics.experts_used if statistics else 0
 
     @property
     def handoff_statistics(self) -> HandoffStatistics | None:
-        """Of the CPU's experts; None before `prepare_device` and where all are on the GPU."""
+        """Statistics of the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
         return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
 
     @property
     def expert_statistics(self) -> ExpertStatistics | None:
-        """Of experts in GPU memory; None before `prepare_device`."""
+        """Statistics of experts in GPU memory; None before `prepare_device`."""
         return self._experts.statistics if self._experts else None
 
     def statistics(self) -> dict[str, float]:
-        """What is to be watched. `experts`, `experts_on_gpu`, `expert_hit_rate` (if known), `expert_fetched_share_one`
-        (in steps of one token) and `expert_fetched_share_several` tell how things stand; `expert_moves`,
-        `expert_streamed_bytes`, `expert_predictions` and, of these, what was used, `expert_prediction_hits`, only grow.
+        """Values for the worker's metrics.
+
+        Gauges: `experts`, `experts_on_gpu`, `expert_hit_rate` (if known), and `expert_fetched_share_one` (in steps of
+        one token) and `expert_fetched_share_several`. Counters: `expert_moves`, `expert_streamed_bytes`,
+        `expert_predictions`, and `expert_prediction_hits`, the predictions that came true.
         """
-        told = self.expert_statistics
-        if told is None:
+        experts, handoff = self.expert_statistics, self.handoff_statistics
+        if experts is None:
             return {}
-        known: dict[str, float] = {} if told.hit_rate is None else {"expert_hit_rate": told.hit_rate}
-        run = self.handoff_statistics
-        if run is not None:
-            known |= {"expert_predictions": run.predicted, "expert_prediction_hits": run.predicted_used}
+        known: dict[str, float] = {} if experts.hit_rate is None else {"expert_hit_rate": experts.hit_rate}
+        if handoff is not None:
+            known |= {"expert_predictions": handoff.predicted, "expert_prediction_hits": handoff.predicted_used}
         return known | {
-            "experts": told.experts,
-            "experts_on_gpu": told.on_gpu,
+            "experts": experts.experts,
+            "experts_on_gpu": experts.on_gpu,
             "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._routed),
-            "expert_moves": told.moves,
-            "expert_streamed_bytes": told.streamed_bytes,
-            "expert_fetched_share_one": told.fetched_shares.one,
-            "expert_fetched_share_several": told.fetched_shares.several,
+            "expert_moves": experts.moves,
+            "expert_streamed_bytes": experts.streamed_bytes,
+            "expert_fetched_share_one": experts.fetched_shares.one,
+            "expert_fetched_share_several": experts.fetched_shares.several,
         }
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes of experts as the CPU has them; of dense weights and what `prepare_device` took on the device."""
+        """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""
         pool = self._experts.bytes if self._experts else 0
         held = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
         held[self.device] = held.get(self.device, 0) + self._dense_bytes + pool
@@ -170,8 +172,8 @@ class GpuDecoder(Operator):
         step: StepContext,
         use_cache: bool = False,
     ) -> DecoderOutput:
-        """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising; all on the
-        device. Raises RuntimeError before `prepare_device`."""
+        """Compute one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising. All are
+        on the device. Raises RuntimeError before `prepare_device`."""
         if self._experts is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
         residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
@@ -199,7 +201,7 @@ class GpuDecoder(Operator):
             query = layer.attention.query(residual, pending, positions, rotary, step)
             attended = layer.attention.attend(query, step)
             pending = layer.mlp(residual, attended, experts, step.live_tokens)
-        # Behind the keys and values of the last layer only the rows that are scored matter.
+        # After the keys and values of the last layer, only the scored rows are needed.
         last = self._layers[-1]
         query = last.attention.query(residual, pending, positions, rotary, step)
         if kept is not None and len(kept) == 0:
@@ -211,23 +213,23 @@ class GpuDecoder(Operator):
         return pending.add_to(residual, self._norm, self.facts.epsilon)
 
     def after_step(self) -> None:
-        """To be called once the device has finished a step: raises RuntimeError if the CPU's experts failed in it,
-        and lets hot experts move."""
+        """Call it when the device has finished a step. Moves experts that are used often. Raises RuntimeError if the
+        CPU's experts failed in the step."""
         if self._experts is not None:
             self._experts.after_step()
 
     def close(self) -> None:
-        """Stop the CPU's experts and free what `prepare_device` took."""
+        """Stop the CPU's experts and free the memory of `prepare_device`."""
         if self._experts is not None:
             self._experts.close()
             self._experts = None
 
     def _rotary(self, kv: KVCache) -> Rotary:
-        """The rotary tables for all positions that the cache holds. Earlier, shorter ones stay: captured steps read
-        them."""
+        """Rotary tables for all positions that the cache can hold. Earlier, shorter tables are kept, since captured
+        steps read them."""
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         if not self._tables or len(self._tables[-1].cosine) < positions:
-            on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as CpuDecoder has
+            on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
             with torch.no_grad():
                 angles = on_host(torch.empty(0), torch.arange(positions)[None])
             table = Rotary(*(one.contiguous().to(self.device) for one in cosines_and_sines(angles)))
@@ -236,9 +238,9 @@ class GpuDecoder(Operator):
 
 
 def _scoring(layer: LayerFacts, weights: ModuleWeights, device: str) -> Scoring:
-    """Of a layer's router; its bias is on `device`."""
+    """How the layer's router chooses experts, with its bias on `device`."""
     bias = None
     if layer.sigmoid:
-        given = weights.vector(f"{layer.name}.mlp.gate.e_score_correction_bias")
-        bias = torch.from_numpy(given).to(device, torch.float32, copy=True)
+        correction = weights.vector(f"{layer.name}.mlp.gate.e_score_correction_bias")
+        bias = torch.from_numpy(correction).to(device, torch.float32, copy=True)
     return Scoring(layer.sigmoid, layer.scale, layer.groups, layer.groups_used, bias)

@@ -1,11 +1,12 @@
-"""Dense weights on a device, decoded to the compute type or as quantised as they are stored; matrices that share their
-input are one.
+"""Dense weights on a device, decoded to the compute type or left quantised. Matrices with the same input are one.
 
-Knows ModuleWeights, no file and no layer.
+A quantised matrix multiplies few rows by its weights as they come from memory. For more rows the weights are decoded to
+a buffer that all layers share, and torch multiplies. Nothing waits for the device. Knows ModuleWeights, but no file and
+no layer.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,15 +16,15 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
-from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
-from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear, stays_quantised
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.packed import ModuleWeights, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
 DenseType = Literal["dequantised", "quantised"]
-"""How dense matrices are held: in the compute type, or in that of the file where it is a quantised one."""
+"""How dense matrices are kept: in the compute type, or in the file's format if that is a quantised one."""
 DEFAULT_DENSE: DenseType = "dequantised"
 ONE_PRODUCT = (
     {"q_proj", "k_proj", "v_proj"},
@@ -31,40 +32,112 @@ ONE_PRODUCT = (
     {"q_proj", "kv_a_proj_with_mqa"},
     {"q_a_proj", "kv_a_proj_with_mqa"},
 )
-"""Linear modules of one module that share their input, and so are one."""
-AT_ONCE = 1 << 22  # weights that a thread has as float32 at one time: 16 MB
+"""Linear modules of one parent module that share their input, so that they become one matrix."""
+FEW_ROWS = 4
+"""Up to this number of rows of 16 bits, quantised weights are multiplied directly. For more they are decoded first."""
+WEIGHTS_PER_PIECE = 1 << 24
+"""Weights that are decoded at a time: 32 MB of 16 bits, less than the second-level cache of a large GPU."""
+WEIGHTS_PER_THREAD = 1 << 22  # that a thread holds as float32 while loading: 16 MB
 
 
-class Linear(Protocol):
-    """A linear layer, however its weights [rows, columns] are held."""
+def stays_quantised(quant: str) -> bool:
+    """Whether a matrix of this format can be kept as it is. Float formats are decoded: keeping them gains nothing."""
+    return quant not in panel_layout.FLOATS
+
+
+class DenseLinear(Protocol):
+    """A linear layer on a device, with weights [rows, columns] in whatever format."""
 
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [tokens, columns] -> [tokens, rows]; `dtype` as fused.few_rows_linear has it."""
+        """x [tokens, columns] -> [tokens, rows]. `dtype`: see few_rows_linear."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weights: ids [tokens] int64 -> [tokens, columns] in the compute type."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """Linear of decoded weights. weight: [rows, columns]; bias: [rows] or None."""
+class DecodedLinear:
+    """DenseLinear with decoded weights. weight: [rows, columns]; bias: [rows] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See Linear."""
+        """See DenseLinear."""
         return few_rows_linear(x, self.weight, self.bias, dtype=dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
+        """See DenseLinear."""
         return torch.nn.functional.embedding(ids, self.weight)
 
 
-class DenseWeights:
-    """The dense weights of a model, put on `device` in `dtype` as they are asked for; linear layers by `kind`.
+class DecodeBuffer:
+    """Memory for decoded weights, [weights] in the compute type, shared by all quantised matrices."""
 
-    bytes: of all so far.
+    def __init__(self, dtype: torch.dtype, device: str, *, weights_per_piece: int = WEIGHTS_PER_PIECE) -> None:
+        self.weights = torch.empty(0, dtype=dtype, device=device)
+        self._weights_per_piece = weights_per_piece
+
+    def reserve(self, rows: int, columns: int) -> int:
+        """Grow so that a piece of such a matrix fits, at least one row. Returns the number of bytes by which the buffer
+        grew. Earlier views of it become useless then."""
+        wanted = max(min(rows * columns, self._weights_per_piece), columns)
+        grown = max(0, wanted - self.weights.numel())
+        if grown:
+            self.weights = self.weights.new_empty(wanted)
+        return grown * self.weights.itemsize
+
+
+class QuantisedLinear:
+    """DenseLinear with quantised weights. parts: matrices of the same columns, one below the other; bias: [rows]."""
+
+    def __init__(
+        self, parts: Sequence[PanelMatrix], bias: torch.Tensor | None, buffer: DecodeBuffer, *, few_rows: int = FEW_ROWS
+    ) -> None:
+        self._parts = parts
+        self._bias = bias
+        self._buffer = buffer
+        self._few_rows = few_rows
+        self._rows, self._columns = sum(part.rows for part in parts), parts[0].columns
+
+    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See DenseLinear."""
+        if 1 <= len(x) <= self._few_rows and x.dtype != torch.float32:
+            out = x.new_empty(len(x), self._rows, dtype=dtype)
+            multiply_few(self._parts, x, self._bias, out)
+            return out
+        products = []
+        for first, weights in self._decoded_pieces():
+            bias = None if self._bias is None else self._bias[first : first + len(weights)]
+            products.append(few_rows_linear(x, weights, bias, dtype=dtype))
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """See DenseLinear. Only for a matrix of one part."""
+        (part,) = self._parts
+        out = self._buffer.weights.new_empty(len(ids), self._columns)
+        part.decode(out, ids=ids)
+        return out
+
+    def _decoded_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, weights [rows, columns] in the compute type). Each piece overwrites the one before."""
+        buffer = self._buffer.weights
+        rows_per_piece = buffer.numel() // self._columns
+        for first in range(0, self._rows, rows_per_piece):
+            weights = buffer[: min(rows_per_piece, self._rows - first) * self._columns].view(-1, self._columns)
+            row = 0
+            for part in self._parts:
+                begin, end = max(first, row), min(first + len(weights), row + part.rows)
+                if begin < end:
+                    part.decode(weights[begin - first : end - first], first=begin - row)
+                row += part.rows
+            yield first, weights
+
+
+class DenseWeights:
+    """Puts the dense weights of a model on `device` in `dtype`. `kind`: how linear layers are kept.
+
+    bytes: device memory of all weights so far.
     """
 
     def __init__(
@@ -74,8 +147,8 @@ class DenseWeights:
         self._dtype = dtype
         self._device = device
         self._kind = kind
-        self._decoded = DecodedWeights(dtype, device)
-        self._floats: set[str] = set()  # formats that were to stay quantised and are not
+        self._buffer = DecodeBuffer(dtype, device)
+        self._warned: set[str] = set()  # formats that were decoded although quantised weights are wanted
         self.bytes = 0
 
     def vector(self, name: str) -> torch.Tensor:
@@ -84,10 +157,13 @@ class DenseWeights:
 
     def matrix(self, name: str) -> torch.Tensor:
         """A two-dimensional tensor, [rows, columns]."""
-        return self._stacked([self._weights.matrix(name)])
+        return self._decode([self._weights.matrix(name)])
 
-    def linear(self, *modules: str) -> Linear:
-        """The linear modules of these names as one, their rows one below the other; where one has a bias, all do."""
+    def linear(self, *modules: str) -> DenseLinear:
+        """The linear modules of these names as one, their rows one below the other. All or none have a bias.
+
+        Raises ValueError if they do not fit together.
+        """
         parts = [self._weights.matrix(f"{name}.weight") for name in modules]
         if len({part.columns for part in parts}) != 1:
             raise ValueError(f"matrices with {[part.columns for part in parts]} columns do not share their input")
@@ -97,39 +173,41 @@ class DenseWeights:
         bias = torch.cat([self.vector(name) for name in biases]) if biases else None
         if self._kind == "quantised":
             if all(stays_quantised(part.quant) for part in parts):
-                return QuantisedLinear(self._packed(parts), bias, self._decoded)
-            self._say_decoded({part.quant for part in parts if not stays_quantised(part.quant)})
-        return Dense(self._stacked(parts), bias)
+                return QuantisedLinear(self._pack(parts), bias, self._buffer)
+            self._warn_decoded({part.quant for part in parts if not stays_quantised(part.quant)})
+        return DecodedLinear(self._decode(parts), bias)
 
-    def _packed(self, parts: Sequence[PackedMatrix]) -> list[PanelMatrix]:
-        """Neighbours of one format are one part."""
+    def _pack(self, parts: Sequence[PackedMatrix]) -> list[PanelMatrix]:
+        """Pack the matrices. Neighbours of the same format become one part."""
         columns = parts[0].columns
-        self.bytes += self._decoded.announce(sum(part.rows for part in parts), columns)
-        found = []
-        for quant, alike in groupby(parts, lambda part: part.quant):
-            same = list(alike)
+        self.bytes += self._buffer.reserve(sum(part.rows for part in parts), columns)
+        packed = []
+        for quant, neighbours in groupby(parts, lambda part: part.quant):
+            same = list(neighbours)
             data = np.concatenate([part.data for part in same]) if len(same) > 1 else same[0].data
-            found.append(
-                PanelMatrix.pack(PackedMatrix(quant, sum(part.rows for part in same), columns, data), self._device)
+            matrix = PackedMatrix(quant, sum(part.rows for part in same), columns, data)
+            packed.append(PanelMatrix.pack(matrix, self._device))
+            self.bytes += packed[-1].packed.nbytes
+        return packed
+
+    def _warn_decoded(self, quants: set[str]) -> None:
+        if new := quants - self._warned:
+            logger.warning(
+                "dense matrices in %s are decoded: only quantised formats can be kept", ", ".join(sorted(new))
             )
-            self.bytes += found[-1].packed.nbytes
-        return found
+            self._warned |= quants
 
-    def _say_decoded(self, quants: set[str]) -> None:
-        if new := quants - self._floats:
-            logger.warning("dense matrices with %s are decoded, they cannot stay as they are", ", ".join(sorted(new)))
-            self._floats |= quants
-
-    def _stacked(self, parts: Sequence[PackedMatrix]) -> torch.Tensor:
+    def _decode(self, parts: Sequence[PackedMatrix]) -> torch.Tensor:
+        """The decoded matrices, one below the other."""
         columns = parts[0].columns
         out = torch.empty(sum(part.rows for part in parts), columns, dtype=self._dtype, device=self._device)
-        pieces, row, step = [], 0, max(1, AT_ONCE // columns)  # (matrix, its first row, where the rows go)
+        pieces, row, step = [], 0, max(1, WEIGHTS_PER_THREAD // columns)  # (matrix, its first row, where the rows go)
         for part in parts:
             target = out[row : row + part.rows]
             pieces += [(part, first, target[first : first + step]) for first in range(0, part.rows, step)]
             row += part.rows
         with ThreadPoolExecutor(native.threads()) as threads:
-            for _ in threads.map(_decode, *zip(*pieces, strict=True)):
+            for _ in threads.map(_decode_rows, *zip(*pieces, strict=True)):
                 pass
         return self._count(out)
 
@@ -138,8 +216,8 @@ class DenseWeights:
         return tensor
 
 
-def _decode(matrix: PackedMatrix, first: int, target: torch.Tensor) -> None:
-    """Dequantise the matrix's rows from `first` on into `target`."""
+def _decode_rows(matrix: PackedMatrix, first: int, target: torch.Tensor) -> None:
+    """Decode rows of the matrix, from `first` on, into `target`."""
     row_bytes = native.row_bytes(matrix.quant, matrix.columns)
     data = matrix.data[first * row_bytes : (first + len(target)) * row_bytes]
     decoded = native.dequantize(matrix.quant, data, target.numel())

@@ -1,34 +1,34 @@
 """One layer of the GPU's decoder: attention, then a dense or a routed MLP.
 
-What a sublayer adds to the residual is not added at once: the next norm does it in its own kernel. Knows no file.
+The output of a sublayer is not added to the residual at once: the kernel of the next norm adds it. Knows no file.
 """
 
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
-from ktqueue.operators.gpu.dense import DenseWeights, Linear
+from ktqueue.operators.gpu.dense import DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
-from ktqueue.operators.gpu.latent_layer import LatentLayer
+from ktqueue.operators.latent_shape import LatentShape, absorb, absorbed, make_key, rms_norm, values_of
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
 
 
-class Attention:
-    """Norm, q, k and v in one product, paged attention, o."""
+class SelfAttention:
+    """Norm, one product for q, k and v, paged attention, o."""
 
     def __init__(self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights) -> None:
         self._index = index
         self._facts = facts
         self._window = layer.sliding_window
         self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
-        own = f"{layer.name}.self_attn"
-        self._qkv = weights.linear(f"{own}.q_proj", f"{own}.k_proj", f"{own}.v_proj")
-        self._o = weights.linear(f"{own}.o_proj")
-        self._q_norm = weights.vector(f"{own}.q_norm.weight") if facts.qk_norm else None
-        self._k_norm = weights.vector(f"{own}.k_norm.weight") if facts.qk_norm else None
+        module = f"{layer.name}.self_attn"
+        self._qkv = weights.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+        self._o = weights.linear(f"{module}.o_proj")
+        self._q_norm = weights.vector(f"{module}.q_norm.weight") if facts.qk_norm else None
+        self._k_norm = weights.vector(f"{module}.k_norm.weight") if facts.qk_norm else None
 
     def query(
         self,
@@ -61,7 +61,7 @@ class Attention:
         )
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """[tokens, heads * head_dim]: what each token sees, before `project`."""
+        """The attention output of each token, [tokens, heads * head_dim]."""
         if step.attention is None:
             raise ValueError("GpuDecoder attends by step.attention, which is not given")
         attended = step.attention.attend(
@@ -70,12 +70,63 @@ class Attention:
         return attended.flatten(1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden], to be added to the residual."""
+        """The output [tokens, hidden], which belongs to the residual."""
         return self._o(attended)
 
 
+class LatentSelfAttention:
+    """Norm, one product for queries and latents, absorbed attention over cached latents, o. See latent_shape.py."""
+
+    def __init__(
+        self, index: int, layer: LayerFacts, facts: DecoderFacts, shape: LatentShape, weights: DenseWeights
+    ) -> None:
+        self._index = index
+        self._shape = shape
+        self._epsilon = facts.epsilon
+        self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
+        module = f"{layer.name}.self_attn"
+        first = "q_a_proj" if shape.low_rank else "q_proj"
+        self._down = weights.linear(f"{module}.{first}", f"{module}.kv_a_proj_with_mqa")
+        self._query_up = weights.linear(f"{module}.q_b_proj") if shape.low_rank else None
+        self._query_norm = weights.vector(f"{module}.q_a_layernorm.weight") if shape.low_rank else None
+        self._latent_norm = weights.vector(f"{module}.kv_a_layernorm.weight")
+        self._key_up, self._value_up = absorbed(weights.matrix(f"{module}.kv_b_proj.weight"), shape)
+        self._o = weights.linear(f"{module}.o_proj")
+
+    def query(
+        self,
+        residual: torch.Tensor,
+        pending: PendingResidual,
+        positions: torch.Tensor,
+        rotary: Rotary,
+        step: StepContext,
+    ) -> torch.Tensor:
+        """Add `pending` to the residual [tokens, hidden] and write the step's latents to the cache.
+
+        Returns the query [tokens, heads, latent + rotary].
+        """
+        shape = self._shape
+        cosine, sine = rotary.cosine[positions], rotary.sine[positions]
+        down = self._down(pending.add_to(residual, self._norm, self._epsilon))
+        query, key = torch.split(down, [down.shape[-1] - shape.key, shape.key], -1)
+        step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
+        if self._query_up is not None and self._query_norm is not None:
+            query = self._query_up(rms_norm(query, self._query_norm, shape.epsilon))
+        return absorb(query, self._key_up, cosine, sine, shape)
+
+    def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The attention output of each token, [tokens, heads, latent]."""
+        if step.attention is None:
+            raise ValueError("GpuDecoder attends by step.attention, which is not given")
+        return step.attention.attend(self._index, query, step.kv, scaling=self._shape.scaling)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """The output [tokens, hidden], which belongs to the residual."""
+        return self._o(values_of(attended, self._value_up))
+
+
 class DenseMlp:
-    """A gated MLP, gate and up in one product."""
+    """A gated MLP, with one product for gate and up."""
 
     def __init__(self, module: str, activation: ActivationName, weights: DenseWeights) -> None:
         self._activation: ActivationName = activation
@@ -88,22 +139,25 @@ class DenseMlp:
 
 
 class DecoderLayer:
-    """`routed`: which of the model's layers with routed experts this is; None: the MLP is dense."""
+    """Attention and MLP of one layer.
+
+    routed: the index of this layer among those with routed experts; None: the MLP is dense.
+    """
 
     def __init__(
         self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights, routed: int | None
     ) -> None:
-        self.attention: Attention | LatentLayer = (
-            LatentLayer(index, layer, facts, facts.latent, weights)
+        self.attention: SelfAttention | LatentSelfAttention = (
+            LatentSelfAttention(index, layer, facts, facts.latent, weights)
             if facts.latent
-            else Attention(index, layer, facts, weights)
+            else SelfAttention(index, layer, facts, weights)
         )
         self._epsilon = facts.epsilon
         self._norm = weights.vector(f"{layer.name}.post_attention_layernorm.weight")
         self._routed = routed
         mlp = f"{layer.name}.mlp"
         self._mlp: DenseMlp | None = None
-        self._shared: tuple[DenseMlp, Linear | None] | None = None
+        self._shared: tuple[DenseMlp, DenseLinear | None] | None = None
         if routed is None:
             self._mlp = DenseMlp(mlp, layer.activation, weights)
             return

@@ -9,10 +9,9 @@ from decoder_families import feed, make_model, make_planner_for
 from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native
-from ktqueue.operators.gpu import quantised_linear
+from ktqueue.operators.gpu import dense as dense_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.dense import DenseWeights
-from ktqueue.operators.gpu.quantised_linear import DecodedWeights, QuantisedLinear
+from ktqueue.operators.gpu.dense import DecodeBuffer, DenseWeights, QuantisedLinear
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.packed import PackedMatrix
 
@@ -38,23 +37,21 @@ def test_logits_are_those_of_the_decoded_weights(family, dtype, make_decoder):
 
 @pytest.mark.parametrize("few", [0, 4])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 20])
-def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_weights, monkeypatch):
+def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_weights):
     """Parts of two formats, a bias, and a buffer that holds less than the matrix, at no border of its parts."""
-    monkeypatch.setattr(quantised_linear, "FEW_ROWS", few)
-    monkeypatch.setattr(quantised_linear, "DECODED_AT_ONCE", 21 * 256)
     parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
     x = activations(tokens, 256, torch.bfloat16).to(device)
     bias = activations(1, 53, torch.bfloat16)[0].to(device)
-    decoded = DecodedWeights(torch.bfloat16, device)
-    assert decoded.announce(53, 256) == 21 * 256 * 2
-    assert decoded.announce(3, 256) == 0
+    buffer = DecodeBuffer(torch.bfloat16, device, weights_per_piece=21 * 256)
+    assert buffer.reserve(53, 256) == 21 * 256 * 2
+    assert buffer.reserve(3, 256) == 0
     weights = torch.cat([one for _, one in parts])
     expected = x.cpu().float() @ weights.T
     panels = [one for one, _ in parts]
-    found = QuantisedLinear(panels, bias, decoded)(x).cpu()
+    found = QuantisedLinear(panels, bias, buffer, few_rows=few)(x).cpu()
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, 53)
     torch.testing.assert_close(found.float(), expected + bias.cpu().float(), rtol=0.01, atol=0.05)
-    sums = QuantisedLinear(panels, None, decoded)(x, dtype=torch.float32).cpu()
+    sums = QuantisedLinear(panels, None, buffer, few_rows=few)(x, dtype=torch.float32).cpu()
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums, expected, rtol=0.01, atol=0.05)
 
@@ -65,18 +62,18 @@ def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_we
 def test_which_rows_are_few(tokens, dtype, few, device, random_weights, monkeypatch):
     """Their kernel knows 16 bits only."""
     taken = []
-    monkeypatch.setattr(quantised_linear, "multiply_few", lambda *given: taken.append(given))
+    monkeypatch.setattr(dense_module, "multiply_few", lambda *given: taken.append(given))
     panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
-    decoded = DecodedWeights(dtype, device)
-    decoded.announce(16, 32)
-    QuantisedLinear([panels], None, decoded)(activations(tokens, 32, dtype).to(device))
+    buffer = DecodeBuffer(dtype, device)
+    buffer.reserve(16, 32)
+    QuantisedLinear([panels], None, buffer)(activations(tokens, 32, dtype).to(device))
     assert bool(taken) == few
 
 
 def test_weights_of_few_rows_are_not_rounded(device, random_weights):
     panels, weights = make_panels(random_weights, "Q6_K", 64, 512, device)
     x = activations(3, 512, torch.bfloat16)
-    linear = QuantisedLinear([panels], None, DecodedWeights(torch.bfloat16, device))
+    linear = QuantisedLinear([panels], None, DecodeBuffer(torch.bfloat16, device))
     found = linear(x.to(device), dtype=torch.float32).cpu()
     torch.testing.assert_close(found, x.float() @ weights.T, rtol=1e-5, atol=1e-4)
 
@@ -111,7 +108,7 @@ def test_what_cannot_stay_is_decoded_and_said_once(make_decoder, caplog):
     with caplog.at_level(logging.WARNING):
         found, expected = (make_decoder(model, "F16", dense=dense) for dense in ("quantised", "dequantised"))
     assert [one.message for one in caplog.records] == [
-        "dense matrices with F16 are decoded, they cannot stay as they are"
+        "dense matrices in F16 are decoded: only quantised formats can be kept"
     ]
     assert torch.equal(logits(found), logits(expected))
     assert found.device_bytes() == expected.device_bytes()

@@ -1,6 +1,6 @@
-"""The door to CUDA's driver and runtime (libcuda, libcudart): what torch has no name for. Knows no tensor.
+"""Driver: the calls of CUDA's driver and runtime (libcuda, libcudart) that torch does not offer. Knows no tensor.
 
-Every call is checked: RuntimeError with the function's name and CUDA's words for the error.
+Every call is checked: a failure raises RuntimeError with the function's name and CUDA's message.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # the second version of the operations; at
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperation:
-    """`write` a 32-bit word in stream order, all earlier writes of the stream visible to the whole system before it;
-    or `wait` until the word equals `value`."""
+    """`write` a 32-bit word in stream order, after all earlier writes of the stream are visible to the whole system; or
+    `wait` until the word equals `value`."""
 
     kind: Literal["write", "wait"]
     address: int
@@ -26,7 +26,7 @@ class MemoryOperation:
 
 
 class _Parameters(ctypes.Structure):
-    """CUstreamBatchMemOpParams: write and wait have the same fields; 48 bytes."""
+    """CUstreamBatchMemOpParams, 48 bytes. Write and wait have the same fields."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
@@ -39,7 +39,7 @@ class _Parameters(ctypes.Structure):
 
 
 class Driver:
-    """Both libraries. `cuda` and `runtime` are ctypes libraries, or what behaves so in a test."""
+    """Both libraries. `cuda` and `runtime` are ctypes libraries, or objects of a test that behave like them."""
 
     def __init__(self, cuda: Any, runtime: Any) -> None:
         self._cuda = cuda
@@ -47,8 +47,8 @@ class Driver:
 
     @classmethod
     def load(cls) -> "Driver":
-        """The libraries that torch has loaded. Raises RuntimeError if there are none: a CPU build of torch, or CUDA
-        not yet initialised."""
+        """Use the libraries that torch has loaded. Raises RuntimeError if there are none: torch is a CPU build, or CUDA
+        is not initialised yet."""
         path = _mapped_runtime(Path("/proc/self/maps").read_text())
         if path is None:
             raise RuntimeError("libcudart is not loaded: torch has no CUDA, or has not used it yet")
@@ -58,7 +58,7 @@ class Driver:
             raise RuntimeError(f"CUDA's libraries do not load: {error}") from error
 
     def has_memory_operations(self, device: int) -> bool:
-        """Whether streams of this device can write and wait for words."""
+        """Whether streams of this device can write words and wait for them."""
         if not hasattr(self._cuda, "cuStreamBatchMemOp_v2"):
             return False
         value = ctypes.c_int()
@@ -69,13 +69,13 @@ class Driver:
         return bool(value.value)
 
     def memory_operations(self, stream: int, operations: Sequence[MemoryOperation]) -> None:
-        """Enqueue `operations`, in their order, as one node. Addresses are those of the device; see device_address."""
+        """Enqueue `operations`, in this order, as one node. Addresses are device addresses; see device_address."""
         array = (_Parameters * len(operations))()
-        for one, parameters in zip(operations, array, strict=True):
-            waits = one.kind == "wait"
+        for operation, parameters in zip(operations, array, strict=True):
+            waits = operation.kind == "wait"
             parameters.operation = _WAIT_VALUE_32 if waits else _WRITE_VALUE_32
-            parameters.address = one.address
-            parameters.value = one.value
+            parameters.address = operation.address
+            parameters.value = operation.value
             parameters.flags = _WAIT_EQUAL if waits else 0
         code = self._cuda.cuStreamBatchMemOp_v2(
             ctypes.c_void_p(stream), ctypes.c_uint(len(operations)), array, ctypes.c_uint(0)
@@ -90,7 +90,7 @@ class Driver:
         self._check_runtime("cudaLaunchHostFunc", code)
 
     def device_address(self, address: int) -> int:
-        """How the current device names pinned memory that the CPU has at `address`."""
+        """The current device's address of the pinned memory at host address `address`."""
         found = ctypes.c_uint64()
         code = self._cuda.cuPointerGetAttribute(
             ctypes.byref(found), ctypes.c_int(_DEVICE_POINTER), ctypes.c_uint64(address)
@@ -113,17 +113,18 @@ class Driver:
             return
         text = ctypes.c_char_p()
         self._cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-        raise RuntimeError(f"{function}: {_words(text.value)} (error {code})")
+        raise RuntimeError(f"{function}: {_message(text.value)} (error {code})")
 
     def _check_runtime(self, function: str, code: int) -> None:
         if code == 0:
             return
-        self._runtime.cudaGetLastError()  # else torch's next call reports it as its own
+        self._runtime.cudaGetLastError()  # otherwise torch's next call reports this error
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
-        raise RuntimeError(f"{function}: {_words(self._runtime.cudaGetErrorString(ctypes.c_int(code)))} (error {code})")
+        message = _message(self._runtime.cudaGetErrorString(ctypes.c_int(code)))
+        raise RuntimeError(f"{function}: {message} (error {code})")
 
 
-def _words(text: bytes | None) -> str:
+def _message(text: bytes | None) -> str:
     return (text or b"unknown error").decode()
 
 

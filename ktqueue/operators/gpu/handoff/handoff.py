@@ -10,8 +10,14 @@ from typing import NamedTuple, get_args
 import torch
 
 from ktqueue.core.settings.engine import HandoffMethod
-from ktqueue.operators.gpu.handoff.driver import Driver
-from ktqueue.operators.gpu.handoff.signals import DirectCalls, HostFunctionSignals, Signals, WordSignals
+from ktqueue.operators.gpu.handoff.signals import (
+    CudaStream,
+    DirectCalls,
+    HostFunctionSignals,
+    Signals,
+    StepStream,
+    WordSignals,
+)
 from ktqueue.operators.native import ExpertLayer
 from ktqueue.operators.native_handoff import (
     LINE,
@@ -53,7 +59,7 @@ class Handoff:
     `request` runs the task. "auto" takes the first of these that the device supports. `idle_milliseconds`: after this
     time without a request the serving thread stops spinning and naps for up to 5 ms between two looks.
     `stuck_seconds`: a task that takes longer breaks the hand-off. The GPU then continues with whatever the buffers
-    hold, and every `check` raises.
+    hold, and every `check` raises. `stream`: runs the steps; None: the current one of `device`.
 
     Not thread-safe. Raises ValueError for a wrong size, method or device, RuntimeError if a call of CUDA fails.
     """
@@ -68,15 +74,16 @@ class Handoff:
         method: HandoffMethod = "auto",
         idle_milliseconds: float = 20.0,
         stuck_seconds: float = 60.0,
+        stream: StepStream | None = None,
     ) -> None:
         if min(hidden, experts_per_token, max_tokens) < 1:
             raise ValueError("hidden, experts_per_token and max_tokens must be positive")
         self._shape = (hidden, experts_per_token, max_tokens)
-        self._device = torch.device(device)
-        driver = None if self._device.type == "cpu" else self._load_driver()
-        self.method = self._choose_method(method, driver)
+        cuda = None if torch.device(device).type == "cpu" else CudaStream(torch.device(device))
+        self._stream = cuda if stream is None else stream
+        self.method = _choose_method(method, self._stream, device)
         """"flags", "host_functions" or "direct"."""
-        self._memory = _allocate(hidden, experts_per_token, max_tokens, pinned=driver is not None)
+        self._memory = _allocate(hidden, experts_per_token, max_tokens, pinned=cuda is not None)
         self._service = HandoffService(
             hidden,
             experts_per_token,
@@ -87,33 +94,11 @@ class Handoff:
             stuck_seconds=stuck_seconds,
         )
         self._signals: Signals = DirectCalls(self._service)
-        if driver is not None:
-            self._signals = (
-                WordSignals(self._memory, driver, self._device)
-                if self.method == "flags"
-                else HostFunctionSignals(self._service, driver, self._device)
-            )
+        if self.method == "flags" and self._stream is not None:
+            self._signals = WordSignals(self._memory, self._stream)
+        if self.method == "host_functions" and cuda is not None:
+            self._signals = HostFunctionSignals(self._service, cuda)
         self._pending: _Pending | None = None
-
-    def _load_driver(self) -> Driver:
-        if self._device.type != "cuda":
-            raise ValueError(f"device must be cpu or cuda, got {self._device}")
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        if self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        return Driver.load()
-
-    def _choose_method(self, method: HandoffMethod, driver: Driver | None) -> HandoffMethod:
-        if method not in get_args(HandoffMethod):
-            raise ValueError(f"method must be one of {', '.join(get_args(HandoffMethod))}, got {method!r}")
-        if (driver is None) != (method == "direct") and method != "auto":
-            raise ValueError(f"method {method!r} does not go with tensors on {self._device}")
-        if driver is None:
-            return "direct"
-        can_wait = driver.has_memory_operations(self._device.index)
-        if method == "flags" and not can_wait:
-            raise ValueError(f"method 'flags' is not possible: streams of {self._device} cannot wait for memory")
-        return ("flags" if can_wait else "host_functions") if method == "auto" else method
 
     def add_layer(self, layer: ExpertLayer) -> int:
         """Add a layer and keep it alive. Returns its number for the calls below.
@@ -194,7 +179,7 @@ class Handoff:
         self._service.close()
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._stream is not None and self._stream.is_capturing()
 
     def _finish_abandoned_task(self) -> None:
         """Enqueue a wait for a task that was requested and not waited for: the CPU may still read its input."""
@@ -206,6 +191,19 @@ class Handoff:
         if not pending.captured:  # a capture that failed has requested nothing
             self._signals.wait(pending.word)
         self._pending = None
+
+
+def _choose_method(method: HandoffMethod, stream: StepStream | None, device: str | torch.device) -> HandoffMethod:
+    if method not in get_args(HandoffMethod):
+        raise ValueError(f"method must be one of {', '.join(get_args(HandoffMethod))}, got {method!r}")
+    if (stream is None) != (method == "direct") and method != "auto":
+        raise ValueError(f"method {method!r} does not go with tensors on {device}")
+    if stream is None:
+        return "direct"
+    can_wait = stream.can_wait_for_words()
+    if method == "flags" and not can_wait:
+        raise ValueError(f"method 'flags' is not possible: streams of {device} cannot wait for memory")
+    return ("flags" if can_wait else "host_functions") if method == "auto" else method
 
 
 class _Pending(NamedTuple):

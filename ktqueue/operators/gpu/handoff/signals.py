@@ -11,6 +11,49 @@ from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation
 from ktqueue.operators.native_handoff import HandoffMemory, HandoffService
 
 
+class StepStream(Protocol):
+    """The stream that runs the steps."""
+
+    def can_wait_for_words(self) -> bool:
+        """Whether the stream can write words in memory and wait for them."""
+
+    def device_address(self, address: int) -> int:
+        """The device address of the pinned memory at host address `address`."""
+
+    def enqueue(self, *operations: MemoryOperation) -> None:
+        """Enqueue `operations` as one node."""
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+
+
+class CudaStream:
+    """The current stream of a CUDA device. Raises ValueError for another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"device must be cpu or cuda, got {device}")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.driver = Driver.load()
+
+    def can_wait_for_words(self) -> bool:
+        """See StepStream."""
+        return self.driver.has_memory_operations(self.device.index)
+
+    def device_address(self, address: int) -> int:
+        """See StepStream."""
+        return self.driver.device_address(address)
+
+    def enqueue(self, *operations: MemoryOperation) -> None:
+        """See StepStream."""
+        self.driver.memory_operations(torch.cuda.current_stream(self.device).cuda_stream, operations)
+
+    def is_capturing(self) -> bool:
+        """See StepStream."""
+        return torch.cuda.is_current_stream_capturing()
+
+
 class Signals(Protocol):
     """Both calls only enqueue on the current stream, and a graph can capture them."""
 
@@ -36,23 +79,19 @@ class DirectCalls:
 
 
 class WordSignals:
-    """The GPU itself writes the request word and waits for the done word, each as one node of the graph."""
+    """The stream itself writes the request word and waits for the done word, each as one node of the graph."""
 
-    def __init__(self, memory: HandoffMemory, driver: Driver, device: torch.device) -> None:
-        self._driver = driver
-        self._device = device
-        self._request, self._done = (driver.device_address(w.data_ptr()) for w in (memory.request, memory.done))
+    def __init__(self, memory: HandoffMemory, stream: StepStream) -> None:
+        self._stream = stream
+        self._request, self._done = (stream.device_address(w.data_ptr()) for w in (memory.request, memory.done))
 
     def request(self, word: int) -> None:
         """Steps G2 and G3 of csrc/handoff/handoff.h."""
-        self._enqueue(MemoryOperation("write", self._done, 0), MemoryOperation("write", self._request, word))
+        self._stream.enqueue(MemoryOperation("write", self._done, 0), MemoryOperation("write", self._request, word))
 
     def wait(self, word: int) -> None:
         """Step G4 of csrc/handoff/handoff.h."""
-        self._enqueue(MemoryOperation("wait", self._done, word))
-
-    def _enqueue(self, *operations: MemoryOperation) -> None:
-        self._driver.memory_operations(torch.cuda.current_stream(self._device).cuda_stream, operations)
+        self._stream.enqueue(MemoryOperation("wait", self._done, word))
 
 
 class HostFunctionSignals:
@@ -61,11 +100,11 @@ class HostFunctionSignals:
     A task that hangs there blocks all of the process's CUDA work: nothing can answer in its place.
     """
 
-    def __init__(self, service: HandoffService, driver: Driver, device: torch.device) -> None:
+    def __init__(self, service: HandoffService, stream: CudaStream) -> None:
         self._service = service
-        self._driver = driver
-        self._device = device
-        self._task_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._driver = stream.driver
+        self._device = stream.device
+        self._task_stream = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
         self._ended: torch.cuda.Event | None = None
 
     def request(self, word: int) -> None:
