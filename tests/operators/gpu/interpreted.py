@@ -37,7 +37,7 @@ def compiled_for_h200(topic: str, cache: Path) -> list[str]:
     """
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": ".", "TRITON_CACHE_DIR": str(cache)}
     path = Path(__file__).with_name("sm_90.py")
-    command = [sys.executable, path, topic]
+    command = [sys.executable, str(path), topic]
     done = subprocess.run(command, env=environment, cwd=path.parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return str(done.stdout).split()

@@ -107,16 +107,16 @@ def between_matrices() -> None:
         few_rows_linear(weight[:tokens], weight, weight[:, 0].contiguous())
 
     for experts, chosen, dtype in ((128, 8, bf16), (60, 4, torch.float32)):
-        options = {
+        extra: dict[str, Any] = {
             "on_gpu": torch.zeros(experts, dtype=torch.int64),
             "live_tokens": torch.zeros(1, dtype=torch.int32),
             "counts": torch.zeros(experts, dtype=torch.int32),
             "copies": (torch.zeros(2, chosen, dtype=torch.int64), torch.zeros(2, chosen)),
         }
-        for extras in (options, dict.fromkeys(options)):
+        for extras in (extra, dict.fromkeys(extra)):
             logits = torch.zeros(2, experts, dtype=dtype)
             route(logits, chosen, renormalise=experts == 128, **extras)
-            by = {"choice": logits.float(), "sigmoid": True, "scale": 2.5}
+            by: dict[str, Any] = {"choice": logits.float(), "sigmoid": True, "scale": 2.5}
             route(logits, chosen, renormalise=experts == 128, **extras, **by)
 
 
@@ -136,7 +136,7 @@ def attention() -> None:
         query = torch.zeros(3, heads, head_dim, dtype=dtype)
         keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
-        common = {"scaling": 0.1, "window": window}
+        common: dict[str, Any] = {"scaling": 0.1, "window": window}
         for tables, rows in ((decode, None), (chunks, indices)):
             triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, **common)
         triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, **common)

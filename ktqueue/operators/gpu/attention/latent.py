@@ -147,11 +147,11 @@ class LatentPlan(TritonPlan):
 
         Raises ValueError for a window.
         """
-        if sliding_window or self._decode is None:
+        if sliding_window or self.decode_rows is None:
             raise ValueError("latent attention has no sliding windows")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
-        attend(query, kv.keys[layer], out, self._tables, self._decode, scaling=scaling)
+        attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=scaling)
         return out
 
 
@@ -189,6 +189,6 @@ class LatentPlanner(TritonPlanner):
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
         heads = self._shape.heads
-        splits = split_count(items, heads, max_keys, self._processors)
+        splits = split_count(items, heads, max_keys, self.processors)
         size = 0 if splits == 1 else partial_bytes(items, heads, self._layout.value_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))

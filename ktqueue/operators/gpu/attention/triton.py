@@ -13,11 +13,11 @@ from ktqueue.operators.step import StepContext
 
 
 class TritonPlan:
-    """Attends for one step by index arrays on the device."""
+    """Attends for one step by index arrays on the device. `tiles`: those of rows with several tokens."""
 
     def __init__(self, tables: Tables, decode: DecodeRows | None, tiles: torch.Tensor | None) -> None:
-        self._tables = tables
-        self._decode = decode
+        self.tables = tables
+        self.decode_rows = decode
         self._tiles = tiles
 
     def attend(
@@ -27,10 +27,10 @@ class TritonPlan:
         query = query.contiguous()
         out = torch.empty_like(query)
         keys, values = kv.keys[layer], kv.values[layer]
-        if self._decode is not None:
-            decode(query, keys, values, self._tables, self._decode, out, scaling=scaling, window=sliding_window)
+        if self.decode_rows is not None:
+            decode(query, keys, values, self.tables, self.decode_rows, out, scaling=scaling, window=sliding_window)
         if self._tiles is not None:
-            prefill(query, keys, values, self._tables, self._tiles, out, scaling=scaling, window=sliding_window)
+            prefill(query, keys, values, self.tables, self._tiles, out, scaling=scaling, window=sliding_window)
         return out
 
 
@@ -85,7 +85,7 @@ class TritonPlanner:
         self._workspace = SharedWorkspace(self._device)
         self._index_bytes = 0
         on_gpu = self._device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 4
+        self.processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 4
 
     @property
     def workspace_bytes(self) -> int:
@@ -123,7 +123,7 @@ class TritonPlanner:
         return plan
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
-        splits = split_count(items, self._layout.kv_heads, max_keys, self._processors)
+        splits = split_count(items, self._layout.kv_heads, max_keys, self.processors)
         size = partial_bytes(items, self._shape.heads, self._layout.head_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))
 

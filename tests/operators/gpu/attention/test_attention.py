@@ -1,57 +1,66 @@
-"""The planners' protocol on CPU: what a plan attends to, what a decode plan takes, what is refused."""
+"""The protocol of planners on the CPU: what a plan attends to, what a decode plan accepts, what is refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import AttentionPlan
 
-SHAPE = {"kv_heads": 2, "head_dim": 16, "page_size": 4}
+from ..attention_steps import assert_attended, attended, make_cache, make_step, random_query
 
 
-def planner(kv, backend="auto", windows=frozenset({0, 6})):
-    return make_planner(kv.layout, heads=4, scaling=0.25, windows=windows, device="cpu", backend=backend)
+def small_cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    """Pages of four tokens."""
+    return make_cache(kv_heads=2, head_dim=16, page_size=4, dtype=dtype)
+
+
+def planner(kv: KVCache, backend: str = "auto") -> AttentionPlanner:
+    return make_planner(kv.layout, heads=4, scaling=0.25, windows={0, 6}, device="cpu", backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("window", [0, 6])
-def test_a_plan_attends_as_the_reference(window, dtype, steps):
-    kv = steps.cache(**SHAPE, dtype=dtype)
-    step = steps.make(kv, [5, 1, 3], [9, 17, 3])
-    query = steps.query(step, 4, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+def test_a_plan_attends_as_the_reference(window: int, dtype: torch.dtype) -> None:
+    kv = small_cache(dtype)
+    step = make_step(kv, [5, 1, 3], [9, 17, 3])
+    query = random_query(step, 4, torch.float32 if dtype == torch.float32 else torch.bfloat16)
     got = planner(kv).plan(step).attend(1, query, kv, scaling=0.25, sliding_window=window)
-    assert (got.shape, got.dtype) == (query.shape, query.dtype)
-    torch.testing.assert_close(got.float(), steps.expected(step, query, 1, 0.25, window), rtol=0.02, atol=0.02)
+    assert_attended(got, step, query, layer=1, scaling=0.25, window=window)
 
 
-def test_a_decode_plan_follows_its_updates(steps):
-    kv = steps.cache(**SHAPE, dtype=torch.float32)
+def test_a_decode_plan_follows_its_updates() -> None:
+    kv = small_cache()
     plan = planner(kv).decode_plan(3, 6)
     for contexts in ([9, 1, 17], [10, 2, 18]):
-        step = steps.make(kv, [1, 1, 1], contexts)
-        query = steps.query(step, 4, torch.float32)
+        step = make_step(kv, [1, 1, 1], contexts)
+        query = random_query(step, 4, torch.float32)
         plan.update(step)
-        expected = steps.expected(step, query, 0, 0.25, 0)
-        step.context_lengths.fill_(1)  # as the host does for the next step
+        expected = attended(step, query, scaling=0.25)
+        step.context_lengths.fill_(1)  # as the host overwrites them for the next step
         step.page_table.zero_()
         torch.testing.assert_close(plan.attend(0, query, kv, scaling=0.25), expected)
 
 
-def test_a_decode_plan_refuses_what_does_not_fit(steps):
-    kv = steps.cache(**SHAPE, dtype=torch.float32)
+def test_a_decode_plan_refuses_what_does_not_fit() -> None:
+    kv = small_cache()
     plan = planner(kv).decode_plan(2, 3)
     with pytest.raises(ValueError, match="for 2 rows of one token, not 3 rows of 3 tokens"):
-        plan.update(steps.make(kv, [1, 1, 1], [4, 4, 4]))
+        plan.update(make_step(kv, [1, 1, 1], [4, 4, 4]))
     with pytest.raises(ValueError, match="not 2 rows of 3 tokens"):
-        plan.update(steps.make(kv, [2, 1], [4, 4]))
+        plan.update(make_step(kv, [2, 1], [4, 4]))
     with pytest.raises(ValueError, match="rows of 3 pages of 4 keys, not 13 keys"):
-        plan.update(steps.make(kv, [1, 1], [13, 4]))
+        plan.update(make_step(kv, [1, 1], [13, 4]))
 
 
-def test_backends_that_cannot_be_had_are_refused_by_name(steps):
-    kv = steps.cache(**SHAPE, dtype=torch.float32)
+def test_backends_that_are_not_available_are_refused_by_name() -> None:
+    kv = small_cache()
     with pytest.raises(ValueError, match="attention backend is 'fa7'; known are auto, flashinfer, triton, torch"):
         planner(kv, "fa7")
     for name in ("flashinfer", "triton"):
@@ -61,9 +70,9 @@ def test_backends_that_cannot_be_had_are_refused_by_name(steps):
         make_planner(kv.layout, heads=5, scaling=1.0, windows=frozenset({0}), device="cpu")
 
 
-def test_the_lists_have_the_pages_of_each_row_in_order(steps):
-    kv = steps.cache(**SHAPE, dtype=torch.float32)
-    step = steps.make(kv, [1, 2, 1], [4, 9, 1])
+def test_the_lists_have_the_pages_of_each_row_in_order() -> None:
+    kv = small_cache()
+    step = make_step(kv, [1, 2, 1], [4, 9, 1])
     lists = page_lists(step, 4)
     assert lists.starts.tolist() == [0, 1, 4, 5]
     assert lists.last.tolist() == [4, 1, 1]
@@ -74,36 +83,38 @@ def test_the_lists_have_the_pages_of_each_row_in_order(steps):
     assert staged([lists.last, lists.pages], torch.device("cpu"))[1] == [0, 4]
 
 
-def test_lists_refuse_rows_without_keys_or_pages(steps):
-    kv = steps.cache(**SHAPE, dtype=torch.float32)
-    step = steps.make(kv, [1, 1], [4, 9])
+def test_lists_refuse_rows_without_keys_or_pages() -> None:
+    kv = small_cache()
+    step = make_step(kv, [1, 1], [4, 9])
     with pytest.raises(ValueError, match="at least one key"):
         page_lists(replace(step, context_lengths=torch.tensor([4, 0], dtype=torch.int32)), 4)
     with pytest.raises(ValueError, match="4 pages per row, a row of the step needs 5"):
         page_lists(replace(step, context_lengths=torch.tensor([4, 17], dtype=torch.int32)), 4)
 
 
-def test_transformers_attention_goes_by_the_plan_of_the_step(tiny_model, steps):
+def test_transformers_attention_uses_the_plan_of_the_step(tiny_model: Callable[..., Any]) -> None:
     """The whole model with a plan, in two chunks, equals eager attention; without a plan the same cache does too."""
     eager, paged = tiny_model(), tiny_model(paged=True)
     ids = torch.randint(0, 96, (1, 11), generator=torch.Generator().manual_seed(1))
-    kv = steps.cache(kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
-    calls = []
+    kv = small_cache()
+    calls: list[int] = []
 
     class Recorded:
-        def __init__(self, plan):
+        """A plan that notes the layers that attend by it."""
+
+        def __init__(self, plan: AttentionPlan) -> None:
             self.plan = plan
 
-        def attend(self, layer, *rest, **named):
+        def attend(self, layer: int, *arguments: Any, **named: Any) -> torch.Tensor:
             calls.append(layer)
-            return self.plan.attend(layer, *rest, **named)
+            return self.plan.attend(layer, *arguments, **named)
 
     with torch.no_grad():
         expected = eager(ids).logits[0]
         got = []
         for begin, end in ((0, 7), (7, 11)):
-            step = steps.make(kv, [end - begin], [end])
-            slots = [int(step.page_table[0, at // 4]) * 4 + at % 4 for at in range(begin, end)]
+            step = make_step(kv, [end - begin], [end])
+            slots = [int(step.page_table[0, token // 4]) * 4 + token % 4 for token in range(begin, end)]
             plan = Recorded(planner(kv).plan(step))
             step = replace(step, slot_mapping=torch.tensor(slots), attention=plan)
             positions = torch.arange(begin, end)[None]
