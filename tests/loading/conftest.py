@@ -1,4 +1,4 @@
-"""Tiny random models of each family, saved as transformers saves them, with a tokenizer of their own."""
+"""Tiny random models of each family, saved as transformers saves them, each with a tokenizer."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -138,7 +138,7 @@ def _tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_model(model_type, **config) -> folder with a random float32 model; the same one for the same call."""
+    """make_model(model_type, **config) -> folder with a random float32 model; equal calls give the same model."""
     made: dict[str, Path] = {}
 
     def make(model_type: str = "qwen3_moe", *, shard: str | None = None, **changes: Any) -> Path:
@@ -216,7 +216,7 @@ def reference_logits() -> Callable[[Path, list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def run_logits() -> Callable[..., torch.Tensor]:
-    """(module, layout, ids) -> [tokens, vocab] logits of one prefill row through the paged attention."""
+    """(module, layout, ids) -> [tokens, vocab] logits of one prefill row with paged attention."""
 
     def run(module: Callable[..., Any], layout: KVLayout, ids: list[int]) -> torch.Tensor:
         count = len(ids)
@@ -249,7 +249,7 @@ def assert_equals_transformers(
 
     def check(model: LoadedModel, folder: Path, ids: Sequence[int] = range(3, 43)) -> None:
         expected = reference_logits(folder, [*ids])
-        assert expected.std() > 0.5  # else equality would say little
+        assert expected.std() > 0.5  # otherwise equality would prove little
         found = run_logits(model.module, model.kv_layout(16), [*ids])
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 

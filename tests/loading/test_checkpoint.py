@@ -1,4 +1,4 @@
-"""Checkpoints: names, shapes, types and values from every container, and errors that name what is wrong."""
+"""Checkpoints: names, shapes, formats and values from every container, and errors that name what is wrong."""
 
 import json
 import re
@@ -202,7 +202,7 @@ def test_missing_experts_are_named(tiny: Path, tmp_path: Path) -> None:
         ("experts.down_proj", "layers.1.mlp.experts has its weights twice, expert by expert and fused"),
     ],
 )
-def test_experts_that_are_given_twice_are_named(name: str, words: str, tiny: Path, tmp_path: Path) -> None:
+def test_experts_stored_twice_are_named(name: str, words: str, tiny: Path, tmp_path: Path) -> None:
     weights = safetensors.torch.load_file(tiny / "model.safetensors")
     weights[f"model.layers.1.mlp.{name}"] = torch.zeros(32, 64)
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
@@ -213,7 +213,7 @@ def test_experts_that_are_given_twice_are_named(name: str, words: str, tiny: Pat
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
 def test_pointers_of_git_lfs_are_named(name: str, tiny: Path, tmp_path: Path) -> None:
-    """What is there after a clone without it."""
+    """A clone without Git LFS has pointers instead of the large files."""
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     (file := tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:5f\nsize 23\n")
     with pytest.raises(CheckpointError, match=f"{name}: this is a Git LFS pointer, not the file itself"):
@@ -228,10 +228,10 @@ def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> No
         open_checkpoint(str(tmp_path))
 
 
-def test_layers_that_guess_ahead_are_passed_over(
+def test_layers_that_predict_further_tokens_are_ignored(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
-    """transformers has no modules for them, and knows their names."""
+    """transformers has no modules for these layers, but knows the names of their tensors."""
     folder = make_model("exaone_moe")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
@@ -244,8 +244,8 @@ def test_layers_that_guess_ahead_are_passed_over(
         load_model(str(tmp_path))
 
 
-def test_one_file_goes_before_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    """As in transformers, where a model was saved twice into one folder."""
+def test_a_single_file_has_precedence_over_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As in transformers, if a model was saved twice into one folder."""
     shutil.copytree(make_model("llama", shard="100KB"), tmp_path, dirs_exist_ok=True)
     weights = safetensors.torch.load_file(make_model("llama") / "model.safetensors")
     weights["model.norm.weight"] = torch.full((64,), 3.0)
@@ -256,7 +256,7 @@ def test_one_file_goes_before_an_index(make_model: Callable[..., Path], tmp_path
     assert found[0] == 3
 
 
-def test_index_may_not_leave_the_folder(tiny: Path, tmp_path: Path) -> None:
+def test_an_index_must_stay_in_its_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -277,13 +277,13 @@ def test_unknown_names(tiny: Path) -> None:
 
 
 def _resident(path: Path) -> int:
-    """Bytes of the file that this process's maps of it hold in memory."""
+    """Return the bytes of the file that this process's maps of it hold in memory."""
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+)", text, re.MULTILINE) for text in maps if str(path) in text]
     return sum(1024 * int(size[1]) for size in sizes if size)
 
 
-def test_pages_go_while_a_model_is_loaded(tiny_gguf: Path) -> None:
+def test_file_pages_are_dropped_while_a_model_is_loaded(tiny_gguf: Path) -> None:
     seen: list[int] = []
     load_model(str(tiny_gguf), progress=lambda *_: seen.append(_resident(tiny_gguf)))
     assert len(seen) > 10
@@ -294,7 +294,7 @@ def test_pages_go_while_a_model_is_loaded(tiny_gguf: Path) -> None:
 def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
     container: str, tmp_path: Path, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
 ) -> None:
-    folder = shutil.copytree(make_model("qwen3_moe"), tmp_path / "model")  # which nobody else has mapped
+    folder = shutil.copytree(make_model("qwen3_moe"), tmp_path / "model")  # no other test has mapped it
     path = make_gguf(model_type="qwen3_moe") if container == "gguf" else folder / "model.safetensors"
     checkpoint = open_checkpoint(str(path if container == "gguf" else folder))
     embedding = checkpoint.matrix("model.embed_tokens.weight").data

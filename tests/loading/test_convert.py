@@ -1,4 +1,4 @@
-"""The converter: one file is enough to serve; what cannot be converted is refused by name."""
+"""The converter: one file is enough to serve, and what cannot be converted is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_rope_scaling_survives(rope: dict[str, object], make_model: Callable[...
     assert got.module.get_buffer("rotary.inv_freq").equal(wanted)
 
 
-def test_rows_that_are_no_whole_blocks_become_f16(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_blocks_become_f16(make_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_model(moe_intermediate_size=48)
     convert(folder, tmp_path / "model.gguf", experts="q4_0", dense="q8_0")
     types = {info.name: info.type_id for info in read_header(tmp_path / "model.gguf").tensors}
@@ -63,10 +63,10 @@ def test_rows_that_are_no_whole_blocks_become_f16(make_model: Callable[..., Path
 
 
 @pytest.mark.parametrize(("model_type", "heads"), [("llama", 4), ("mixtral", 4)])
-def test_llama_queries_lie_in_gguf_s_rotary_order(
+def test_llama_queries_are_written_in_the_rotary_order_of_gguf(
     model_type: str, heads: int, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Pairs that are rotated together lie side by side; in transformers they are half a head apart."""
+    """Rotated pairs are side by side in GGUF and half a head apart in transformers."""
     folder, target = make_model(model_type), tmp_path / "model.gguf"
     convert(folder, target, experts="f32", dense="f32")
     header = read_header(target)
@@ -88,7 +88,7 @@ def test_a_dense_model_is_of_the_type_of_its_matrices(make_model: Callable[..., 
 
 
 def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
-    """The folder with another config."""
+    """Copy the folder, with another config."""
     for one in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (target / one).write_bytes((source / one).read_bytes())
     config = json.loads((source / "config.json").read_text())
@@ -105,7 +105,7 @@ def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config is not valid: .*'factor'"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_written(
+def test_a_model_that_cannot_be_loaded_is_not_written(
     change: dict[str, object], words: str, tiny: Path, tmp_path: Path
 ) -> None:
     copy_with(change, tiny, tmp_path)
@@ -123,7 +123,7 @@ def test_what_could_not_be_loaded_is_not_written(
         ("{{ m.role }}", "{% if %}", "the chat template does not parse"),
     ],
 )
-def test_a_tokenizer_that_could_not_be_loaded_is_not_written(
+def test_a_tokenizer_that_cannot_be_loaded_is_not_written(
     old: str, new: str, words: str, tiny: Path, tmp_path: Path
 ) -> None:
     copy_with({}, tiny, tmp_path)
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_could_not_be_loaded_is_not_written(
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_a_window_that_gguf_cannot_say(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_sliding_window_is_not_converted(make_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="sliding_window is 3; GGUF's llama implies None"):
         convert(make_model("mixtral", sliding_window=3), tmp_path / "model.gguf", experts="f16")
 
@@ -162,7 +162,9 @@ def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None
         ({"rope_parameters": LLAMA3_ROPE}, "rope_type 'llama3' cannot be written"),
     ],
 )
-def test_what_gguf_cannot_say_is_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
+def test_values_that_gguf_cannot_express_are_refused(
+    change: dict[str, object], words: str, tiny: Path, tmp_path: Path
+) -> None:
     copy_with(change, tiny, tmp_path)
     target = tmp_path / "model.gguf"
     with pytest.raises(CheckpointError, match=words):
@@ -170,7 +172,7 @@ def test_what_gguf_cannot_say_is_refused(change: dict[str, object], words: str, 
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_a_failure_half_way_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_file(tiny: Path, tmp_path: Path) -> None:
     def stop(done: int, total: int, name: str) -> None:
         if done == 3:
             raise KeyboardInterrupt

@@ -62,7 +62,7 @@ def test_one_bit_of_the_weights_makes_another_model(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_each_file_of_a_folder_counts(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_every_file_of_a_folder_changes_the_digest(tiny: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny, folder)
     before = digest(folder)
@@ -74,11 +74,11 @@ def test_each_file_of_a_folder_counts(tiny: Path, tmp_path: Path, name: str) -> 
     assert digest(folder) != before
 
 
-def test_a_separate_tokenizer_counts(copy: Path, tiny: Path) -> None:
+def test_a_separate_tokenizer_changes_the_digest(copy: Path, tiny: Path) -> None:
     assert digest(copy) != digest(copy, tiny)
 
 
-def test_settings_that_decide_tokens_count(tmp_path: Path) -> None:
+def test_settings_that_decide_tokens_change_the_digest(tmp_path: Path) -> None:
     default = plan_of(RULES / "default.yaml")
     renamed = tmp_path / "mine.yaml"
     renamed.write_text("# mine\n" + (RULES / "default.yaml").read_text())

@@ -1,4 +1,4 @@
-"""The inspect report: every byte of the file is in a row, and devices follow the plan."""
+"""The report of inspect: every byte of the file is in a row, and devices follow the plan."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from ktqueue.workers.startup.build import build
 def demo_with(quants: dict[str, str], path: Path) -> str:
     """The demo model, some of its tensors in another type with nothing but zeros in them."""
     (header,) = read_parts(Path(inspect("demo").source))
-    left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer's own
+    left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer adds these
     contents = []
     with GgufWriter(path, header.metadata["general.architecture"], "F32") as writer:
         writer.add_metadata({key: value for key, value in header.metadata.items() if key not in left_out})
@@ -77,8 +77,10 @@ def test_every_tensor_is_in_a_row(model_type: str, make_model: Callable[..., Pat
     assert operators == {("CpuExperts", "cpu"), ("default", "cuda:1")}
 
 
-def test_a_product_with_a_part_of_floats_is_told_as_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All of q, k and v; and what is warned of is the part."""
+def test_a_fused_product_with_a_float_part_is_reported_as_decoded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of q, k and v are reported as decoded; the warning names the float part."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
     path = demo_with({"blk.3.attn_v.weight": "F32"}, tmp_path / "mixed.gguf")
@@ -90,7 +92,7 @@ def test_a_product_with_a_part_of_floats_is_told_as_decoded(tmp_path: Path, capl
     assert "dense matrices with F32 are decoded" in caplog.text
 
 
-def test_embeddings_in_a_type_that_is_widened_are_told_so(tmp_path: Path) -> None:
+def test_requantised_embeddings_are_reported_in_their_loaded_format(tmp_path: Path) -> None:
     path = demo_with({"token_embd.weight": "Q5_0"}, tmp_path / "q5_0.gguf")
     (embedding,) = [row for row in inspect(path).rows if row.name == "model.embed_tokens"]
     assert embedding.file_bytes == 8192 * 256 * 22 // 32
@@ -122,7 +124,7 @@ def rewritten(name: str, content: bytes) -> Damage:
 
 
 def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
-    """Why a worker will not start, and why inspect refuses; both before a weight is read."""
+    """Return why a worker does not start and why inspect refuses. Neither reads weights."""
     said: list[str] = []
     with pytest.raises(KtqueueError) as loading:
         build(EngineConfig(model=path, rules=rules), progress=lambda *_: said.append("read"))
@@ -178,7 +180,7 @@ def test_rules_that_spread_a_step_are_refused(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, tmp_path: Path) -> None:
-    """Its tensors are of types that no kernel has: to say that first would help nobody."""
+    """No kernel has the types of its tensors, but an error about types would not help the user."""
     folder = tmp_path / "model"
     shutil.copytree(tiny, folder)
     config_with(quantization_config={"quant_method": "fp8"})(folder)

@@ -1,4 +1,4 @@
-"""load_model: the loaded model computes what transformers computes, from every layout a model may come in."""
+"""load_model: the loaded model computes what transformers computes, for every layout of a model."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_logits_of_dense_models_equal_transformers(
     tmp_path: Path,
 ) -> None:
     path = make_source(source, model_type, tie_word_embeddings=tied)
-    rules = tmp_path / "none.yaml"  # a model without experts: the default rule would be idle
+    rules = tmp_path / "none.yaml"  # for a model without experts the default rule has no effect
     rules.write_text("- match: {name: '^model$'}\n  replace: {op: default}\n")
     model = load_model(str(path), rules=str(rules))
     assert model.card_facts.architecture == type(model.module).__name__
@@ -77,15 +77,15 @@ def test_logits_of_dense_models_equal_transformers(
 def test_a_module_that_holds_weights_and_computes_a_buffer_keeps_its_weights(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """Gemma's embeddings have a scale, which transformers' initialiser makes, as it would make weights."""
+    """Gemma's embeddings have a scale. transformers' initialiser computes it, and would also initialise weights."""
     folder = make_model("gemma")
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
-def test_a_model_that_no_step_could_compute(
+def test_a_model_that_fails_in_every_step_is_refused(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """Gemma 2's attention bends its scores, which ours does not."""
+    """Gemma 2's attention has softcap, which our attention does not compute."""
     words = r"Gemma2ForCausalLM cannot be run: ValueError: paged attention does not compute softcap"
     with pytest.raises(CheckpointError, match=words):
         load_model(str(make_model("gemma2")))
@@ -98,18 +98,25 @@ def test_a_model_that_no_step_could_compute(
     [
         ("diffllama", "layer 0 attends 2 times per step"),
         ("xglm", "layer 0 attends 0 times per step"),
-        ("openai-gpt", "layer 0 attends 0 times per step"),  # it has positions among its buffers, whole numbers
+        ("openai-gpt", "layer 0 attends 0 times per step"),  # its buffers include integer positions
     ],
 )
-def test_layers_that_do_not_attend_just_once(model_type: str, words: str, make_model: Callable[..., Path]) -> None:
-    """They run, and would compute nonsense: of two attentions the cache keeps one, and of one of its own nothing."""
+def test_layers_that_do_not_attend_exactly_once_are_refused(
+    model_type: str, words: str, make_model: Callable[..., Path]
+) -> None:
+    """Such models run, but give wrong results.
+
+    Of two attentions of a layer the cache keeps one. Of attention outside the interface it keeps nothing.
+    """
     with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, must be once"):
         load_model(str(make_model(model_type)))
 
 
-def test_positions_that_a_model_counts_for_itself(make_model: Callable[..., Path]) -> None:
-    """Bart's are where a token stands in the step, whatever step says: it would compute nonsense from the second step
-    on, and of a second sequence at once."""
+def test_a_model_that_counts_positions_itself_is_refused(make_model: Callable[..., Path]) -> None:
+    """Bart takes a token's place in the step as its position, whatever the step says.
+
+    Results would be wrong from the second step on, and for a second sequence in the same step.
+    """
     with pytest.raises(CheckpointError, match=r"BartForCausalLM cannot be run: .* depend on its row in the"):
         load_model(str(make_model("bart")))
 
@@ -130,7 +137,7 @@ def test_models_with_layers_of_several_kinds(
 def test_a_mistral_with_layers_of_several_kinds_is_a_ministral(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
-    """So transformers has it."""
+    """As in transformers."""
     folder = make_model("ministral")
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
@@ -143,7 +150,7 @@ def test_a_mistral_with_layers_of_several_kinds_is_a_ministral(
 def test_files_whose_names_are_not_those_of_modules(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """As on the hub, whose names transformers writes, too."""
+    """As on the hub. transformers also writes the names of the hub."""
     folder = make_model(model_type)
     assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
 
@@ -151,7 +158,7 @@ def test_files_whose_names_are_not_those_of_modules(
 def test_parameters_that_are_single_numbers(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """Apertus learns those of its activation."""
+    """Apertus trains the parameters of its activation."""
     folder = make_model("apertus")
     assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
 
@@ -171,12 +178,12 @@ def test_models_that_are_built_in_other_ways(model_type: str, words: str, make_m
 def test_a_model_whose_layers_have_a_short_name(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """GPT-2's tensors are those of `transformer.h.0`."""
+    """GPT-2's tensors are called `transformer.h.0`."""
     folder = make_model("gpt2", num_key_value_heads=4)
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
-def test_a_model_that_does_not_say_that_it_attends_by_the_interface(
+def test_a_model_without_the_flag_of_the_attention_interface(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     folder = make_model("biogpt", num_key_value_heads=4)
@@ -194,7 +201,7 @@ def test_layouts(
     folder = make_model(**layouts.get(layout, {}))
     if layout == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2
-    if layout == "tied":  # as some publish it: the tied tensor is there twice
+    if layout == "tied":  # as published by some: the tied tensor is stored twice
         weights = safetensors.torch.load_file(folder / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
@@ -207,7 +214,7 @@ def test_layouts(
         safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         folder = tmp_path
-    model = load_model(str(folder), rules="exact")  # on AMX, BF16 weights would meet rounded activations
+    model = load_model(str(folder), rules="exact")  # on AMX, activations are rounded for BF16 weights
     assert_equals_transformers(model, folder)
 
 
@@ -285,8 +292,10 @@ def test_bfloat16(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["exaone_moe", "hy_v3", "ernie4_5_moe", "deepseek_v3"])
-def test_what_a_model_keeps_in_float32(model_type: str, dtype: torch.dtype, make_model: Callable[..., Path]) -> None:
-    """Routers choose by scores that are corrected by little."""
+def test_tensors_that_a_model_keeps_in_float32(
+    model_type: str, dtype: torch.dtype, make_model: Callable[..., Path]
+) -> None:
+    """Routers correct their scores by small amounts."""
     folder = make_model(model_type)
     kept = {}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
@@ -319,7 +328,7 @@ def test_demo_model_loads() -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "surplus", "shape"])
-def test_unfit_tensors_are_named(fault: str, tiny: Path, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Path) -> None:
     weights = safetensors.torch.load_file(tiny / "model.safetensors")
     name = "model.layers.1.self_attn.q_norm.weight"
     expected = {

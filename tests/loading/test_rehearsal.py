@@ -1,5 +1,4 @@
-"""What is learnt of a model before its weights are read: what its code needs of the modules that operators replace, and
-that it cannot be run."""
+"""What is known of a model before its weights are read: which weights its own code reads, and whether it can run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,10 @@ from ktqueue.operators.base import registry
 KEEP = "- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n"
 
 
-def test_a_module_whose_weights_are_read_is_left_as_it_is(
+def test_a_module_whose_weights_are_read_is_not_replaced(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """HunYuan's router asks for the type of its matrix."""
+    """HunYuan's router reads the type of its matrix."""
     folder = make_model("hunyuan_v1_moe")
     rows = {row.name: row.operator for row in inspect(str(folder)).rows}
     assert rows["model.layers.*.mlp.gate.wg"] == "default"
@@ -46,7 +45,7 @@ def test_a_module_whose_weights_are_read_is_left_as_it_is(
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_cannot_be_run_is_known_before_a_weight_is_read(
+def test_a_model_that_cannot_run_is_refused_before_weights_are_read(
     model_type: str, words: str, device: str, make_model: Callable[..., Path]
 ) -> None:
     folder = str(make_model(model_type))
@@ -58,7 +57,7 @@ def test_what_cannot_be_run_is_known_before_a_weight_is_read(
     assert not read
 
 
-def test_an_operator_that_cannot_stand_in_is_told_with_the_plan(tiny: Path, tmp_path: Path) -> None:
+def test_an_operator_that_cannot_replace_a_module_is_reported_with_the_plan(tiny: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'RMSNorm$'}\n  replace: {op: CpuLinear}\n")
     report = inspect(str(tiny), rules=str(rules))
@@ -69,7 +68,7 @@ def test_an_operator_that_cannot_stand_in_is_told_with_the_plan(tiny: Path, tmp_
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gemma3n_text", "gpt2", "exaone4"])
-def test_what_can_be_run_is_not_refused(model_type: str, make_model: Callable[..., Path]) -> None:
+def test_models_that_can_run_are_not_refused(model_type: str, make_model: Callable[..., Path]) -> None:
     folder = str(make_model(model_type))
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float16)):
         assert inspect(folder, device=device, dtype=dtype).refusal is None
@@ -77,7 +76,7 @@ def test_what_can_be_run_is_not_refused(model_type: str, make_model: Callable[..
 
 
 def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
-    """Its experts, which stay transformers' own, would take 20 GB."""
+    """Its experts, which stay transformers' modules, would take 20 GB."""
     values: dict[str, Any] = {"vocab_size": 150_000, "hidden_size": 5120, "intermediate_size": 12_288}
     values |= {"num_hidden_layers": 2, "num_attention_heads": 96, "num_key_value_heads": 8, "n_routed_experts": 160}
     config = build_config({"model_type": "glm4_moe", "first_k_dense_replace": 1, **values}, "folder")
@@ -90,13 +89,13 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
     assert len(set(dummy_values(160, 5120, 3072)[::16, ::64, ::64].flatten().tolist())) > 400
 
 
-def test_several_models_in_one_are_refused() -> None:
+def test_a_composite_model_is_refused() -> None:
     words = "a gemma3 consists of several models, which is not supported; its gemma3_text alone may be"
     with pytest.raises(CheckpointError, match=words):
         build_config({"model_type": "gemma3"}, "folder")
 
 
-def test_layers_that_differ_are_refused() -> None:
-    """Gemma 4's full layers have wider heads; a cache has one width."""
+def test_layers_of_different_widths_are_refused() -> None:
+    """Full layers of Gemma 4 have wider heads, but a cache has one width."""
     with pytest.raises(CheckpointError, match="a gemma4_text whose layers differ in head_dim is not supported"):
         build_config({"model_type": "gemma4_text"}, "folder")

@@ -1,4 +1,4 @@
-"""Rule files: the language, its errors with file and line, the plan they make, and its carrying out."""
+"""Rule files: the language, errors with file and line, the plan, and carrying out the plan."""
 
 import contextlib
 from pathlib import Path
@@ -207,7 +207,7 @@ def test_match_by_the_device_of_the_module_above(tmp_path: Path) -> None:
     assert len(_plan(tmp_path, text, device="cuda").replacements) == 2
 
 
-def test_an_optional_rule_may_be_idle(tmp_path: Path) -> None:
+def test_an_optional_rule_may_have_no_effect(tmp_path: Path) -> None:
     assert not _plan(tmp_path, "- match: {name: attention}\n  replace: {op: Other}\n  optional: true").replacements
 
 
@@ -255,7 +255,7 @@ def test_devices_are_inherited(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_idle_rule_is_an_error(text: str, words: str, tmp_path: Path) -> None:
+def test_a_rule_without_effect_is_an_error(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=rf"rules.yaml:\d: this rule has no effect: {words}"):
         _plan(tmp_path, text)
 
@@ -306,7 +306,7 @@ def test_default_rules_name_the_models_that_the_decoder_knows() -> None:
         ("- match: {name: 'norm$'}\n  replace: {op: CpuExperts}", "cannot be replaced by CpuExperts"),
     ],
 )
-def test_operators_that_refuse_name_the_rule(text: str, words: str, tiny: Path, tmp_path: Path) -> None:
+def test_errors_of_operators_name_the_rule(text: str, words: str, tiny: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(text)
     with pytest.raises(RuleError, match=rf"rules.yaml:1: .*{words}"):

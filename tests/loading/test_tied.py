@@ -1,4 +1,5 @@
-"""Two tensors that a config says to be one, in a file that has both: as in transformers, the file is right."""
+"""Two tensors that are one according to the config, in a file that has both: the file has precedence, as in
+transformers."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +21,7 @@ EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
 
 @pytest.fixture
 def with_head(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """with_head(model_type, own, stored) -> a folder whose config says tied; the file has a head, of its own or not."""
+    """with_head(model_type, own, dtype) -> a folder with a tied config; its file has a head, a different one if `own`."""
 
     def make(model_type: str, own: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
         source = make_model(model_type, tie_word_embeddings=True, **changes)
@@ -40,7 +41,7 @@ def with_head(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoe", "gpt2"])
-def test_a_head_of_its_own_is_used(
+def test_a_separate_head_is_used(
     model_type: str, own: bool, with_head: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     folder = with_head(model_type, own, **({"num_key_value_heads": 4} if model_type == "gpt2" else {}))

@@ -1,4 +1,4 @@
-"""The training script: a few steps on a small text lower the loss, and the result converts and loads."""
+"""The training script: a few steps on a small text lower the loss, and the result can be converted and loaded."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files in every weight format: the values, the bytes that reach the experts, and what a damaged file says."""
+"""GGUF files in every weight format: values, the bytes that reach the experts, and errors for damaged files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_model_of_one_format_loads_and_runs(
 def test_every_matrix_in_a_format_computes_as_decoded(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
-    """Embeddings, projections, router, experts and head of that format, without rounding of activations."""
+    """Embeddings, projections, router, experts and head have that format; activations are not rounded."""
     path, _ = rewrite(quant)
     keep = tmp_path / "keep.yaml"
     keep.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n")
@@ -126,7 +126,7 @@ def test_a_file_that_ends_inside_the_last_block(quant: str, rewrite: Callable[..
 
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
-def test_rows_that_are_no_whole_blocks(quant: str, make_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_blocks_are_refused(quant: str, make_gguf: Callable[..., Path], tmp_path: Path) -> None:
     raw = bytearray(make_gguf(moe_intermediate_size=48).read_bytes())
     name = b"blk.0.ffn_down_exps.weight"
     at = raw.index(name) + len(name) + 4 + 24  # dimension count, three dimensions

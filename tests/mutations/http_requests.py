@@ -96,7 +96,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "ktqueue/loading/tokenizer/template_process.py",
         "signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS)",
         "pass",
-        (f"{TEMPLATES}::test_a_template_s_time_is_its_own",),
+        (f"{TEMPLATES}::test_a_template_is_stopped_when_its_cpu_time_is_over",),
     ),
     "templates have all memory": Mutation(
         "a chat template costs its own request and no other",

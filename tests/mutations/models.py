@@ -52,7 +52,7 @@ MODELS: dict[str, Mutation] = {
         '    ("config.json", ',
         '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
         (
-            f"{HUB}::test_a_folder_has_what_it_needs_and_no_more",
+            f"{HUB}::test_only_needed_files_of_a_folder_are_downloaded",
             f"{HUB_FILES}::test_only_the_files_that_a_folder_needs",
         ),
     ),

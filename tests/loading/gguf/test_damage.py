@@ -1,4 +1,4 @@
-"""A damaged model file gives a CheckpointError that names the file, or a model that loads; never anything else."""
+"""A damaged model file raises a CheckpointError that names the file, or gives a model that loads."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 
 def _try(path: Path) -> bool:
-    """Whether it loads; any exception but a CheckpointError naming the file fails the test."""
+    """Whether the model loads. Any exception but a CheckpointError that names the file fails the test."""
     try:
         load_model(str(path))
         load_tokenizer(str(path))

@@ -1,4 +1,4 @@
-"""A short seeded run of fuzz_gguf.py; `make fuzz` goes on for FUZZ_SECONDS, another way each time."""
+"""A short run of fuzz_gguf.py with a fixed seed. `make fuzz` runs it for FUZZ_SECONDS, differently each time."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def fuzz(*arguments: object) -> str:
-    """What the program prints; a failure shows what it said of it."""
+    """Return what the program prints. If it fails, show its errors."""
     program = Path(__file__).with_name("fuzz_gguf.py")
     done = subprocess.run(
         [sys.executable, program, *map(str, arguments)],

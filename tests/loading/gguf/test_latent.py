@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention: DeepSeek-V2 and V3, from a folder and from GGUF, against transformers."""
+"""Models with latent attention (DeepSeek-V2 and V3), from a folder and from GGUF, compared with transformers."""
 
 import json
 import math
@@ -68,10 +68,10 @@ def test_logits_equal_transformers(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_layers_that_predict_more_are_left_out(
+def test_layers_that_predict_further_tokens_are_left_out(
     told: bool, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
-    """DeepSeek-V3 and R1 come with one behind their own, of which only the config says that it is another matter."""
+    """DeepSeek-V3 and R1 have such a layer after their own layers; only the config tells them apart."""
     folder = make_model("deepseek_v3")
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     own = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
@@ -95,7 +95,7 @@ def test_files_with_keys_and_values_in_two_tensors(
     assert_equals_transformers: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    """As llama.cpp has written them since April 2025: widths of a head under keys of their own."""
+    """As in files that llama.cpp has written since April 2025: the widths of a head have their own keys."""
     model_type, changes = CASES[case]
     (header,) = read_parts(make_gguf(model_type=model_type, **changes))
     metadata = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
@@ -153,11 +153,11 @@ def test_scores_decide_the_family() -> None:
     v2, v3 = metadata_of("deepseek_v2"), metadata_of("deepseek_v3", n_group=1, topk_group=1)
     assert config_of(v2)["model_type"] == "deepseek_v2"
     assert config_of(v3)["model_type"] == "deepseek_v3"
-    del v2["deepseek2.expert_gating_func"]  # as files of DeepSeek-V2 from 2024
+    del v2["deepseek2.expert_gating_func"]  # as in files of DeepSeek-V2 from 2024
     assert config_of(v2)["model_type"] == "deepseek_v2"
 
 
-def test_numbers_come_back() -> None:
+def test_metadata_survives_a_round_trip() -> None:
     yarn = {**YARN, "factor": 40.0, "original_max_position_embeddings": 4096}
     found = config_of(metadata_of("deepseek_v2", **GROUPS, q_lora_rank=48, rope_scaling=yarn, first_k_dense_replace=0))
     assert found["rope_parameters"] == yarn
@@ -167,7 +167,7 @@ def test_numbers_come_back() -> None:
     assert (plain["q_lora_rank"], plain["topk_method"], plain["n_group"]) == (None, "greedy", 1)
 
 
-def test_a_log_multiplier_of_0_is_none() -> None:
+def test_a_log_multiplier_of_0_means_none() -> None:
     yarn = {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}
     metadata = metadata_of("deepseek_v2", rope_scaling=yarn)
     rope = config_of({**metadata, "deepseek2.rope.scaling.yarn_log_multiplier": 0.0})["rope_parameters"]
@@ -175,7 +175,7 @@ def test_a_log_multiplier_of_0_is_none() -> None:
     assert "mscale" not in rope
 
 
-def test_groups_without_how_many_are_used() -> None:
+def test_a_number_of_groups_needs_the_number_of_used_groups() -> None:
     metadata = metadata_of("deepseek_v2", **GROUPS)
     del metadata["deepseek2.expert_group_used_count"]
     with pytest.raises(CheckpointError, match=r"metadata key deepseek2\.expert_group_used_count is missing"):
@@ -183,8 +183,8 @@ def test_groups_without_how_many_are_used() -> None:
 
 
 @pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
-def test_what_a_config_must_state_where_scores_are_sigmoids(key: str) -> None:
-    """Left out, transformers would take DeepSeek-V3's, and the file would say none."""
+def test_keys_that_a_config_with_sigmoid_scores_must_have(key: str) -> None:
+    """Without them transformers uses DeepSeek-V3's values, and the GGUF file would have none."""
     with pytest.raises(CheckpointError, match=f"folder: config key {key} is missing"):
         metadata_of("deepseek_v3", **{key: None})
 
@@ -195,7 +195,7 @@ def test_sigmoids_in_a_family_of_softmax_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
-def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int]) -> None:
+def test_default_groups_of_old_files(experts: int, groups: tuple[int, int]) -> None:
     metadata = metadata_of("deepseek_v3", n_routed_experts=experts)
     del metadata["deepseek2.expert_group_count"], metadata["deepseek2.expert_group_used_count"]
     found = config_of(metadata)
@@ -215,7 +215,7 @@ def test_groups_of_files_that_do_not_tell(experts: int, groups: tuple[int, int])
         ({"deepseek2.attention.kv_lora_rank": 0}, "kv_lora_rank must be a positive number"),
     ],
 )
-def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_impossible_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_of({**metadata_of("deepseek_v2"), **changes})
 
@@ -235,10 +235,10 @@ def test_metadata_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_groups_that_cannot_be_chosen_from(
+def test_impossible_groups_are_refused(
     model_type: str, changes: dict[str, Any], message: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Found before weights are read, not by a step."""
+    """They are found before weights are read, not in the first step."""
     folder = make_model(model_type)
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -246,13 +246,13 @@ def test_groups_that_cannot_be_chosen_from(
         load_model(str(tmp_path))
 
 
-def test_groups_of_a_file_that_cannot_be_chosen_from() -> None:
+def test_impossible_groups_of_a_file_are_refused() -> None:
     config = config_of({**metadata_of("deepseek_v2", **GROUPS), "deepseek2.expert_group_count": 3})
     with pytest.raises(CheckpointError, match="file: n_group must be a divisor of n_routed_experts, 8, got 3"):
         build_config(config, "file")
 
 
-def test_what_gguf_cannot_say_is_refused() -> None:
+def test_values_that_gguf_cannot_express_are_refused() -> None:
     with pytest.raises(CheckpointError, match="norm_topk_prob is True"):
         metadata_of("deepseek_v2", norm_topk_prob=True)
 
@@ -271,7 +271,7 @@ def test_what_gguf_cannot_say_is_refused() -> None:
 def test_a_rule_must_name_the_attention(
     rule: str, message: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Before anything is loaded: at the first step it would look like a fault of the device."""
+    """This is checked before anything is loaded: in the first step it would look like a fault of the device."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(f"- match: {rule}\n")
     for look in (inspect, load_model):

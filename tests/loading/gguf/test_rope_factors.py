@@ -1,4 +1,4 @@
-"""Llama 3.1's rotary frequencies: from parameters to a tensor of divisors in GGUF, and to the same logits again."""
+"""Llama 3.1's rotary frequencies: from parameters to a tensor of factors in GGUF, and back to the same logits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def model_file(make_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def _overwrite(path: Path, factors: list[float]) -> None:
-    """Put other divisors into the file's tensor."""
+    """Replace the factors in the file's tensor."""
     (info,) = [one for one in read_header(path).tensors if one.name == FACTORS_TENSOR]
     data = np.array(factors, "<f4").tobytes()
     raw = path.read_bytes()
@@ -63,8 +63,11 @@ def test_logits_equal_transformers(
     assert (run_logits(plain.module, plain.kv_layout(16), IDS) - expected).abs().max() > 0.1
 
 
-def test_divisors_go_from_one_to_the_factor() -> None:
-    """head_dim 16, theta 10,000: 10.2, 3.2, 1.02 and fewer periods in 64 positions; 4 or more stay, 1 or fewer go."""
+def test_factors_range_from_one_to_the_scaling_factor() -> None:
+    """head_dim 16, theta 10,000: frequencies have 10.2, 3.2, 1.02 and fewer periods in 64 positions.
+
+    Those with 4 or more are kept, those with 1 or fewer are divided by the whole factor.
+    """
     got = llama3_factors(LLAMA3_ROPE, 16, "here")
     periods = 64 / (2 * np.pi) * 10.0 ** (-np.arange(8) / 2)
     kept = (periods[1:3] - 1) / 3
@@ -73,13 +76,13 @@ def test_divisors_go_from_one_to_the_factor() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_damaged_divisors(value: float, model_file: Path, rules: str) -> None:
+def test_damaged_factors_are_refused(value: float, model_file: Path, rules: str) -> None:
     _overwrite(model_file, [1.0] * 7 + [value])
     with pytest.raises(CheckpointError, match=r"model.gguf: tensor 'rope_freqs.weight' must hold 8 positive numbers"):
         load_model(str(model_file), rules=rules)
 
 
-def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path: Path) -> None:
+def test_factors_with_another_scaling_are_refused(model_file: Path, rules: str, tmp_path: Path) -> None:
     header, target = read_header(model_file), tmp_path / "both.gguf"
     kept = {key: value for key, value in header.metadata.items() if not key.startswith("general.")}
     with GgufWriter(target, "llama", "F32") as writer:
@@ -94,7 +97,7 @@ def test_divisors_beside_another_scaling(model_file: Path, rules: str, tmp_path:
 
 
 @pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.0}])
-def test_parameters_that_say_nothing(change: dict[str, object]) -> None:
+def test_unusable_llama3_parameters_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="here: rope_type llama3"):
         llama3_factors({**LLAMA3_ROPE, **change}, 16, "here")
     with pytest.raises(CheckpointError, match="low_freq_factor"):

@@ -1,4 +1,4 @@
-"""Parameters of yarn: to GGUF and back; what one of the two cannot say is refused by name, in every family."""
+"""Parameters of yarn, to GGUF and back; values that one side cannot express are refused by name, in every family."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +19,20 @@ def written(rope: dict[str, Any], *, latent: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
-def test_betas_survive(
+def test_betas_survive_a_round_trip(
     model_type: str,
     make_model: Callable[..., Path],
     make_gguf: Callable[..., Path],
     assert_equals_transformers: Callable[..., None],
 ) -> None:
-    """Of as many periods as these, frequencies are stretched otherwise than by default."""
+    """Frequencies with that many periods are scaled differently than with the defaults."""
     rope = {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.0, "mscale_all_dim": 0.0}
     path = make_gguf(model_type=model_type, rope_parameters=rope)
     assert_equals_transformers(load_model(str(path)), make_model(model_type, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_betas_that_a_file_does_not_state_are_transformers_own(latent: bool) -> None:
+def test_missing_betas_have_the_defaults_of_transformers(latent: bool) -> None:
     metadata = written(YARN, latent=latent)
     for stated in (metadata, {key: value for key, value in metadata.items() if "beta" not in key}):
         found = rope_from_metadata("x", stated, "file", latent=latent)
@@ -70,8 +70,8 @@ def test_what_gguf_cannot_say(changes: dict[str, Any], latent: bool, message: st
         ("none", "yarn_ext_factor", 1.0, False),
     ],
 )
-def test_factors_of_a_file(kind: str, key: str, value: float, refused: bool, latent: bool) -> None:
-    """They multiply scores or mix frequencies, which nothing here computes."""
+def test_attention_factors_of_a_file(kind: str, key: str, value: float, refused: bool, latent: bool) -> None:
+    """They scale scores or mix frequencies, which is not implemented."""
     plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
     given = {**plain, f"x.rope.scaling.{key}": value}
     if refused:

@@ -1,4 +1,4 @@
-"""What a config says is checked at load: numbers that no model can have are refused by name, limit and value."""
+"""Checks of configs at load: impossible numbers are refused by name, limit and value."""
 
 import json
 from collections.abc import Callable
@@ -71,11 +71,11 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ("mixtral", "sliding_window", 0, "at least 1"),
     ],
 )
-def test_numbers_that_no_model_has(
+def test_impossible_numbers_are_refused(
     model_type: str, name: str, value: Any, limit: str | None, changed: Callable[..., Path]
 ) -> None:
     folder = changed(model_type, **{name: value})
-    if limit is None:  # told of the other side
+    if limit is None:  # the error names the other number
         name, value, limit = "num_attention_heads", 4, f"a multiple of {name}, {value}"
     with pytest.raises(CheckpointError) as caught:
         load_model(str(folder))
@@ -98,7 +98,7 @@ def test_numbers_that_no_model_has(
         ({"rope_parameters": {"full_attention": {**YARN, "factor": -1}}}, "factor", -1),
     ],
 )
-def test_rotary_parameters_that_no_model_has(
+def test_impossible_rotary_parameters_are_refused(
     given: dict[str, Any], name: str, value: Any, changed: Callable[..., Path]
 ) -> None:
     folder = changed("mixtral", **{"rope_parameters": None, **given})
@@ -127,20 +127,20 @@ def test_names_that_transformers_does_not_know(
     assert (caught.value.param, caught.value.limit, caught.value.value) == (name, limit, str(value))
 
 
-def test_every_number_of_a_list_is_looked_at() -> None:
+def test_every_number_of_a_list_is_checked() -> None:
     """Some families have a width for each layer."""
     with pytest.raises(CheckpointError, match=r"intermediate_size must be a whole number from 0 to .*, got -1"):
         build_config({"model_type": "gemma3n", "intermediate_size": [16, -1]}, "folder")
 
 
 @pytest.mark.parametrize("window", [0, -3])
-def test_windows_of_layers_that_slide(window: int, make_model: Callable[..., Path]) -> None:
+def test_impossible_windows_are_refused(window: int, make_model: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match=f"sliding_window must be at least 1, got {window}"):
         load_model(str(make_model("qwen2_moe", use_sliding_window=True, sliding_window=window)))
 
 
 def test_a_window_that_no_layer_uses_may_be_anything(changed: Callable[..., Path]) -> None:
-    """Qwen2-MoE's config has 0 where there is none."""
+    """Qwen2-MoE's config has 0 for no window."""
     model = load_model(str(changed("qwen2_moe", sliding_window=-1)))
     assert model.config.sliding_window == 0
 
@@ -157,19 +157,21 @@ def test_a_window_that_no_layer_uses_may_be_anything(changed: Callable[..., Path
         ("deepseek_v2", {"head_dim": 64}),
         pytest.param(
             *("gpt_bigcode", {"num_key_value_heads": 2}),
-            marks=pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # transformers' own
+            marks=pytest.mark.filterwarnings(
+                "ignore:`torch.jit.script:DeprecationWarning"
+            ),  # a warning of transformers
         ),
         ("gpt2", {"num_key_value_heads": 2}),
     ],
 )
-def test_what_the_model_does_not_use_changes_nothing(
+def test_keys_that_the_model_does_not_use_change_nothing(
     model_type: str,
     surplus: dict[str, Any],
     make_model: Callable[..., Path],
     changed: Callable[..., Path],
     assert_equals_transformers: Callable[..., None],
 ) -> None:
-    """A config keeps whatever its file says; transformers' models heed what their config classes have."""
+    """A config keeps all keys of its file, but transformers' models use only those that their config classes define."""
     plain = {name: surplus[name] for name in surplus if name in ("use_sliding_window",)}
     expected = make_model(model_type, **plain, **({"sliding_window": 3} if plain else {}))
     model = load_model(str(changed(model_type, **surplus)))
@@ -177,18 +179,18 @@ def test_what_the_model_does_not_use_changes_nothing(
     assert_equals_transformers(model, expected)
 
 
-def test_what_a_config_makes_of_other_keys_gives_way_to_the_file() -> None:
-    """ModernBERT's decoder has no such field either, and makes the window of another number."""
+def test_a_key_of_the_file_has_precedence_over_a_derived_value() -> None:
+    """The config of ModernBERT's decoder has no such field, and derives the window from another number."""
     given = {"model_type": "modernbert-decoder", "local_attention": 12}
     assert build_config(given, "folder").sliding_window == 6
     own = transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict({**given, "sliding_window": 3})
     assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own.sliding_window == 3
 
 
-def test_rotary_pairs_that_lie_apart(
+def test_rotary_pairs_that_are_half_a_head_apart(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """DeepSeek-V3's config can say so."""
+    """DeepSeek-V3's config has a key for this."""
     folder = make_model("deepseek_v3", rope_interleave=False)
     assert_equals_transformers(load_model(str(folder)), folder)
 
@@ -211,20 +213,20 @@ def test_rotary_pairs_that_lie_apart(
 def test_heads_that_transformers_cannot_compute(
     model_type: str, sizes: dict[str, Any], words: str, make_model: Callable[..., Path]
 ) -> None:
-    """Their tensors fit one another: only a step would tell."""
+    """Their tensors fit each other, so only a step would fail."""
     with pytest.raises(CheckpointError, match=words):
         load_model(str(make_model(model_type, **sizes)), rules=MODULES)
 
 
 @pytest.mark.parametrize("width", [None, 4, 16, 192])
-def test_deepseek_v3_turns_what_head_dim_says(width: int | None, changed: Callable[..., Path]) -> None:
-    """transformers' rotary embeddings are as wide as that, its heads as qk_rope_head_dim has it."""
+def test_the_rotary_width_of_deepseek_v3_must_fit(width: int | None, changed: Callable[..., Path]) -> None:
+    """transformers' rotary embeddings have the width head_dim, but the heads have qk_rope_head_dim."""
     made = width or 16
     with pytest.raises(CheckpointError, match=rf"qk_rope_head_dim .* is {made} for head_dim {width}, got 8"):
         load_model(str(changed("deepseek_v3", head_dim=width)))
 
 
-def test_a_file_that_turns_part_of_a_head_is_refused(tiny: Path) -> None:
+def test_a_file_with_partial_rotary_embeddings_is_refused(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     family = family_of_metadata({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 8}, "file")
     metadata = metadata_from_config(family, config, "file")
@@ -242,10 +244,10 @@ def test_a_file_that_turns_part_of_a_head_is_refused(tiny: Path) -> None:
         ("gemma", "use_bidirectional_attention", True, "False"),
     ],
 )
-def test_models_that_look_ahead_are_refused(
+def test_models_with_bidirectional_attention_are_refused(
     model_type: str, name: str, value: object, limit: str, changed: Callable[..., Path]
 ) -> None:
-    """Such as make embeddings of texts. transformers heeds the first of any model."""
+    """For example models that compute embeddings of texts. transformers applies the first key to any model."""
     with pytest.raises(CheckpointError, match=f"{name} must be {limit}, for attention to be causal, got {value}"):
         load_model(str(changed(model_type, **{name: value})))
 
@@ -262,14 +264,14 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embed
         ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.3, "long_mscale": 1.3}, 256),
     ],
 )
-def test_sequences_that_would_change_what_others_are(
+def test_longrope_is_limited_to_its_original_context(
     model_type: str,
     rope: dict[str, Any],
     context: int,
     make_model: Callable[..., Path],
     assert_equals_transformers: Callable[..., None],
 ) -> None:
-    """Rotary embeddings of transformers' are those of the longest sequence of a step: a longer one is not served."""
+    """transformers chooses rotary embeddings by the longest sequence of a step, so longer sequences are not served."""
     folder = make_model(model_type, rope_parameters={**LONG, **rope})
     model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
     assert model.card_facts.max_position_embeddings == context

@@ -21,7 +21,7 @@ from ktqueue.loading.model_path import on_this_machine, resolve
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    """A hub of its own, and an empty cache."""
+    """A local hub and an empty cache."""
     with local_hub() as server:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -39,7 +39,7 @@ def pull(name: str) -> Path:
 
 
 def fetched(hub: LocalHub) -> list[str]:
-    """The files whose contents were asked for."""
+    """Return the files whose contents were requested."""
     return [path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
 
 
@@ -51,7 +51,7 @@ def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatc
     assert pull("hf:A/Tale:Q4_0") == path and fetched(hub) == ["Tale-Q4_0.gguf"]
     config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print)
     assert (config.model, config.served_model_name) == (str(path), "Tale:q4_0")
-    hub.broken = True  # then the cache will do
+    hub.broken = True  # the cache is enough
     said: list[str] = []
     assert download(parse("hf:A/Tale:q4_0"), said.append) == path
     assert "503" in said[0] and "cached" in said[0]
@@ -65,7 +65,7 @@ def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatc
     assert hub.requests == []
 
 
-def test_a_folder_has_what_it_needs_and_no_more(hub: LocalHub, tiny: Path) -> None:
+def test_only_needed_files_of_a_folder_are_downloaded(hub: LocalHub, tiny: Path) -> None:
     files = {path.name: path for path in tiny.iterdir()}
     hub.add("A/Tiny", {**files, "pytorch_model.bin": b"pickle", "modeling_tiny.py": b"code"})
     folder = pull("hf:A/Tiny")
@@ -82,7 +82,7 @@ def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, tiny: P
     assert "model.safetensors" not in fetched(hub)
 
 
-def test_what_the_hub_refuses_is_said_with_what_to_do(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_hub_say_what_to_do(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"a-Q4_0.gguf": b"GGUF"}
     for name in ("A/Private", "A/Gated", "A/Open"):
         hub.add(name, dict(files))

@@ -1,4 +1,4 @@
-"""What a name on the Hugging Face hub means: the repository, the files of it, the name that clients use."""
+"""The meaning of a name on the Hugging Face hub: the repository, its files, and the name for clients."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_all_parts_of_a_split_model(variant: str) -> None:
 
 
 def test_only_the_files_that_a_folder_needs() -> None:
-    """Never pickles nor code, nor weights in another layout."""
+    """No pickles, no code, no weights in another layout."""
     entry, files = chosen("hf:A/Fox", FOLDER)
     assert (entry, set(files)) == ("", set(FOLDER[:7]))
     assert files[-2:] == FOLDER[5:7]  # weights come last
@@ -75,7 +75,7 @@ def test_only_the_files_that_a_folder_needs() -> None:
         ("hf:A/Fox", GGUF, ["more than one", "hf:A/Fox:Q4_K_M  1000 B", "hf:A/Fox:BF16  2.0 KiB"]),
         ("hf:A/Fox", [*FOLDER, GGUF[3]], ["hf:A/Fox:safetensors", "hf:A/Fox:Q4_K_M"]),
         ("hf:A/Fox:Q5_K", GGUF, ["has no model 'Q5_K'", "hf:A/Fox:UD-Q4_K_XL"]),
-        ("hf:A/Fox:F16", GGUF, ["has no model 'F16'"]),  # that is the projector of images
+        ("hf:A/Fox:F16", GGUF, ["has no model 'F16'"]),  # the F16 file is the projector for images
         ("hf:A/Fox:IQ2_XXS", GGUF, ["parts [1, 3] of 3 are missing"]),
         ("hf:A/Fox", FOLDER[:6], ["parts [2] of 2 are missing"]),
         ("hf:A/Fox", [one for one in FOLDER if one != "tokenizer.json"], ["no tokenizer.json"]),
@@ -83,7 +83,7 @@ def test_only_the_files_that_a_folder_needs() -> None:
         ("hf:A/Fox", ["a-Q4_0.gguf", "b-Q4_0.gguf"], ["hf:A/Fox:a-Q4_0.gguf", "hf:A/Fox:b-Q4_0.gguf"]),
     ],
 )
-def test_what_is_not_one_model_is_refused_with_the_choices(name: str, paths: list[str], words: list[str]) -> None:
+def test_an_ambiguous_name_is_refused_with_the_choices(name: str, paths: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         chosen(name, paths)
     assert caught.value.param == "engine.model"
@@ -93,7 +93,7 @@ def test_what_is_not_one_model_is_refused_with_the_choices(name: str, paths: lis
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:Fox", "hf:A/B/C", "hf:../B", "hf:A/B:", "hf:A/.."])
-def test_a_name_that_is_none(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="hf:OWNER/NAME:QUANT"):
         parse(name)
 

@@ -1,4 +1,4 @@
-"""Synthetic models: valid blocks of the deviation asked for, files that load and compute, names that are checked."""
+"""Synthetic models: valid blocks with the given deviation, files that load and compute, names that are checked."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ from ktqueue.loading.weight_formats import BLOCKS
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_random_blocks_have_the_deviation_asked_for(quant: str) -> None:
+def test_random_blocks_have_the_given_deviation(quant: str) -> None:
     blocks = random_blocks(quant, 2000, 0.03, np.random.default_rng(3))
     elements, size = BLOCKS[quant]
     assert blocks.shape == (2000, size * max(1, 32 // elements))
@@ -79,7 +79,7 @@ def test_the_same_call_writes_the_same_bytes_and_no_two_experts_are_equal(tmp_pa
     assert len(matrices) == len(set(matrices)) == 2 * 3 * 8
 
 
-def test_what_blocks_do_not_divide_is_q8_0() -> None:
+def test_rows_that_are_not_whole_blocks_are_q8_0() -> None:
     tensors = {tensor.name: tensor for tensor in tensors_of(SHAPES["deepseek-v2-lite"], "Q4_K_M")}
     assert tensors["blk.26.ffn_down_exps.weight"].shape == (64, 2048, 1408)
     assert tensors["blk.26.ffn_down_exps.weight"].quant == tensors["blk.0.ffn_down.weight"].quant == "Q8_0"
@@ -117,7 +117,7 @@ def test_unknown_names_are_refused(name: str, says: str, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_in_memory_is_the_one_that_would_be_written(tmp_path: Path) -> None:
+def test_a_model_in_memory_equals_the_written_one(tmp_path: Path) -> None:
     name = "synthetic:tiny:q4_k_m:3"
     write_synthetic(name, tmp_path / "tiny.gguf")
     ours, written = open_checkpoint(name), open_checkpoint(str(tmp_path / "tiny.gguf"))
@@ -139,7 +139,7 @@ def test_layers_of_a_name_are_checked(layers: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [0, -1, 5000])
-def test_layers_that_could_not_be_loaded_are_not_written(layers: int, tmp_path: Path) -> None:
+def test_too_many_layers_are_refused(layers: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"layers must be a number from 1 to 4096, got '{layers}'"):
         write_synthetic("synthetic:tiny:q8_0:2", tmp_path / "model.gguf", layers=layers)
     assert not list(tmp_path.iterdir())

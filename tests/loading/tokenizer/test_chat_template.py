@@ -1,5 +1,7 @@
-"""Chat templates: ours in the styles of known families, and real ones where they are at hand, render as transformers
-renders them; malformed messages are refused by field."""
+"""Chat templates render as in transformers; malformed messages are refused by field.
+
+The templates are our own in the styles of known families, and real ones if they are available.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,13 @@ def test_real_templates_equal_transformers(name: str, talk: str, with_tools: boo
     source = (shared_data / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     tools = TOOLS if with_tools else []
     template = ChatTemplate(source, SPECIAL, name)
-    if tools and name.startswith("deepseek"):  # its template has no place for tools
+    if tools and name.startswith("deepseek"):  # its template ignores tools
         with pytest.raises(InvalidRequest) as caught:
             template.render(TALKS[talk], tools)
         assert caught.value.param == "tools"
         return
     got = template.render(TALKS[talk], tools)
-    if (name, talk) != ("Kimi-K2-Instruct", "tools"):  # transformers' sandbox forbids what this template does
+    if (name, talk) != ("Kimi-K2-Instruct", "tools"):  # transformers' sandbox refuses this template
         options: dict[str, Any] = {"chat_template": source, "add_generation_prompt": True, **SPECIAL}
         rendered = render_jinja_template([TALKS[talk]], tools=tools or None, **options)
         assert got == rendered[0][0]
@@ -79,7 +81,7 @@ def test_real_templates_equal_transformers(name: str, talk: str, with_tools: boo
 def test_templates_of_all_styles_equal_transformers(path: Path, talk: str, with_tools: bool) -> None:
     source = path.read_text(encoding="utf-8")
     tools = TOOLS if with_tools else []
-    if tools and path.stem == "bars":  # it has no place for tools
+    if tools and path.stem == "bars":  # it ignores tools
         with pytest.raises(InvalidRequest, match="does not support tools"):
             ChatTemplate(source, SPECIAL, path.stem).render(TALKS[talk], tools)
         return
@@ -156,7 +158,7 @@ def test_malformed_messages_are_refused_by_field(message: dict[str, Any], param:
         "{% for i in range(1000000000) %}{% endfor %}",
     ],
 )
-def test_what_a_template_raises_is_about_the_request(source: str) -> None:
+def test_an_error_of_a_template_refuses_the_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused the messages") as caught:
         _render([{"role": "user", "content": "x"}], source)
     assert caught.value.param == "messages"

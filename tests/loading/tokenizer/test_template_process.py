@@ -1,4 +1,4 @@
-"""Templates in processes of their own: the same text, and limits that refuse one request and harm no other."""
+"""Templates in separate processes: the same text, and limits that refuse one request and affect no other."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 from ktqueue.loading.tokenizer.template_process import CPU_SECONDS, WALL_SECONDS, TemplateProcesses
 
-# What a request asks of this template, which can do all of it.
+# A template that does what the argument `kind` of the request says.
 SOURCE = """
 {%- if kind == "loops" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 {%- elif kind == "memory" %}{{ ("x" * 11 * 10 ** 8) | length }}
@@ -61,8 +61,8 @@ def test_a_template_that_exceeds_a_limit_is_refused(kind: str) -> None:
         assert ask() == "<s>[user: Köln \n & <b>]"  # the next request is served
 
 
-def test_a_template_s_time_is_its_own(ask: Ask) -> None:
-    """The clock of the process itself stops it, and it goes on with the next one."""
+def test_a_template_is_stopped_when_its_cpu_time_is_over(ask: Ask) -> None:
+    """The process's own timer stops the template, and the process can render the next one."""
     with pytest.raises(InvalidRequest, match="seconds of CPU time") as caught:
         ask("loops")
     assert caught.value.limit == CPU_SECONDS

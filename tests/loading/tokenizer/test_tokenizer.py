@@ -1,4 +1,4 @@
-"""Tokenizers: ids as the models' own tokenizers give them, exact bytes, requests to ids, errors by field."""
+"""Tokenizers: ids as from the models' own tokenizers, exact bytes, requests to ids, errors by field."""
 
 import json
 import lzma
@@ -94,8 +94,10 @@ def test_bytes_rebuild_any_text() -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
-    """A worker must step and beat meanwhile. With such a switch interval a thread has its turn only where another one
-    gives the interpreter's lock away by itself."""
+    """A worker must run steps and send heartbeats meanwhile.
+
+    With this switch interval a thread runs only if another one releases the interpreter's lock by itself.
+    """
     tokenizer = load_tokenizer("demo")
     turns, over = 0, False
     running = threading.Event()
@@ -125,7 +127,7 @@ def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
 def test_bytes_of_special_unused_and_unknown_ids(tiny_gguf: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_gguf))
     (tool_call,) = tokenizer.encode("<tool_call>")
-    assert tokenizer.token_bytes(tool_call) == b"<tool_call>"  # added, but not special: it is text
+    assert tokenizer.token_bytes(tool_call) == b"<tool_call>"  # added but not special, so it is text
     assert tokenizer.token_bytes(382) == b""
     assert tokenizer.token_bytes(-1) == tokenizer.token_bytes(384) == tokenizer.token_bytes(1 << 40) == b""
 
@@ -165,7 +167,7 @@ def test_end_tokens_come_from_the_generation_config(tiny: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("stated", [-1, 384, True, [10**6, -1, None]])
 def test_end_tokens_that_the_model_does_not_have(stated: object, tiny: Path, tmp_path: Path) -> None:
-    """Then those of the next file count, and such a model can be converted."""
+    """Then the next file decides, and the model can be converted."""
     shutil.copytree(tiny, tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     convert(tmp_path / "tiny", tmp_path / "model.gguf", experts="f16")
@@ -173,7 +175,7 @@ def test_end_tokens_that_the_model_does_not_have(stated: object, tiny: Path, tmp
         assert load_tokenizer(str(path)).eos_token_ids == {382}
 
 
-def test_a_chat_template_that_is_no_text(tiny: Path, tmp_path: Path) -> None:
+def test_a_chat_template_that_is_not_a_text(tiny: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
@@ -221,7 +223,7 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
         load_tokenizer(str(tmp_path / "few.gguf"))
 
 
-def test_no_text_has_fewer_tokens_than_its_bytes_say() -> None:
+def test_no_text_has_fewer_tokens_than_its_bytes_imply() -> None:
     tokenizer = load_tokenizer("demo")
     longest = tokenizer.longest_token
     assert longest is not None

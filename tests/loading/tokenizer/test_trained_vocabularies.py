@@ -1,4 +1,4 @@
-"""Vocabularies that are trained here and written as GGUF by the gguf package, against tokenizers that are not ours."""
+"""Vocabularies that are trained here and written as GGUF by the gguf package, compared with other tokenizers."""
 
 import itertools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
     )
     vocabulary = tokenizer.get_vocab()
     made: list[tuple[str, str]] = []
-    for token in sorted(vocabulary, key=vocabulary.__getitem__):  # a token's halves have lower ids than it has
+    for token in sorted(vocabulary, key=vocabulary.__getitem__):  # the halves of a token have lower ids
         if len(token) > 1:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
             made.append(
