@@ -1,4 +1,4 @@
-"""Reports the modules of a model, where each would go and how many bytes it has, without loading weights."""
+"""Reports the modules of a model, where each of them will be and how many bytes it has, without loading weights."""
 
 import math
 import re

@@ -162,12 +162,12 @@ def rehearse_without_weights(skeleton: nn.Module, plan: LoadPlan, layout: KVLayo
     `rehearse`.
     """
     model, operators = inject(copy.deepcopy(skeleton), plan)
-    if not all(isinstance(one, CpuLinear | CpuExperts) for one in operators.values()):
+    if not all(isinstance(operator, CpuLinear | CpuExperts) for operator in operators.values()):
         return plan
     linear = _fill_with_dummies(model, skeleton)
     rehearse(model, dataclasses.replace(layout, dtype=torch.float32), source)
-    needed = {name for name, module in linear.items() if module.weights_read}
-    return dataclasses.replace(plan, replacements=[one for one in plan.replacements if one.name not in needed])
+    kept = {name for name, module in linear.items() if module.weights_read}
+    return dataclasses.replace(plan, replacements=[item for item in plan.replacements if item.name not in kept])
 
 
 def _fill_with_dummies(model: Any, skeleton: nn.Module) -> dict[str, DummyLinear]:

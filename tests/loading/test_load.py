@@ -125,8 +125,10 @@ def test_a_model_that_counts_positions_itself_is_refused(make_model: Callable[..
 def test_models_with_layers_of_several_kinds(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
-    """Exaone 4's full layers say that they have a window, SmolLM3's sliding ones that they have none, as its config has
-    it; Gemma 3n's last layers share keys; of Granite 4 there are models that keep no other state, though its class may.
+    """Some configs do not describe each layer.
+
+    Full layers of Exaone 4 claim a window, and sliding layers of SmolLM3 claim none, as their configs say. The last
+    layers of Gemma 3n share keys. Some models of Granite 4 keep no other state, although their class can.
     """
     folder = make_model(model_type)
     model = load_model(str(folder))

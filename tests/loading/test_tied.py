@@ -21,7 +21,11 @@ EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
 
 @pytest.fixture
 def with_head(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """with_head(model_type, own, dtype) -> a folder with a tied config; its file has a head, a different one if `own`."""
+    """with_head(model_type, own, dtype) -> a folder whose config ties the head to the embeddings, but whose file has a
+    head.
+
+    The head has other numbers if `own`, else it is a copy.
+    """
 
     def make(model_type: str, own: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
         source = make_model(model_type, tie_word_embeddings=True, **changes)

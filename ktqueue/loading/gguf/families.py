@@ -80,7 +80,7 @@ _EXPERT_WIDTH = MetadataField("moe_intermediate_size", "expert_feed_forward_leng
 _WIDTH = MetadataField("intermediate_size", "feed_forward_length")
 _HEAD_DIM = MetadataField("head_dim", "attention.key_length", required=False)
 _LATENT = (
-    *(one for one in _COMMON if one.config != "num_key_value_heads"),
+    *(entry for entry in _COMMON if entry.config != "num_key_value_heads"),
     MetadataField("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
     _EXPERT_WIDTH,
     _WIDTH,

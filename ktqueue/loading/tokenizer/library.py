@@ -42,7 +42,7 @@ def encode(model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
 
 
 def shrinkage(model: Model) -> int | None:
-    """Return how many bytes of text one byte of a token may stand for at most; None if text may vanish or be joined.
+    """Return the largest number of bytes of text per byte of a token; None if text may vanish or be joined.
 
     Only steps that are known to keep text count as safe; an unknown kind of step may do anything.
     """
