@@ -4,6 +4,7 @@ Later sources win. An unknown key is an error that suggests the nearest known on
 """
 
 import difflib
+import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ __all__ = [
     "WorkerConfig", "all_settings", "config_environment", "config_sources", "load_config",
 ]  # fmt: skip
 
+logger = logging.getLogger(__name__)
+
 ENVIRONMENT_PREFIX = "KTQUEUE_"
+REMOVED = frozenset({"engine.deferred_experts", "engine.two_batch_overlap"})  # ignored with a warning for one release
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: limits the instruction set
 Values = dict[str, dict[str, tuple[Any, str]]]  # by section and key: the value, and where it is from
 
@@ -142,6 +146,9 @@ def _from_file(path: Path, values: Values) -> None:
 def _put(values: Values, section: str, key: str, value: Any, source: str) -> None:
     if section not in _SECTIONS:
         raise ConfigError(f"{source}: unknown section {section!r}{_nearest(section, _SECTIONS)}", param=section)
+    if f"{section}.{key}" in REMOVED:
+        logger.warning("%s: %s.%s was removed and is ignored", source, section, key)
+        return
     described = _SETTINGS[section].get(key)
     if described is None:
         nearest = _nearest(key, _SETTINGS[section])

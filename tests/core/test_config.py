@@ -104,3 +104,10 @@ def test_settings_are_frozen():
     with pytest.raises(AttributeError):
         Config().broker = BrokerConfig()
     assert all(field.kw_only for field in fields(BrokerConfig))
+
+
+def test_removed_settings_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(None, {"KTQUEUE_ENGINE_DEFERRED_EXPERTS": "2", "KTQUEUE_ENGINE_TWO_BATCH_OVERLAP": "on"})
+    assert config.engine == load_config().engine
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "engine.deferred_experts was removed and is ignored" in caplog.text
