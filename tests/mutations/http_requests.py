@@ -80,7 +80,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     "large prompts take all threads": Mutation(
         "a large prompt keeps no other one waiting",
         "ktqueue/workers/generation/admission.py",
-        "if large and self._large == THREADS - 1:",
+        "if is_large and self._large_running == THREADS - 1:",
         "if False:",
         (f"{ADMISSION}::test_large_prompts_leave_a_thread_to_the_others",),
     ),

@@ -14,7 +14,7 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 LEASE, ENDS, GENERATION = (
     "tests/broker/test_lease.py",
     "tests/broker/test_ends.py",
-    "tests/workers/generation/test_generation.py",
+    "tests/workers/generation/test_generation_worker.py",
 )
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
@@ -198,7 +198,7 @@ MUTATIONS: dict[str, Mutation] = {
         "a worker that drains takes no more jobs",
         "workers/generation/incarnation.py",
         "        while not self._draining.is_set():\n",
-        "        while not self._drain_over:\n",
+        "        while not self._drain_time_is_over:\n",
         (f"{GENERATION}::test_drain_finishes_what_runs",),
     ),
     "leaked page": Mutation(

@@ -22,7 +22,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
-from ktqueue.workers.generation.generation import GenerationWorker
+from ktqueue.workers.generation.generation_worker import GenerationWorker
 
 ENGINE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, num_pages=256, max_model_len=512, threads=1)
 LEASE_SECONDS = 1.0

@@ -1,6 +1,6 @@
-"""Admission: from a claim to a job that the engine can take: the prompt as token ids, off the event loop.
+"""Admission: from a claimed job to a prompt of token ids, which threads compute beside the event loop.
 
-What is wrong with a request becomes the end of its own job. Knows neither Redis nor the engine.
+An error in a request ends its own job only. Knows neither Redis nor the engine.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
 
 THREADS = 3
-LARGE = 64 << 10  # characters; large prompts leave one thread to the others
-CHARACTERS_PER_SECOND = 1e6  # about what a tokeniser does
+LARGE_CHARACTERS = 64 << 10  # longer prompts never occupy all threads
+CHARACTERS_PER_SECOND = 1e6  # approximate speed of a tokeniser
 
 log = logging.getLogger(__name__)
 
 
-class Refused(KtqueueError):
-    """The job cannot run; `reason` goes into its journal."""
+class AdmissionRefused(KtqueueError):
+    """The job cannot run. `reason` goes into its journal."""
 
     code = "refused"
 
@@ -30,89 +30,91 @@ class Refused(KtqueueError):
         self.reason = reason
 
 
-def reason_for(error: Exception, job_id: str, doing: str) -> ErrorInfo:
-    """What a job's journal says of an exception. One that nobody planned for is logged and told as a 500."""
+def error_info(error: Exception, job_id: str, activity: str) -> ErrorInfo:
+    """Describe an exception for the job's journal. An unexpected exception is logged and described as a status 500."""
     if isinstance(error, KtqueueError):
         return error.info()
-    log.error("job %s: %s failed", job_id, doing, exc_info=error)
-    return ErrorInfo(code="internal_error", message=f"{doing} failed: {type(error).__name__}", status=500)
+    log.error("job %s: %s failed", job_id, activity, exc_info=error)
+    return ErrorInfo(code="internal_error", message=f"{activity} failed: {type(error).__name__}", status=500)
 
 
-class Tokeniser:
-    """Threads that turn requests into token ids while the engine computes.
+class TokeniserThreads:
+    """Threads that tokenise requests while the engine computes.
 
-    Who waits for a thread is served in the order of arrival time plus expected seconds: a short prompt overtakes long
-    ones that have just come, and nobody is overtaken for ever.
+    Requests wait for a thread in the order of arrival time plus expected duration. So a short prompt overtakes long
+    prompts that arrived shortly before, and every prompt gets its turn. `encode` returns the token ids of a request.
     """
 
     def __init__(self, encode: Callable[[GenerationRequest], list[int]]) -> None:
         self._encode = encode
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._free = THREADS
-        self._large = 0  # threads that are at a large prompt
+        self._large_running = 0  # threads that tokenise a large prompt
         self._waiting: list[tuple[float, int, bool, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
     async def encode(self, job_id: str, request: GenerationRequest) -> list[int]:
-        """The prompt's token ids, at least one. Raises Refused."""
+        """Return the prompt's token ids, at least one. Raises AdmissionRefused."""
         size = _characters(request)
-        await self._turn(size)
+        is_large = size > LARGE_CHARACTERS
+        await self._acquire_thread(size, is_large)
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._encode, request)
-        work.add_done_callback(lambda done: self._end_turn(done, size > LARGE))
+        work.add_done_callback(lambda done: self._finish(done, is_large))
         try:
-            ids = await asyncio.shield(work)  # a thread goes on even when nobody waits for it any more
+            ids = await asyncio.shield(work)  # a thread cannot be stopped, so it stays counted until it has finished
             if not ids:
                 raise InvalidRequest("the prompt has no tokens", param="prompt", limit=1, value=0)
-        except Exception as error:  # a template is code from outside: it may raise anything
-            raise Refused(reason_for(error, job_id, "tokenising")) from error
+        except Exception as error:  # a chat template is foreign code and may raise anything
+            raise AdmissionRefused(error_info(error, job_id, "tokenising")) from error
         return ids
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _turn(self, size: int) -> None:
+    async def _acquire_thread(self, size: int, is_large: bool) -> None:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         rank = loop.time() + size / CHARACTERS_PER_SECOND
-        heapq.heappush(self._waiting, (rank, next(self._arrivals), size > LARGE, turn))
-        self._give_turns()
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), is_large, turn))
+        self._assign_threads()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came at the same moment
-                self._release(size > LARGE)
+            if turn.done() and not turn.cancelled():  # the thread was assigned just before the cancellation
+                self._release_thread(is_large)
             raise
 
-    def _give_turns(self) -> None:
+    def _assign_threads(self) -> None:
         passed_over = []
         while self._waiting and self._free:
             entry = heapq.heappop(self._waiting)
-            _, _, large, turn = entry
+            _, _, is_large, turn = entry
             if turn.cancelled():
                 continue
-            if large and self._large == THREADS - 1:
+            if is_large and self._large_running == THREADS - 1:
                 passed_over.append(entry)
                 continue
             self._free -= 1
-            self._large += large
+            self._large_running += is_large
             turn.set_result(None)
         for entry in passed_over:
             heapq.heappush(self._waiting, entry)
 
-    def _end_turn(self, done: asyncio.Future[list[int]], large: bool) -> None:
+    def _finish(self, done: asyncio.Future[list[int]], is_large: bool) -> None:
         if not done.cancelled():
-            done.exception()  # seen, also where nobody waited for it
-        self._release(large)
+            done.exception()  # marks it as retrieved, in case the caller was cancelled
+        self._release_thread(is_large)
 
-    def _release(self, large: bool) -> None:
+    def _release_thread(self, is_large: bool) -> None:
         self._free += 1
-        self._large -= large
-        self._give_turns()
+        self._large_running -= is_large
+        self._assign_threads()
 
 
 def _characters(request: GenerationRequest) -> int:
-    """About how many characters the prompt has; token ids cost next to nothing."""
+    """Approximate number of characters of the prompt. Token ids count as none, since they cost next to nothing."""
     if request.prompt is not None:
         return len(request.prompt)
-    return sum(len(content) for one in request.messages or () if isinstance(content := one.get("content"), str))
+    contents = (message.get("content") for message in request.messages or ())
+    return sum(len(content) for content in contents if isinstance(content, str))

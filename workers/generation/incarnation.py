@@ -1,6 +1,7 @@
-"""Incarnation: the work under one lease: claim, tokenise, step, commit, until the lease is lost or the worker drains.
+"""Incarnation: the work under one lease. It claims jobs, tokenises them, runs steps and commits their tokens.
 
-While step n+1 computes, step n is committed and new claims are tokenised. Knows neither processes nor signals.
+It ends when the worker has drained, when the lease is lost, or when the engine breaks. While step n+1 is computed, the
+events of step n are committed and the prompts of new jobs are tokenised. Knows neither processes nor signals.
 """
 
 import asyncio
@@ -14,27 +15,30 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
 from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass
-from ktqueue.workers.generation.admission import Refused, Tokeniser
-from ktqueue.workers.generation.engine_thread import EngineThread
+from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThreads
+from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
-from ktqueue.workers.generation.rates import Rates
 from ktqueue.workers.generation.running_job import RunningJob
 
-STANDING_SECONDS = 10.0  # a batch job that has had no row for so long goes back: another worker may have one
-IDLE_SECONDS = 0.5  # a lost wake-up costs no more than this
+NO_ROW_SECONDS = 10.0  # after so long without a row a batch job goes back to the queue: another worker may have one
+IDLE_SECONDS = 0.5  # longest pause between two claims, so that a lost wake-up costs no more
 
 log = logging.getLogger(__name__)
 
 
 class Incarnation:
-    """One lease's worth of work. `rows` is how many rows the engine has; `draining` is set once, from outside."""
+    """A worker for as long as it holds one lease.
+
+    `rows`: number of rows of the engine. `draining` is set from outside, once.
+    """
 
     def __init__(
         self,
         lease: Lease,
         engine: EngineThread,
-        tokeniser: Tokeniser,
+        tokeniser: TokeniserThreads,
         config: Config,
         rows: int,
         draining: asyncio.Event,
@@ -46,18 +50,18 @@ class Incarnation:
         self._rows = rows
         self._batch_floor = config.engine.batch_floor(rows)
         self._draining = draining
-        self._drain_over = False
-        self._intake_over = False
+        self._drain_time_is_over = False
+        self._claiming_is_over = False
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
-        self._admitted: list[RunningJob] = []
+        self._admitted: list[RunningJob] = []  # for the next step to add
+        self._aborts: list[str] = []  # ids, for the next step to abort
         self._admissions: set[asyncio.Task[None]] = set()
         self._suspects: asyncio.Queue[RunningJob] = asyncio.Queue()
-        self._aborts: list[str] = []
-        self._has_work = False
-        self._wake = asyncio.Event()  # something for the next turn, or the drain is over
+        self._engine_has_work = False
+        self._wake = asyncio.Event()  # there is something to do for the next step, or the drain time is over
         self._rows_freed = asyncio.Event()
-        self._rates = Rates()
+        self._rates = TokenRates()
         self._heartbeat = Heartbeat(
             lease,
             engine.clock,
@@ -68,44 +72,45 @@ class Incarnation:
 
     async def run(self) -> None:
         """Work until drained. Raises LeaseLost, EngineStalled, or whatever broke the engine."""
-        drain = asyncio.create_task(self._drain_timer())
+        drain = asyncio.create_task(self._limit_drain())
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._outbox.run(), self._heartbeat.run(), self._try_out())
+                parts = (self._outbox.run(), self._heartbeat.run(), self._run_suspects())
                 background = [group.create_task(part) for part in parts]
-                intake = group.create_task(self._intake(group))
-                await self._generate()
-                await intake
+                claiming = group.create_task(self._claim_jobs(group))
+                await self._run_steps()
+                await claiming
                 background += self._admissions  # of jobs that go back to the queue
                 await self._outbox.flush()
                 if self._jobs:
-                    log.info("drained; %d jobs go back to the queue", len(self._jobs))
+                    log.info("drained; %d unfinished jobs return to the queue", len(self._jobs))
                 await self._lease.close()
                 for task in background:
                     task.cancel()
-            await self._drop_all()
-        except BaseExceptionGroup as faults:
-            gravest = _gravest(faults)
-            if isinstance(gravest, LeaseLost):
-                await self._drop_all()
-            raise gravest from faults
+            await self._clear_engine()
+        except BaseExceptionGroup as errors:
+            cause = _decisive(errors)
+            if isinstance(cause, LeaseLost):
+                await self._clear_engine()
+            raise cause from errors
         finally:
             drain.cancel()
 
     def stats(self) -> dict[str, float]:
-        """Figures for the heartbeat."""
-        told = self._engine.stats
-        rates = self._rates.of(time.monotonic(), told)
-        return {**told, **rates, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
+        """The engine's statistics, tokens per second, and this worker's state, for the heartbeat."""
+        stats = self._engine.stats
+        rates = self._rates.update(time.monotonic(), stats)
+        return {**stats, **rates, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
 
-    # Claims
+    # Claim
 
-    async def _intake(self, group: asyncio.TaskGroup) -> None:
+    async def _claim_jobs(self, group: asyncio.TaskGroup) -> None:
+        """Claim jobs for free rows until the worker drains."""
         claims: list[Claim] = []
         while not self._draining.is_set():
-            await self._take(claims, group)
-            await self._let_go()
-            free, interactive = self._room()
+            await self._accept(claims, group)
+            await self._release_jobs_without_a_row()
+            free, interactive = self._free_rows()
             claims = await self._lease.claim(free, interactive, wait=True) if interactive > 0 else []
             if not claims:
                 events: list[Coroutine[Any, Any, Any]] = []
@@ -113,71 +118,90 @@ class Incarnation:
                     events.append(self._lease.wait_for_work(IDLE_SECONDS, interactive_only=free == 0))
                 if free == 0:
                     events.append(self._rows_freed.wait())
-                claims = await self._until_drain(*events)
-        claims += await self._lease.claim(0)  # given while it waited
+                claims = await self._first_of(*events)
+        claims += await self._lease.claim(0)  # a job that was handed to this lease while it waited
         await self._lease.release([claim.job_id for claim in claims])
-        self._intake_over = True
+        self._claiming_is_over = True
         self._wake.set()
 
-    async def _let_go(self) -> None:
-        """Give back the last batch jobs that have long stood still because interactive ones have their rows."""
-        surplus = sum(job.rows for job in self._jobs.values()) - self._rows
-        late = time.monotonic() - STANDING_SECONDS
-        batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
-        released = []
-        for job in sorted(batch, key=lambda one: one.rank, reverse=True):
-            if surplus > 0 and job.moved_at < late:
-                surplus -= job.rows
-                released.append(job)
-        for job in released:
-            job.let_go()
-            self._aborts.append(job.id)
-            self._forget(job)
-        if released:
-            await self._lease.release([job.id for job in released])
+    def _free_rows(self) -> tuple[int, int]:
+        """Number of rows free for any job, and for interactive jobs, which may also take rows from batch jobs.
 
-    def _room(self) -> tuple[int, int]:
-        """Rows for any job, and rows for interactive ones: beside the free ones those that the engine would take from
-        batch jobs. No more is claimed, so that nothing waits inside the engine for a row that others use."""
+        No more is claimed, so that no job waits inside the engine for a row that others use.
+        """
         self._rows_freed.clear()
         batch = sum(job.rows for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
         interactive = sum(job.rows for job in self._jobs.values()) - batch
         return max(0, self._rows - interactive - batch), self._rows - interactive - min(batch, self._batch_floor)
 
-    async def _take(self, claims: list[Claim], group: asyncio.TaskGroup) -> None:
+    async def _first_of(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
+        """Wait for the first of the events, or for the drain. Returns the job that the lease was handed, if any."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event) for event in (*events, self._draining.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return next((claims for wait in done if isinstance(claims := wait.result(), list)), [])
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _release_jobs_without_a_row(self) -> None:
+        """Return batch jobs to the queue that have long waited for a row, the last in line first.
+
+        They lost their rows to interactive jobs.
+        """
+        surplus = sum(job.rows for job in self._jobs.values()) - self._rows
+        oldest_output = time.monotonic() - NO_ROW_SECONDS
+        batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
+        released = []
+        for job in sorted(batch, key=lambda job: job.rank, reverse=True):
+            if surplus > 0 and job.last_output_at < oldest_output:
+                surplus -= job.rows
+                released.append(job)
+        for job in released:
+            job.release()
+            self._aborts.append(job.id)
+            self._forget(job)
+        if released:
+            await self._lease.release([job.id for job in released])
+
+    # Admit
+
+    async def _accept(self, claims: list[Claim], group: asyncio.TaskGroup) -> None:
+        """Make jobs of the claims and start their admission."""
         accepted = [RunningJob(claim) for claim in claims]
         for claim in claims:
             if claim.events or claim.attempt > 1:
-                log.info("%s goes on after event %d, try %d", claim.job_id, len(claim.events), claim.attempt)
+                log.info("%s continues after event %d, attempt %d", claim.job_id, len(claim.events), claim.attempt)
         self._jobs.update((job.id, job) for job in accepted)
         self._expire()
         for job in accepted:
             if self._is_suspect(job):
                 self._suspects.put_nowait(job)
-            elif not self._drain_over:
+            elif not self._drain_time_is_over:
                 admission = group.create_task(self._admit(job), name=f"admit {job.id}")
                 self._admissions.add(admission)
                 admission.add_done_callback(self._admissions.discard)
 
     def _is_suspect(self, job: RunningJob) -> bool:
-        """Is this the last try of a job that shared workers with others before?"""
+        """Whether this is the last attempt of a job whose earlier workers died while they ran it among others."""
         return job.futile >= max(1, self._config.broker.max_attempts - 1)
 
-    async def _try_out(self) -> None:
-        """Admit suspects one by one, so that a death is that one's fault."""
+    async def _run_suspects(self) -> None:
+        """Admit suspects one at a time, so that a death of this worker is charged to the right job."""
         while True:
             job = await self._suspects.get()
             if not job.ended:
                 await self._lease.try_out(job.id)
                 await self._admit(job)
-                await job.moved.wait()
+                await job.progressed.wait()
                 await self._outbox.committed()
 
     async def _admit(self, job: RunningJob) -> None:
+        """Tokenise the prompt and leave the job to the next step."""
         try:
             job.prompt_token_ids = await self._tokeniser.encode(job.id, job.request)
-        except Refused as refused:
-            if not job.ended:  # cancelled or expired meanwhile
+        except AdmissionRefused as refused:
+            if not job.ended:  # it may have been cancelled or have expired while it was tokenised
                 self._end(job, JobState.FAILED, refused.reason)
             return
         if job.ended:
@@ -185,55 +209,51 @@ class Incarnation:
         self._admitted.append(job)
         self._wake.set()
 
-    async def _until_drain(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
-        """Wait for the first of the events, or for the drain; the job that the lease was given meanwhile."""
-        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in (*events, self._draining.wait())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next((given for task in done if isinstance(given := task.result(), list)), [])
-        finally:
-            for task in tasks:
-                task.cancel()
+    # Step and commit
 
-    # Steps
-
-    async def _generate(self) -> None:
+    async def _run_steps(self) -> None:
+        """Run step after step until the worker has drained."""
         while True:
-            while not (self._has_work or self._admitted or self._aborts):
-                if self._drain_over or (self._intake_over and not self._jobs):
+            while not (self._engine_has_work or self._admitted or self._aborts):
+                if self._drain_time_is_over or (self._claiming_is_over and not self._jobs):
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            if self._drain_over:
+            if self._drain_time_is_over:
                 return
-            await self._turn()
-            await self._outbox.room()
+            await self._step()
+            await self._outbox.has_room()
 
-    async def _turn(self) -> None:
+    async def _step(self) -> None:
+        """Run one step of the engine and queue its events for the next commit."""
         aborts, self._aborts = self._aborts, []
         adds, self._admitted = [job for job in self._admitted if not job.ended], []
-        turn = await self._engine.turn(aborts, adds, lambda: not (self._admitted or self._aborts))
-        self._has_work = turn.has_work
-        for job_id, reason in turn.refused:
+        result = await self._engine.step(aborts, adds, launch_next=lambda: not (self._admitted or self._aborts))
+        self._engine_has_work = result.has_work
+        for job_id, reason in result.refused:
             if (job := self._jobs.get(job_id)) is not None:
                 self._end(job, JobState.FAILED, reason)
-        for output in turn.outputs:
-            job = self._jobs.get(output.request_id)
-            if job is None:  # ended while the step was under way; its abort comes with the next turn
-                continue
-            event = job.event(output)
-            if event is not None:
-                self._outbox.put(job.id, event)
-                if output.finish_reason is not None:
-                    self._rows_freed.set()
-            if job.ended:
-                self._forget(job)
-                if output.error is not None:
-                    self._aborts.append(job.id)
+        for output in result.outputs:
+            self._record(output)
         self._expire()
         self._outbox.seal()
 
-    # Ends
+    def _record(self, output: SequenceOutput) -> None:
+        """Turn an output into an event of its job."""
+        job = self._jobs.get(output.request_id)
+        if job is None:  # it ended during the step; the next step aborts it
+            return
+        event = job.event(output)
+        if event is not None:
+            self._outbox.put(job.id, event)
+            if output.finish_reason is not None:
+                self._rows_freed.set()
+        if job.ended:
+            self._forget(job)
+            if output.error is not None:
+                self._aborts.append(job.id)
+
+    # Ends of jobs
 
     def _cancel(self, job_ids: set[str]) -> None:
         for job_id in job_ids:
@@ -242,7 +262,7 @@ class Incarnation:
 
     def _expire(self) -> None:
         now = time.time()
-        for job in [one for one in self._jobs.values() if one.deadline is not None and one.deadline <= now]:
+        for job in [job for job in self._jobs.values() if job.deadline is not None and job.deadline <= now]:
             late = DeadlineExceeded(
                 "the job's deadline passed before it was done", param="expires_in", limit=job.request.expires_in
             )
@@ -253,6 +273,7 @@ class Incarnation:
         self._end(job, state, error)
 
     def _end(self, job: RunningJob, state: JobState, error: ErrorInfo | None = None) -> None:
+        """Commit the job's last event."""
         self._outbox.put(job.id, job.end(state, error))
         self._outbox.seal()
         self._forget(job)
@@ -262,21 +283,22 @@ class Incarnation:
         self._rows_freed.set()
         self._wake.set()
 
-    async def _drop_all(self) -> None:
-        # Whoever holds these jobs next, this engine must not go on with them.
-        await self._engine.clear([*self._jobs, *self._aborts], self._config.worker.stall_seconds)
+    # End of the incarnation
 
-    # Drain
-
-    async def _drain_timer(self) -> None:
+    async def _limit_drain(self) -> None:
+        """Once the worker drains, end it after `worker.drain_seconds`."""
         await self._draining.wait()
         self._wake.set()
         await asyncio.sleep(self._config.worker.drain_seconds)
-        self._drain_over = True
+        self._drain_time_is_over = True
         self._wake.set()
 
+    async def _clear_engine(self) -> None:
+        """Drop all jobs from the engine: another worker may hold them by now."""
+        await self._engine.clear([*self._jobs, *self._aborts], self._config.worker.stall_seconds)
 
-def _gravest(faults: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one exception that says what to do: a lost lease is mended here, anything else ends the process."""
-    leaves = [_gravest(one) if isinstance(one, BaseExceptionGroup) else one for one in faults.exceptions]
-    return next((fault for fault in leaves if not isinstance(fault, LeaseLost)), leaves[0])
+
+def _decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that decides what happens next. A lost lease is survivable; anything else ends the process."""
+    leaves = [_decisive(error) if isinstance(error, BaseExceptionGroup) else error for error in errors.exceptions]
+    return next((leaf for leaf in leaves if not isinstance(leaf, LeaseLost)), leaves[0])

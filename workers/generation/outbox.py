@@ -1,6 +1,6 @@
-"""Outbox: journal events on their way to Redis, in order, with at most one commit in flight.
+"""Outbox: events on their way to the journals, in order, with at most one commit in flight.
 
-The engine goes on stepping while a commit is under way, but never more than a few steps ahead. Knows no engine.
+The engine continues while a commit is in flight, but never more than a few steps ahead. Knows no engine.
 """
 
 import asyncio
@@ -11,45 +11,52 @@ from ktqueue.core.events import TokenEvent
 
 
 class Outbox:
-    """`on_cancel` gets the ids of jobs that a client wants cancelled, as often as Redis repeats them."""
+    """Events that are not committed yet.
+
+    `on_cancel` receives the ids of jobs that must stop, each time that Redis reports them. `steps_ahead`: how many
+    steps may wait for their commit.
+    """
 
     def __init__(self, lease: Lease, on_cancel: Callable[[set[str]], None], *, steps_ahead: int = 3) -> None:
         self._lease = lease
         self._on_cancel = on_cancel
         self._steps_ahead = steps_ahead
         self._events: list[tuple[str, TokenEvent]] = []
-        self._steps = 0  # steps whose events wait for their commit
+        self._sealed_steps = 0  # steps whose events wait for their commit
         self._committing = False
-        self._begun = self._done = 0  # commits
+        self._commits_begun = self._commits_done = 0
         self._filled = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._progressed = asyncio.Event()
 
     def put(self, job_id: str, event: TokenEvent) -> None:
         """Queue an event. Nothing is sent before the next `seal`."""
         self._events.append((job_id, event))
 
     def seal(self) -> None:
-        """The step is over: send what was put. An empty step is sent too, for its reply carries the cancels."""
-        self._steps += 1
+        """Release the events of a finished step for the next commit.
+
+        A step without events is committed too, because the reply names the jobs to stop.
+        """
+        self._sealed_steps += 1
         self._filled.set()
 
-    async def room(self) -> None:
+    async def has_room(self) -> None:
         """Wait until fewer than `steps_ahead` steps wait for their commit."""
-        while self._steps >= self._steps_ahead:
-            await self._changed()
+        while self._sealed_steps >= self._steps_ahead:
+            await self._change()
 
     async def flush(self) -> None:
-        """Wait until everything that was put is in the journal."""
+        """Wait until all queued events are in their journals."""
         if self._events:
             self.seal()
-        while self._steps or self._committing:
-            await self._changed()
+        while self._sealed_steps or self._committing:
+            await self._change()
 
     async def committed(self) -> None:
-        """Wait until what was put up to now, and is sealed or will be, is in the journal."""
-        commit = self._begun + 1
-        while self._done < commit:
-            await self._changed()
+        """Wait until the next commit has ended. Then all events that were sealed up to now are in their journals."""
+        commit = self._commits_begun + 1
+        while self._commits_done < commit:
+            await self._change()
 
     async def run(self) -> None:
         """Commit until cancelled. Raises LeaseLost."""
@@ -57,17 +64,17 @@ class Outbox:
             await self._filled.wait()
             self._filled.clear()
             events, self._events = self._events, []
-            self._steps = 0
+            self._sealed_steps = 0
             self._committing = True
-            self._begun += 1
-            self._taken.set()
+            self._commits_begun += 1
+            self._progressed.set()
             cancels = await self._lease.commit(events)
             self._committing = False
-            self._done += 1
-            self._taken.set()
+            self._commits_done += 1
+            self._progressed.set()
             if cancels:
                 self._on_cancel(cancels)
 
-    async def _changed(self) -> None:
-        self._taken.clear()
-        await self._taken.wait()
+    async def _change(self) -> None:
+        self._progressed.clear()
+        await self._progressed.wait()

@@ -1,6 +1,6 @@
-"""RunningJob: a claimed job on this worker: where its journal stands, and what it has used.
+"""RunningJob: a claimed job on this worker. It numbers the job's events and counts its tokens.
 
-Turns engine outputs into journal events. Knows neither Redis nor how tokens are made.
+Turns the engine's outputs into journal events. Knows neither Redis nor how tokens are computed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ktqueue.engine.outputs import EmittedChoice, SequenceOutput
 
 
 class RunningJob:
-    """One claimed job. Its journal goes on at the number after the last one that an earlier worker wrote."""
+    """One claimed job. Its events are numbered from the last event that an earlier worker wrote."""
 
     def __init__(self, claim: Claim) -> None:
         self.id = claim.job_id
@@ -22,8 +22,8 @@ class RunningJob:
         self.deadline = claim.deadline  # Unix seconds
         self.rank = claim.rank
         self.futile = claim.futile
-        self.moved = asyncio.Event()  # it has said something, or it has ended here
-        self.moved_at = time.monotonic()  # when it was claimed, or its engine last said something of it
+        self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
+        self.last_output_at = time.monotonic()  # of the claim, while there is no output
         self.prompt_token_ids: list[int] = []
         self.ended = False
         self._seq = claim.events[-1].seq if claim.events else 0
@@ -39,27 +39,27 @@ class RunningJob:
             EmittedChoice(token_ids=tuple(ids[i]), text_length=text_lengths[i], finish_reason=finish_reasons[i])
             for i in choices
         )
-        self._open = {i for i in choices if finish_reasons[i] is None}
-        self._completion_tokens = sum(len(one) for one in ids)
+        self._unfinished_choices = {i for i in choices if finish_reasons[i] is None}
+        self._completion_tokens = sum(len(choice_ids) for choice_ids in ids)
 
     @property
     def rows(self) -> int:
-        """Rows of the engine that the job still takes: one for each choice that has not ended."""
-        return len(self._open)
+        """Number of engine rows that the job still takes: one for each unfinished choice."""
+        return len(self._unfinished_choices)
 
     @property
     def resumed(self) -> bool:
-        """An earlier worker wrote a part of the journal."""
+        """Whether an earlier worker wrote a part of the journal."""
         return any(choice.token_ids or choice.finish_reason for choice in self.emitted)
 
     def event(self, output: SequenceOutput) -> TokenEvent | None:
-        """The next journal event, or None where the output says nothing that a reader could see."""
+        """Return the next journal event, or None if the output has nothing that a reader could see."""
         self._completion_tokens += len(output.token_ids)
-        self.moved_at = time.monotonic()
+        self.last_output_at = time.monotonic()
         if output.error is not None:
             return self.end(JobState.FAILED, output.error, output.usage)
         if output.finish_reason is not None:
-            self._open.discard(output.index)
+            self._unfinished_choices.discard(output.index)
         if not (output.token_ids or output.text or output.finish_reason or output.request_done):
             return None
         self.ended = output.request_done
@@ -75,21 +75,21 @@ class RunningJob:
         )
 
     def end(self, state: JobState, error: ErrorInfo | None = None, usage: Usage | None = None) -> TokenEvent:
-        """The job's last event."""
+        """End the job. Returns its last event."""
         self.ended = True
-        self._open.clear()
+        self._unfinished_choices.clear()
         return TokenEvent(seq=self._next_seq(), state=state, usage=usage or self.usage(), error=error)
 
     def usage(self) -> Usage:
-        """What the job has used up to now, counted over all workers that ran it."""
+        """Tokens of the job up to now, counted over all workers that ran it."""
         return Usage(prompt_tokens=len(self.prompt_token_ids), completion_tokens=self._completion_tokens)
 
-    def let_go(self) -> None:
-        """It goes back to the queue."""
+    def release(self) -> None:
+        """Mark the job as returned to the queue."""
         self.ended = True
-        self.moved.set()
+        self.progressed.set()
 
     def _next_seq(self) -> int:
-        self.moved.set()
+        self.progressed.set()
         self._seq += 1
         return self._seq

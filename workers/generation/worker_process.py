@@ -19,27 +19,27 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
 from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
-from ktqueue.workers.generation.generation import GenerationWorker
-from ktqueue.workers.generation.watchdog import watch
+from ktqueue.workers.generation.generation_worker import GenerationWorker
+from ktqueue.workers.generation.heartbeat import watch_event_loop
 from ktqueue.workers.startup.build import Built, Progress, build
 
-SWITCH_SECONDS = 0.001  # how long the engine's thread may keep the event loop from running
-WATCH_STALLS = 2  # the heartbeat sees a step that hangs after one
+SWITCH_SECONDS = 0.001  # longest time that the engine's thread keeps the interpreter while the event loop waits
+WATCHDOG_STALLS = 2  # times worker.stall_seconds; the heartbeat notices a step that hangs after one
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config, progress: Progress | None = None, captured: Progress | None = None) -> int:
-    """Load the model, serve it until SIGTERM or SIGINT, drain, and give the exit code. A second signal ends at once.
+    """Load the model, serve it until SIGTERM or SIGINT, drain, and return the exit code.
 
-    Must be called from the main thread. Raises ConfigError, CheckpointError or RuleError if the model cannot be
-    served, Unavailable if there is no Redis.
+    A second signal ends the process at once. Call it from the main thread. Raises ConfigError, CheckpointError or
+    RuleError if the model cannot be served, and Unavailable if Redis does not answer.
     """
     return serve(config, build(config.engine, progress, captured))
 
 
 def serve(config: Config, built: Built) -> int:
-    """The same with a model that is loaded, perhaps by the process that this one was forked from."""
+    """Like `run`, with a loaded model. The process that this one was forked from may have loaded it."""
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, built))
@@ -49,7 +49,8 @@ async def _serve(config: Config, built: Built) -> int:
     broker = await Broker.open(config.broker, patience=config.broker.connect_timeout)
     worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config)
     loop = asyncio.get_running_loop()
-    watching = asyncio.create_task(watch(WATCH_STALLS * config.worker.stall_seconds), name="watchdog")
+    stall_seconds = WATCHDOG_STALLS * config.worker.stall_seconds
+    watchdog = asyncio.create_task(watch_event_loop(stall_seconds), name="watchdog")
 
     def stop(number: signal.Signals) -> None:
         if worker.draining:
@@ -63,17 +64,19 @@ async def _serve(config: Config, built: Built) -> int:
     try:
         await worker.run()
     except Exception:
-        log.exception("the engine cannot go on; its jobs will resume on another worker")
+        log.exception("the engine failed; another worker will continue its jobs")
         leave(BROKEN)
-    watching.cancel()
+    watchdog.cancel()
     await broker.close()
     log.info("drained")
     return DRAINED
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now. Taking an interpreter with torch in it apart takes seconds, and a thread that hangs in a
-    device call would keep it from ending at all."""
+    """End the process now, without finalising the interpreter.
+
+    With torch that takes seconds, and a thread that hangs in a device call would prevent it altogether.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,7 +84,7 @@ def leave(code: int) -> NoReturn:
 
 
 def conclude(work: Callable[[], int]) -> NoReturn:
-    """Do the work of the process and leave with its exit code; errors go to the log."""
+    """Run `work` and end the process with the exit code that it returns. Exceptions are logged."""
     try:
         leave(work())
     except (ConfigError, CheckpointError, RuleError) as error:
@@ -93,7 +96,7 @@ def conclude(work: Callable[[], int]) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Serve with the settings of the environment. Ends the process."""
+    """Serve with the settings of the environment. Does not return."""
     conclude(lambda: run(configure_process(os.environ)))
 
 

@@ -74,7 +74,7 @@ async def work(settings: Settings, starts: StartWriter, ready: Callable[[], None
                 starts.record(int(claim.request.user or 0))
                 if claim.request.prompt != HOLD:
                     outbox.put(claim.job_id, LAST)
-            await outbox.room()
+            await outbox.has_room()
             outbox.seal()
 
 

@@ -12,7 +12,7 @@ from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
-from ktqueue.workers.generation.admission import LARGE, THREADS, Refused, Tokeniser
+from ktqueue.workers.generation.admission import LARGE_CHARACTERS, THREADS, AdmissionRefused, TokeniserThreads
 
 
 def prompt(text: str) -> GenerationRequest:
@@ -29,7 +29,7 @@ class Encoder:
     def __call__(self, request: GenerationRequest) -> list[int]:
         assert request.prompt is not None
         self.began.append(request.prompt[:6])
-        if len(request.prompt) > LARGE:
+        if len(request.prompt) > LARGE_CHARACTERS:
             self.let_go.wait(30)
         if request.prompt == "bad":
             raise InvalidRequest("no", param="prompt")
@@ -38,12 +38,14 @@ class Encoder:
 
 async def test_large_prompts_leave_a_thread_to_the_others() -> None:
     encoder = Encoder()
-    tokeniser = Tokeniser(encoder)
-    big = [asyncio.create_task(tokeniser.encode(f"big{n}", prompt(f"big {n} " + "x" * LARGE))) for n in range(8)]
+    tokeniser = TokeniserThreads(encoder)
+    big = [
+        asyncio.create_task(tokeniser.encode(f"big{n}", prompt(f"big {n} " + "x" * LARGE_CHARACTERS))) for n in range(8)
+    ]
     await asyncio.sleep(0)
     for n in range(20):
         assert await tokeniser.encode("small", prompt(f"little {n}")) == [1]
-    with pytest.raises(Refused, match="no"):
+    with pytest.raises(AdmissionRefused, match="no"):
         await tokeniser.encode("bad", prompt("bad"))
     assert sum(one.startswith("big") for one in encoder.began) == THREADS - 1
     big[-1].cancel()  # it waits
@@ -58,8 +60,10 @@ async def test_large_prompts_leave_a_thread_to_the_others() -> None:
 
 async def test_who_waits_longest_is_not_overtaken_for_ever() -> None:
     encoder = Encoder()
-    tokeniser = Tokeniser(encoder)
-    tasks = [asyncio.create_task(tokeniser.encode("big", prompt(f"big {n} " + "x" * 5 * LARGE))) for n in range(3)]
+    tokeniser = TokeniserThreads(encoder)
+    tasks = [
+        asyncio.create_task(tokeniser.encode("big", prompt(f"big {n} " + "x" * 5 * LARGE_CHARACTERS))) for n in range(3)
+    ]
     await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     ranks = [rank for rank, *_ in tokeniser._waiting]
@@ -93,14 +97,14 @@ async def test_others_are_admitted_while_large_prompts_are_tokenised(
     encode = model.tokenizer.encode_request
 
     def slowly(request: GenerationRequest, **options: Any) -> list[int]:
-        if request.prompt is not None and len(request.prompt) > LARGE:
+        if request.prompt is not None and len(request.prompt) > LARGE_CHARACTERS:
             over.wait(30)
         return list(encode(request, **options))
 
     monkeypatch.setattr(model.tokenizer, "encode_request", slowly)
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     async with start_worker():
-        big = GenerationRequest(model="demo", prompt="Once " * LARGE, sampling=sampling)
+        big = GenerationRequest(model="demo", prompt="Once " * LARGE_CHARACTERS, sampling=sampling)
         large = [(await broker.jobs.submit(big)).id for _ in range(4)]
         small = await broker.jobs.submit(replace(big, prompt="Once"))
         assert (await finished(small.id)).state is JobState.DONE

@@ -1,14 +1,12 @@
 """Interactive jobs take rows from batch jobs that run, but never the rows that are batch's own."""
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Lease
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.workers.generation import incarnation
@@ -107,16 +105,9 @@ async def test_batch_jobs_run_however_many_interactive_jobs_wait(
         assert all(0.0 < ended[job] < last for job in batch), "batch waited for all interactive work"
 
 
-async def test_batch_jobs_that_stand_still_go_back_to_the_queue(
+async def test_batch_jobs_without_a_row_go_back_to_the_queue(
     broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released: list[str] = []
-    let_go = Lease.release
-
-    async def release(lease: Lease, job_ids: Iterable[str]) -> None:
-        released.extend(job_ids)
-        await let_go(lease, released)
-
     long = ask(200, JobClass.BATCH)
     expected = model.undisturbed(long)
     async with start_worker():
@@ -124,16 +115,13 @@ async def test_batch_jobs_that_stand_still_go_back_to_the_queue(
         await until_all_speak(broker, batch)
         interactive = await submit(broker, ROWS - FLOOR, ask(450), "interactive")
         await until_all_speak(broker, interactive)
-        monkeypatch.setattr(incarnation, "STANDING_SECONDS", 0.0)
-        monkeypatch.setattr(Lease, "release", release)
+        monkeypatch.setattr(incarnation, "NO_ROW_SECONDS", 0.0)
         await broker.jobs.cancel(interactive[0])  # the worker looks again; one batch job has its row back
         await until_states(broker, running=ROWS, queued=ROWS - 2)
         records = [await broker.jobs.get(one) for one in batch]
         assert [one.state for one in records] == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 6
-        assert released == batch[:1:-1], "the last ones first, and none that has a row"
         assert [one.attempts for one in records] == [1] * 2 + [0] * 6, "it costs no try"
         assert [one.position for one in records[2:]] == [1, 2, 3, 4, 5, 6]
-        monkeypatch.undo()
         for one in [*interactive, *batch[1:-1]]:
             await broker.jobs.cancel(one)
         seen = await finished(batch[-1])

@@ -1,4 +1,4 @@
-"""A process that hangs as a whole is ended; one that works is left alone."""
+"""The watchdog ends a process that hangs as a whole, and leaves alone a process that works."""
 
 import asyncio
 import sys
@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from ktqueue.workers.exit_codes import BROKEN
-from ktqueue.workers.generation import watchdog
+from ktqueue.workers.generation import heartbeat
 
-ROOT = Path(watchdog.__file__).parents[2]
+ROOT = Path(heartbeat.__file__).parents[3]
 PROCESS = """
 import asyncio, ctypes
-from ktqueue.workers.generation.watchdog import watch
+from ktqueue.workers.generation.heartbeat import watch_event_loop
 
 async def main():
-    watching = asyncio.create_task(watch({seconds}))
+    watchdog = asyncio.create_task(watch_event_loop({seconds}))
     await asyncio.sleep(0.5)
     if {hangs}:
         ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
-    watching.cancel()
-    await asyncio.wait([watching])
+    watchdog.cancel()
+    await asyncio.wait([watchdog])
     await asyncio.sleep(0.5)
 
 asyncio.run(main())
@@ -37,6 +37,6 @@ async def test_a_process_that_hangs_is_ended(hangs: bool, seconds: float, code: 
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(40):
-        _, told = await process.communicate()
+        _, stacks = await process.communicate()
     assert process.returncode == code
-    assert (b"in main" in told) == hangs
+    assert (b"in main" in stacks) == hangs

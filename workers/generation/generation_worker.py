@@ -1,6 +1,6 @@
-"""GenerationWorker: one process's engine at work: an incarnation after another, until it is told to drain.
+"""GenerationWorker: one engine and its leases, one incarnation after another, until the worker drains.
 
-Crash-only: when the engine breaks or hangs, `run` raises, the process ends, and its jobs go on elsewhere.
+Crash-only: if the engine breaks or hangs, `run` raises, the process ends, and other workers continue its jobs.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.tokenizer.template_process import TemplateProcesses
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer
-from ktqueue.workers.generation.admission import Tokeniser
+from ktqueue.workers.generation.admission import TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread
 from ktqueue.workers.generation.incarnation import Incarnation
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class GenerationWorker:
     """Claims jobs for its engine's free rows, generates, and commits every step to the journals.
 
-    The engine is called by one thread of its own; the caller must not touch it while `run` is under way.
+    One thread calls the engine. Nothing else may use the engine while `run` is active.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, broker: Broker, card: ModelCard, config: Config) -> None:
@@ -35,25 +35,25 @@ class GenerationWorker:
         self._templates = None if tokenizer.template is None else TemplateProcesses(tokenizer.template)
         render = None if self._templates is None else self._templates.render
         encode = functools.partial(tokenizer.encode_request, max_model_len=card.max_model_len, render=render)
-        self._tokeniser = Tokeniser(encode)
+        self._tokeniser = TokeniserThreads(encode)
         self._broker = broker
         self._card = card
         self._config = config
         self._draining = asyncio.Event()
         self.incarnations = 0
-        self.lease_id: str | None = None  # of the incarnation at work
+        self.lease_id: str | None = None  # of the current incarnation
 
     def drain(self) -> None:
-        """Stop claiming; `run` returns once the running jobs are done, or released after `drain_seconds`."""
+        """Stop claiming. `run` returns when the running jobs are done, or are released after `worker.drain_seconds`."""
         self._draining.set()
 
     @property
     def draining(self) -> bool:
-        """`drain` was called."""
+        """Whether `drain` was called."""
         return self._draining.is_set()
 
     async def run(self) -> None:
-        """Work until drained. Raises EngineStalled or whatever broke the engine: the process must then end."""
+        """Work until drained. Raises EngineStalled, or whatever broke the engine; the process must then end."""
         reaper = asyncio.create_task(self._reap(), name="reaper")
         if self._templates is not None:
             self._templates.start()
@@ -68,7 +68,7 @@ class GenerationWorker:
                 try:
                     await incarnation.run()
                 except LeaseLost as error:
-                    log.warning("%s: %s; starting anew", lease.id, error)
+                    log.warning("%s: %s; registering again", lease.id, error)
                     await lease.close()
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
@@ -80,20 +80,20 @@ class GenerationWorker:
             self._engine.close()
 
     async def _reap(self) -> None:
-        """Keep a reaper at work: where there is no gateway, the workers look after each other's jobs."""
+        """Keep a reaper running, so that workers recover each other's jobs also without a gateway."""
         while True:
             try:
                 await self._broker.reaper().run()
             except Exception:
-                log.exception("the reaper broke; starting it again")
+                log.exception("the reaper failed; starting it again")
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _register(self) -> Lease | None:
-        """A new lease, however long Redis takes to come back; None when draining."""
+        """Return a new lease, however long Redis is away, or None once the worker drains."""
         while not self._draining.is_set():
             try:
                 return await Lease.register(self._broker, self._card)
             except Unavailable as error:
-                log.warning("cannot register: %s; trying again", error)
+                log.warning("cannot register, will try again: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
         return None

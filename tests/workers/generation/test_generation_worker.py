@@ -55,8 +55,8 @@ async def test_a_device_s_steps_are_launched_before_their_turn(
     engine = model.engine(planner=TorchPlanner(16))
     step, launched = engine.step, []
 
-    def counted(go_on: Callable[[], bool]) -> Any:
-        outputs = step(go_on)
+    def counted(launch_next: Callable[[], bool]) -> Any:
+        outputs = step(launch_next)
         launched.append(engine._prepared is not None and engine._prepared.logits is not None)
         return outputs
 
@@ -169,9 +169,9 @@ async def test_a_deadline_ends_the_job(
     async with start_worker() as running:
         step = running.engine.step
 
-        def slow_step(go_on: Callable[[], bool]) -> Any:
+        def slow_step(launch_next: Callable[[], bool]) -> Any:
             time.sleep(0.01)
-            return step(go_on)
+            return step(launch_next)
 
         monkeypatch.setattr(running.engine, "step", slow_step)
         job = await broker.jobs.submit(replace(ask(max_tokens=480), expires_in=0.5))
