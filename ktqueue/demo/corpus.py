@@ -1,7 +1,4 @@
-"""Text files to training windows: a tokenizer of their own, token streams, passages as answers in a chat.
-
-Knows nothing of models.
-"""
+"""Turns text files into training data: a tokenizer, token streams, passages as answers in a chat. Knows no models."""
 
 import json
 import lzma
@@ -30,7 +27,7 @@ Windows = npt.NDArray[np.int64]
 
 
 def read_text(path: Path) -> str:
-    """A text file, plain or .xz, as UTF-8. Raises OSError, lzma.LZMAError, UnicodeDecodeError."""
+    """Read a text file, plain or .xz, as UTF-8. Raises OSError, lzma.LZMAError, UnicodeDecodeError."""
     raw = path.read_bytes()
     if path.suffix == ".xz":
         raw = lzma.decompress(raw)
@@ -38,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 def documents(texts: Sequence[str]) -> list[str]:
-    """Whole paragraphs, in pieces of about PIECE_CHARACTERS."""
+    """Split texts into documents of whole paragraphs with about PIECE_CHARACTERS each."""
     pieces = []
     for text in texts:
         current: list[str] = []
@@ -55,13 +52,15 @@ def documents(texts: Sequence[str]) -> list[str]:
 
 
 def train_tokenizer(pieces: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` ids, or fewer where the text holds no more merges; the three special
-    tokens come last."""
+    """Train a byte-level BPE with `vocab_size` ids, or fewer if the text has fewer merges.
+
+    The three special tokens come last.
+    """
     return train_byte_level(pieces, vocab_size, "qwen2", [END_OF_TEXT, TURN_START, TURN_END])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json as transformers reads them."""
+    """Write tokenizer.json and tokenizer_config.json, as transformers reads them."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,21 +74,21 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def text_stream(tokenizer: Tokenizer, pieces: Sequence[str]) -> Tokens:
-    """All documents as one stream, an end-of-text token after each."""
+    """Return all documents as one stream, with an end-of-text token after each."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    parts = [np.array([*one.ids, end], np.int32) for one in tokenizer.encode_batch(list(pieces))]
+    parts = [np.array([*encoding.ids, end], np.int32) for encoding in tokenizer.encode_batch(list(pieces))]
     return np.concatenate(parts)
 
 
 def chat_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
-    """Passages as answers to "Tell me a story about a fox and a crow.", one stream; empty where the text is short."""
+    """Return passages as answers to "Tell me a story about a fox and a crow."; empty for a short text."""
     rows = [
         f"{TURN_START}user\n{prompt}{TURN_END}\n{TURN_START}assistant\n{passage}{TURN_END}\n"
         for prompt, passage in _conversations(texts)
     ]
     if not rows:
         return np.zeros(0, np.int32)
-    return np.concatenate([np.array(one.ids, np.int32) for one in tokenizer.encode_batch(rows)])
+    return np.concatenate([np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch(rows)])
 
 
 def _conversations(texts: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""Trains a small Qwen3-MoE from any text: `python -m ktqueue.demo.train TEXT... --out FOLDER --steps N`.
+"""Trains a small Qwen3-MoE on any text: `python -m ktqueue.demo.train TEXT... --out FOLDER --steps N`.
 
-The result is a Hugging Face folder (bf16 safetensors, tokenizer, chat template) that `ktqueue convert` turns into
-one GGUF file. The defaults are the shape and schedule of the built-in model: meant for a GPU; a smaller --hidden,
---layers and --batch learn something on a CPU too.
+The result is a Hugging Face folder (bf16 safetensors, tokenizer, chat template), which `ktqueue convert` turns into one
+GGUF file. The defaults are the shape and schedule of the built-in model and need a GPU. With smaller --hidden, --layers
+and --batch, training also works on a CPU.
 """
 
 import math
@@ -23,13 +23,13 @@ from ktqueue.loading.skeleton import build_random
 
 CONTEXT = 4096  # tokens that the config allows; training sees windows of --window
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
-BALANCE = 0.01  # weight of the loss that keeps the experts evenly used
+BALANCE = 0.01  # weight of the loss that balances the use of experts
 FINAL_RATE = 0.05  # of the peak learning rate, at the end of the cosine
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`batch` windows of `window` tokens a step; the last `chat_share` of the steps is mostly chat."""
+    """Each step trains `batch` windows of `window` tokens. The last `chat_share` of the steps is mostly chat."""
 
     steps: int
     batch: int
@@ -42,21 +42,22 @@ class Schedule:
         return max(1, self.steps // 50)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then a cosine."""
+        """Return the learning rate of a step: linear warm-up, then a cosine."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def chats(self, step: int) -> int:
-        """Windows of chat in the batch of a step."""
+        """Return the number of chat windows in the batch of a step."""
         return self.batch * 4 // 5 if step >= self.steps * (1 - self.chat_share) else 0
 
 
 def build_model(
     vocab_size: int, token_id: Callable[[str], int | None], hidden: int, layers: int, experts: int, width: int
 ) -> nn.Module:
-    """A fresh Qwen3-MoE: 4 experts a token, heads of 64, a key/value head for four query heads, tied embeddings."""
+    """Build a new Qwen3-MoE: 4 experts per token, heads of 64, one key/value head per four query heads, tied
+    embeddings."""
     heads = max(2, hidden // 32)
     return build_random(
         {
@@ -84,7 +85,7 @@ def build_model(
 
 
 def batches(text: corpus.Tokens, chat: corpus.Tokens, schedule: Schedule, seed: int) -> Iterator[corpus.Windows]:
-    """[batch, window] token ids for each step, windows drawn at random from both streams."""
+    """Yield [batch, window] token ids for each step. Windows are drawn at random from both streams."""
     rng = np.random.default_rng(seed)
     for step in range(schedule.steps):
         chats = schedule.chats(step) if chat.size > schedule.window else 0
@@ -94,7 +95,7 @@ def batches(text: corpus.Tokens, chat: corpus.Tokens, schedule: Schedule, seed: 
 
 
 def train(model: nn.Module, data: Iterator[corpus.Windows], schedule: Schedule, device: str, console: Console) -> float:
-    """Train in place; returns the last step's language-model loss, in nats a token."""
+    """Train the model in place. Returns the language-model loss of the last step, in nats per token."""
     model.to(device).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -119,19 +120,21 @@ def train(model: nn.Module, data: Iterator[corpus.Windows], schedule: Schedule, 
 
 
 def main(
-    texts: Annotated[list[Path], typer.Argument(help="Text files, plain or .xz, paragraphs apart by empty lines.")],
+    texts: Annotated[list[Path], typer.Argument(help="Text files, plain or .xz, with empty lines between paragraphs.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     steps: Annotated[int, typer.Option(min=1)] = 4300,
-    batch: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 96,
-    window: Annotated[int, typer.Option(min=8, help="Tokens a window.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 96,
+    window: Annotated[int, typer.Option(min=8, help="Tokens per window.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
-    chat_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Last part of the steps, mostly chat.")] = 0.2,
+    chat_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Last part of the steps, which trains mostly on chat.")
+    ] = 0.2,
     vocab_size: Annotated[int, typer.Option(min=300)] = 8192,
     hidden: Annotated[int, typer.Option(min=32)] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     experts: Annotated[int, typer.Option(min=1)] = 16,
-    width: Annotated[int, typer.Option(min=32, help="Of one expert.")] = 256,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")] = "auto",
+    width: Annotated[int, typer.Option(min=32, help="Width of one expert.")] = 256,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto uses a GPU if there is one.")] = "auto",
     seed: int = 1,
 ) -> None:
     """Train a small Mixture-of-Experts model that writes like TEXTS."""
@@ -145,7 +148,7 @@ def main(
     size = tokenizer.get_vocab_size()
     text, chat = corpus.text_stream(tokenizer, pieces), corpus.chat_stream(tokenizer, contents)
     if text.size <= window:
-        raise typer.BadParameter(f"the texts hold {text.size} tokens, a window has {window}")
+        raise typer.BadParameter(f"the texts have {text.size} tokens, but a window needs more than {window}")
     console.print(f"{text.size:,} tokens of text, {chat.size:,} of chat, a vocabulary of {size:,}", highlight=False)
     model = build_model(size, tokenizer.token_to_id, hidden, layers, experts, width)
     schedule = Schedule(steps, batch, window, learning_rate, chat_share)

@@ -1,4 +1,4 @@
-"""Mutations of what holds of models: their names, their downloads, their refusals, the memory that they take."""
+"""Mutations of promises about models: their names, downloads, refusals and memory."""
 
 from mutation import Mutation
 
@@ -11,29 +11,29 @@ INSPECT, FIT, STARTUP = (
 PULL = "tests/cli/test_pull.py"
 
 MODELS: dict[str, Mutation] = {
-    "rules by path alone": Mutation(
+    "rules only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",
         "        return shipped[rules]\n",
         "        return Path(rules)\n",
         ("tests/loading/test_rules.py::test_a_shipped_file_is_found_by_its_name",),
     ),
-    "a download begins anew": Mutation(
-        "a download that was cut short goes on where it stopped",
+    "a download starts again": Mutation(
+        "an interrupted download continues where it stopped",
         "ktqueue/loading/huggingface/hub.py",
         'part.open("ab" if downloaded <= file.size else "wb")',
         'part.open("wb")',
         (f"{PULL}::test_a_killed_download_goes_on_and_the_model_is_served",),
     ),
     "a damaged beginning is kept": Mutation(
-        "what goes on where it stopped is what the hub has, byte for byte",
+        "a continued download equals the file of the hub, byte for byte",
         "ktqueue/loading/huggingface/hub.py",
         "            if found != etag:\n",
         "            if not found:\n",
         (f"{HUB}::test_a_damaged_beginning_is_found_after_the_end",),
     ),
     "a full disk is found at the end": Mutation(
-        "the disk has room for a model before its download starts",
+        "a download starts only if the disk has room for the model",
         "ktqueue/loading/huggingface/hub.py",
         "    if needed_bytes > free_bytes:\n",
         "    if free_bytes == 0:\n",
@@ -47,7 +47,7 @@ MODELS: dict[str, Mutation] = {
         (f"{HUB}::test_a_quantised_folder_is_refused_before_its_weights",),
     ),
     "pickles are downloaded": Mutation(
-        "of a folder only the files that are read are downloaded: no pickles, no code",
+        "only the files of a folder that are read are downloaded: no pickles, no code",
         "ktqueue/loading/huggingface/hub_files.py",
         '    ("config.json", ',
         '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
@@ -57,13 +57,13 @@ MODELS: dict[str, Mutation] = {
         ),
     ),
     "up starts before it looks": Mutation(
-        "a model or rule file that is not there is refused before anything is started",
+        "a missing model or rule file is refused before anything is started",
         "ktqueue/cli/up.py",
         "    config = with_model(config)\n",
         "",
         (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),
     ),
-    "the tokenizer is looked at last": Mutation(
+    "the tokenizer is checked last": Mutation(
         "what loading refuses is refused before a weight is read",
         "workers/startup/build.py",
         "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
@@ -71,7 +71,7 @@ MODELS: dict[str, Mutation] = {
         "    tokenizer = load_tokenizer(config.tokenizer or config.model)",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
-    "inspect passes over the tokenizer": Mutation(
+    "inspect ignores the tokenizer": Mutation(
         "inspect refuses what loading refuses",
         "ktqueue/loading/inspect.py",
         "            load_tokenizer(tokenizer or path)\n",
