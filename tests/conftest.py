@@ -23,6 +23,7 @@ from redis_fleet import ClusterFleet, SentinelFleet
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
+from ktqueue.operators import native
 
 LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover
 
@@ -45,6 +46,12 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def batch_invariant_kernels() -> None:
+    """Compute a token alike in every batch, as a CPU worker does: tests compare runs in different batches."""
+    native.set_batch_invariant(True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

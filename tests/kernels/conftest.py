@@ -13,8 +13,8 @@ from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 
 @pytest.fixture(autouse=True)
-def tiles_where_they_are_faster() -> None:
-    """As at the start of a process, whatever tests of engines have set."""
+def tiles_where_they_are_faster(batch_invariant_kernels: None) -> None:
+    """Use AMX tiles, as a process does before a worker asks for batch invariance."""
     native.set_batch_invariant(False)
 
 

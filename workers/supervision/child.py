@@ -93,7 +93,7 @@ class Child:
             if code in self._final_codes:
                 raise ProcessFailed(f"{self.name} ended with code {code}{self._log_tail()}")
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < self._quick_death else 0
-            if quick_deaths >= MAX_QUICK_DEATHS and code >= 0:
+            if quick_deaths >= MAX_QUICK_DEATHS and code > 0:  # 0: somebody asked it to end
                 raise ProcessFailed(
                     f"{self.name} died {quick_deaths} times within {self._quick_death:g} s of its start, "
                     f"last with {_cause(code)}{self._log_tail()}"

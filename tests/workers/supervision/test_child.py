@@ -68,9 +68,10 @@ async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
     assert child.deaths == 5
 
 
-async def test_what_a_signal_ends_is_never_given_up_nor_put_off_for_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "code"), [("kill -9 $$", -signal.SIGKILL), ("exit 0", 0)])
+async def test_a_process_that_others_end_is_always_started_again(script: str, code: int, tmp_path: Path) -> None:
     died: list[tuple[int, int]] = []
-    command = Command(["sh", "-c", "kill -9 $$"], os.environ)
+    command = Command(["sh", "-c", script], os.environ)
     child = Child(
         "thing",
         command,
@@ -81,7 +82,7 @@ async def test_what_a_signal_ends_is_never_given_up_nor_put_off_for_long(tmp_pat
     watching = asyncio.create_task(child.run())
     await until(lambda: child.deaths > 2 * child_module.MAX_QUICK_DEATHS)
     assert len(set(died)) == len(died) >= 2 * child_module.MAX_QUICK_DEATHS
-    assert {code for _, code in died} == {-signal.SIGKILL}
+    assert {returned for _, returned in died} == {code}
     child.stop()
     await child.ended(5.0)
     await watching
