@@ -1,4 +1,4 @@
-// Arrays from Python: types and shapes checked, a wrong one is a ValueError. For the files that bind kernels.
+// Checks arrays from Python: a wrong type or shape is a ValueError. Used by all bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,7 +25,7 @@ inline std::string shape_text(const auto& shape) {
     return text + "]";
 }
 
-// Type and shape; with `dense` also C order. kAny leaves an extent open.
+// Checks the element type and the shape; with `dense` also C order. kAny accepts any extent.
 template <class T>
 void require(const auto& array, const char* name, std::initializer_list<int64_t> shape, bool dense = true) {
     bool fits = array.ndim() == shape.size();
@@ -37,7 +37,7 @@ void require(const auto& array, const char* name, std::initializer_list<int64_t>
     if (!fits)
         throw std::invalid_argument(std::string(name) + " must have shape " + shape_text(shape) + ", got " + got + "]");
     if (array.dtype() != nb::dtype<T>()) throw std::invalid_argument(std::string(name) + " has the wrong element type");
-    if (array.size() == 0) return;  // no element, no order
+    if (array.size() == 0) return;  // without elements, strides do not matter
     int64_t expected = 1;
     for (size_t i = array.ndim(); i-- > 0;) {
         const bool last = i + 1 == array.ndim();

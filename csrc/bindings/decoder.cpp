@@ -1,4 +1,4 @@
-#include "bindings/decoder.h"
+#include "model/decoder.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "bindings/module.h"
 #include "bindings/weights.h"
-#include "model/decoder.h"
+#include "isa/ladder.h"
 
 namespace ktqueue {
 namespace {
@@ -18,7 +19,7 @@ std::vector<float> vector_of(const ReadOnly& array, const char* name) {
     return {data<float>(array), data<float>(array) + array.size()};
 }
 
-// A decoder with what it reads in a step: its embedding, the cache and the rotary table, all Python's arrays.
+// A decoder with the arrays that it reads in a step, all owned by Python: embedding, cache and rotary table.
 class BoundDecoder {
   public:
     BoundDecoder(size_t hidden, size_t heads, size_t kv_heads, size_t head_dim, float scaling, float epsilon,
@@ -31,8 +32,8 @@ class BoundDecoder {
 
     void add_layer(const ReadOnly& attention_norm, const BoundLinear& q, const BoundLinear& k, const BoundLinear& v,
                    const BoundLinear& o, const ReadOnly& q_norm, const ReadOnly& k_norm, float clip,
-                   size_t sliding_window, const ReadOnly& mlp_norm, const BoundLayer* mlp,
-                   const BoundLinear* shared_gate, const BoundLinear* router, const BoundLayer* experts,
+                   size_t sliding_window, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
+                   const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
@@ -73,10 +74,10 @@ class BoundDecoder {
         const auto page_size = pages == kAny ? kAny : static_cast<int64_t>(keys[0].shape(1));
         std::vector<float*> key_data, value_data;
         for (const auto* arrays : {&keys, &values})
-            for (const Writable& one : *arrays) {
-                require<float>(one, "cache",
+            for (const Writable& array : *arrays) {
+                require<float>(array, "cache",
                                {pages, page_size, static_cast<int64_t>(kv_heads), static_cast<int64_t>(head_dim)});
-                (arrays == &keys ? key_data : value_data).push_back(data<float>(one));
+                (arrays == &keys ? key_data : value_data).push_back(data<float>(array));
             }
         cache_ = keys;
         cache_.insert(cache_.end(), values.begin(), values.end());

@@ -1,4 +1,4 @@
-#include "bindings/handoff.h"
+#include "handoff/handoff.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/module.h"
 #include "bindings/weights.h"
-#include "handoff/handoff.h"
 
 namespace ktqueue {
 namespace {

@@ -1,6 +1,7 @@
-// The Python face of the kernels; it and the bindings_* files are all that knows Python. Arrays come through the buffer
-// protocol or DLPack. Every size, type and stride is checked here or by the function called, and a wrong one is a
-// ValueError.
+// The Python module of the kernels. Only csrc/bindings knows Python. Arrays come through the buffer protocol or DLPack.
+// Every size, type and stride is checked here or by the called function, and a wrong one raises ValueError.
+#include "bindings/module.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,13 +9,10 @@
 #include <stdexcept>
 
 #include "bindings/arrays.h"
-#include "bindings/decoder.h"
-#include "bindings/handoff.h"
-#include "bindings/probe.h"
 #include "bindings/weights.h"
-#include "kernels/kernel_table.h"
+#include "isa/ladder.h"
 #include "model/paged_attention.h"
-#include "threads/cpu_budget.h"
+#include "threads/cpus.h"
 #include "threads/thread_pool.h"
 
 namespace nb = nanobind;
@@ -98,7 +96,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
 
 NB_MODULE(_kernels, module) {
     using namespace ktqueue;
-    nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
+    nb::set_leak_warnings(false);  // a model that lives until the interpreter exits is not a leak
     module.doc() = "Compiled kernels of ktqueue. Call them through ktqueue.operators.native.";
     module.def("isa", [] { return best_kernels().isa; });
     module.def("isas", &present_kernels);

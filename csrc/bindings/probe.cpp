@@ -1,8 +1,7 @@
-// The Python face of the machine probe: arguments as they are, each checked by the function called.
-#include "bindings/probe.h"
-
+// Python's machine probe. The called functions check the arguments.
 #include <nanobind/stl/string.h>
 
+#include "bindings/module.h"
 #include "probe/machine_probe.h"
 
 namespace nb = nanobind;
@@ -11,7 +10,7 @@ namespace ktqueue {
 
 namespace {
 
-// (isa, arithmetic, instruction) of each loop that can be measured here.
+// (isa, arithmetic, instruction) of each loop that can be measured on this CPU.
 nb::list peaks() {
     nb::list found;
     for (const ProbeTable* probes : available_probes())

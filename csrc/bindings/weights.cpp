@@ -10,11 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/module.h"
+#include "isa/ladder.h"
+
 namespace ktqueue {
 namespace {
 
-// (quant name, rows, columns, one uint8 array an expert, bias [experts, rows] float32 or None). `held` keeps the arrays
-// alive: the sequence may make them as they are asked for.
+// Parses (quant name, rows, columns, one uint8 array per expert, bias [experts, rows] float32 or None). `held` keeps
+// the arrays alive, because the sequence may create them on access.
 ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, std::vector<ReadOnly>& held) {
     std::string quant;
     ExpertMatrices matrices{};
@@ -23,9 +26,9 @@ ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, std::ve
         throw std::invalid_argument(std::string(name) + " must be (quant, rows, columns, arrays, bias)");
     matrices.quant = parse_quant(quant);
     const size_t bytes = matrix_bytes(matrices.quant, matrices.rows, matrices.columns);
-    for (nb::handle one : packed[3]) {
+    for (nb::handle item : packed[3]) {
         ReadOnly array;
-        if (!nb::try_cast(one, array)) throw std::invalid_argument(std::string(name) + " must hold uint8 arrays");
+        if (!nb::try_cast(item, array)) throw std::invalid_argument(std::string(name) + " must hold uint8 arrays");
         require<uint8_t>(array, name, {static_cast<int64_t>(bytes)});
         matrices.data.push_back(data<uint8_t>(array));
         held.push_back(std::move(array));
@@ -54,8 +57,9 @@ Precision parse_precision(const std::string& activations) {
 
 }  // namespace
 
-BoundLayer::BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
-                       float alpha, float limit, const std::string& activations, const std::string& isa) {
+BoundExpertLayer::BoundExpertLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
+                                   const std::string& activation, float alpha, float limit,
+                                   const std::string& activations, const std::string& isa) {
     std::vector<ReadOnly> held;
     ExpertMatrices three[] = {parse_matrices(gate, "gate", held), parse_matrices(up, "up", held),
                               parse_matrices(down, "down", held)};
@@ -65,7 +69,8 @@ BoundLayer::BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tup
     layer_.emplace(std::move(three[0]), std::move(three[1]), std::move(three[2]), options, kernels);
 }
 
-void BoundLayer::forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const {
+void BoundExpertLayer::forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights,
+                               const Writable& out) const {
     const auto hidden = static_cast<int64_t>(layer_->hidden());
     require<float>(x, "hidden_states", {kAny, hidden});
     const auto tokens = static_cast<int64_t>(x.shape(0));
@@ -77,15 +82,15 @@ void BoundLayer::forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly&
                     data<float>(out));
 }
 
-std::vector<std::pair<uintptr_t, size_t>> BoundLayer::ranges(size_t expert) const {
+std::vector<std::pair<uintptr_t, size_t>> BoundExpertLayer::ranges(size_t expert) const {
     std::vector<std::pair<uintptr_t, size_t>> found;
     for (const auto& range : layer_->ranges(expert))
         found.emplace_back(reinterpret_cast<uintptr_t>(range.data()), range.size());
     return found;
 }
 
-std::vector<std::vector<uintptr_t>> BoundLayer::prefetch_lines(const std::vector<size_t>& experts, size_t most_bytes,
-                                                               uint64_t stop_after) const {
+std::vector<std::vector<uintptr_t>> BoundExpertLayer::prefetch_lines(const std::vector<size_t>& experts,
+                                                                     size_t most_bytes, uint64_t stop_after) const {
     std::atomic<uint64_t> asked = 0;
     std::vector<std::vector<uintptr_t>> found;
     for (const auto& lines : layer_->prefetch_lines(experts, most_bytes, [&] { return asked++ >= stop_after; })) {
@@ -121,18 +126,18 @@ void bind_weights(nb::module_& module) {
             return panel_count(rows) * panel_bytes(parse_quant(quant), columns);
         },
         nb::arg("quant"), nb::arg("rows"), nb::arg("columns"));
-    nb::class_<BoundLayer>(module, "ExpertLayer")
+    nb::class_<BoundExpertLayer>(module, "ExpertLayer")
         .def(nb::init<const nb::tuple&, const nb::tuple&, const nb::tuple&, const std::string&, float, float,
                       const std::string&, const std::string&>(),
              nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
              nb::arg("activations"), nb::arg("isa"))
-        .def("forward", &BoundLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
+        .def("forward", &BoundExpertLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
              nb::arg("top_k_weights"), nb::arg("out"))
-        .def("ranges", &BoundLayer::ranges, nb::arg("expert"))
-        .def("prefetch_lines", &BoundLayer::prefetch_lines, nb::arg("experts"), nb::arg("most_bytes"),
+        .def("ranges", &BoundExpertLayer::ranges, nb::arg("expert"))
+        .def("prefetch_lines", &BoundExpertLayer::prefetch_lines, nb::arg("experts"), nb::arg("most_bytes"),
              nb::arg("stop_after"))
-        .def_prop_ro("isa", [](const BoundLayer& bound) { return bound.layer().isa(); })
-        .def_prop_ro("bytes", [](const BoundLayer& bound) { return bound.layer().bytes(); });
+        .def_prop_ro("isa", [](const BoundExpertLayer& bound) { return bound.layer().isa(); })
+        .def_prop_ro("bytes", [](const BoundExpertLayer& bound) { return bound.layer().bytes(); });
     nb::class_<BoundLinear>(module, "Linear")
         .def(nb::init<const std::string&, size_t, size_t, const ReadOnly&, const std::optional<ReadOnly>&,
                       const std::string&, const std::string&>(),

@@ -1,4 +1,4 @@
-// Python's ExpertLayer and Linear: weights packed for the kernels.
+// Python's ExpertLayer and Linear: packed weights for the kernels.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,19 +14,19 @@
 
 namespace ktqueue {
 
-class BoundLayer {
+class BoundExpertLayer {
   public:
-    // Each matrix: (quant name, rows, columns, one uint8 array an expert, bias [experts, rows] float32 or None).
-    BoundLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
-               float alpha, float limit, const std::string& activations, const std::string& isa);
+    // Each matrix: (quant name, rows, columns, one uint8 array per expert, bias [experts, rows] float32 or None).
+    BoundExpertLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
+                     float alpha, float limit, const std::string& activations, const std::string& isa);
 
     void forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const;
 
     // (address, bytes) of an expert's packed memory, in order.
     std::vector<std::pair<uintptr_t, size_t>> ranges(size_t expert) const;
 
-    // For tests: addresses of the cache lines that each thread would fetch ahead, in order. `stop_after`: how often all
-    // threads together may ask whether to stop before the answer is yes.
+    // For tests: the addresses of the cache lines that each thread would prefetch, in order. `stop_after`: how many
+    // calls of stop(), over all threads, return false.
     std::vector<std::vector<uintptr_t>> prefetch_lines(const std::vector<size_t>& experts, size_t most_bytes,
                                                        uint64_t stop_after) const;
 
@@ -48,7 +48,5 @@ class BoundLinear {
   private:
     std::optional<Linear> linear_;
 };
-
-void bind_weights(nb::module_& module);
 
 }  // namespace ktqueue

@@ -14,15 +14,15 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kTokensAtOnce = 2048;    // bounds the workspace
+constexpr size_t kTokensAtOnce = 2048;    // limits the workspace
 constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
-constexpr size_t kTokensPerPass = 64;     // of one expert; bounds the buffers on a task's stack
-constexpr size_t kTileTokens = 256;       // the same where few panels leave room, for what is unpacked for tiles
-constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task makes whole slabs of mid
+constexpr size_t kTokensPerPass = 64;     // of one expert; limits the buffers on a task's stack
+constexpr size_t kTileTokens = 256;       // the same for tiles, if few panels leave room for it
+constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task produces whole slabs of mid
 constexpr size_t kPairRows = 2 * kPanelRows;
 constexpr size_t kMaxSlots = 64;  // experts of one token
 constexpr int64_t kNoExpert = -1;
-constexpr size_t kSkipped = SIZE_MAX;  // position of a pair without an expert
+constexpr size_t kSkipped = SIZE_MAX;  // position of a pair that has no expert
 
 void check(const ExpertMatrices& matrices, const char* name, size_t experts, size_t rows, size_t columns) {
     if (matrices.data.size() != experts || matrices.rows != rows || matrices.columns != columns)
@@ -47,7 +47,7 @@ struct ExpertLayer::Span {
     size_t size() const { return end - begin; }
 };
 
-// What an expert's rows look like, by how many there are.
+// The forms of an expert's rows, which depend on how many there are.
 struct ExpertLayer::Forms {
     RowForm gate, up, down;
     Forms(const ExpertLayer& layer, size_t tokens)
@@ -56,15 +56,16 @@ struct ExpertLayer::Forms {
           down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens, layer.down_unit_)) {}
 };
 
-// A *pair* is a (token, slot). Buffers only grow; `sorted` positions list the pairs that have an expert, expert by
+// A *pair* is a (token, slot). Buffers only grow. "Sorted" positions list the pairs that have an expert, expert by
 // expert, in order of pair.
 struct ExpertLayer::Workspace {
     std::mutex mutex;
     std::vector<size_t> starts;              // [experts + 1] first position of each expert
-    AlignedBuffer<size_t> position;          // [pairs] where a pair stands in sorted order, or kSkipped
+    AlignedBuffer<size_t> position;          // [pairs] index of the pair in sorted order, or kSkipped
     std::vector<Span> spans;                 // experts that have pairs
     std::vector<std::array<bool, 2>> tiled;  // [experts] whether gate, up run on tiles
-    // Prepared for gate (and up, if it wants the same) and for up, else: [tokens], and [pairs] for tiles, sorted.
+    // Rows prepared for gate (and for up, if its form is equal), and rows prepared for up if not: [tokens], and for
+    // tiles [pairs], sorted.
     AlignedBuffer<uint8_t> rows[2][2];  // [tiled][gate, up]
     AlignedBuffer<const void*> x[2];    // [gate, up][pairs] sorted
     AlignedBuffer<uint8_t> mid;         // [pairs] prepared for down, sorted
@@ -103,7 +104,7 @@ void ExpertLayer::pack() {
         }
     };
     // In the order of the nodes, so that a thread of the node that will read a page is the first to touch it. A dense
-    // model's layer is one expert: that too is work for all threads.
+    // model's layer is one expert, and packing it must occupy all threads too.
     const std::shared_ptr<ThreadPool> pool = shared_pool();
     const auto job = [&](const ExpertPanels& panels) {
         const size_t step = std::max<size_t>(2, panels.panels() * experts() / (8 * pool->threads()));
@@ -126,7 +127,8 @@ void ExpertLayer::pack() {
     });
     mid_unit_ = tile_unit(mid_bound);
     down_unit_ = tile_unit(down_bound);
-    for (ExpertMatrices* one : {&gate_, &up_, &down_}) std::fill(one->data.begin(), one->data.end(), nullptr);
+    for (ExpertMatrices* matrices : {&gate_, &up_, &down_})
+        std::fill(matrices->data.begin(), matrices->data.end(), nullptr);
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
@@ -137,11 +139,12 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
                                         " or -1 for none, got " + std::to_string(ids[pair]) + " for token " +
                                         std::to_string(pair / slots));
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
-    static Workspace& space = *new Workspace;  // one for all layers: only one runs at a time; never destroyed
+    static Workspace& space = *new Workspace;  // shared by all layers, since only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
-    for (size_t t = 0; t < tokens; t += kTokensAtOnce)
+    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
         forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
                      out + t * hidden(), space);
+    }
 }
 
 void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const {
@@ -158,12 +161,12 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
         space.position[pair] = ids[pair] == kNoExpert ? kSkipped : space.starts[static_cast<size_t>(ids[pair])]++;
 }
 
-// Rows for gate and up. One a token, shared by its slots; for tiles one a pair, side by side.
+// Prepares rows for gate and up: one per token, shared by its slots; for tiles one per pair, adjacent.
 void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots,
                                Workspace& space) const {
     struct Rows {
         RowForm form;
-        size_t bytes, source;  // whose buffer has them: gate's, if up wants the same
+        size_t bytes, source;  // which buffer holds them: gate's, if up needs the same form
         bool wanted;
     };
     const Forms few(*this, 1), many(*this, SIZE_MAX);
@@ -175,7 +178,7 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     space.tiled.assign(experts(), {});
     for (const Span& span : space.spans) {
         const Forms forms(*this, span.size());
-        space.tiled[span.expert] = {in_order(forms.gate), in_order(forms.up)};
+        space.tiled[span.expert] = {at_constant_distance(forms.gate), at_constant_distance(forms.up)};
         for (size_t side : {0, 1}) {
             Rows(&same)[2] = all[space.tiled[span.expert][side]];
             same[same[side].source].wanted = true;
@@ -188,31 +191,33 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     for (auto& pointers : space.x) pointers.grow(tokens * slots);
     auto prepare = [&](size_t t) {
         const float* row = x + t * hidden();
-        const uint8_t* made[2] = {};  // for tiles
+        const uint8_t* made[2] = {};  // prepared rows for tiles of this token
         const size_t* positions = space.position.data() + t * slots;
-        if (std::all_of(positions, positions + slots, [](size_t at) { return at == kSkipped; })) return;
+        if (std::all_of(positions, positions + slots, [](size_t position) { return position == kSkipped; })) return;
         for (size_t side : {0, 1}) {
-            const Rows& one = all[0][side];
-            if (one.wanted) prepare_row(kernels_, one.form, row, hidden(), space.rows[0][side].data() + t * one.bytes);
+            const Rows& prepared = all[0][side];
+            if (prepared.wanted)
+                prepare_row(kernels_, prepared.form, row, hidden(), space.rows[0][side].data() + t * prepared.bytes);
         }
         for (size_t slot = 0; slot < slots; ++slot) {
-            const size_t at = positions[slot];
-            if (at == kSkipped) continue;
+            const size_t position = positions[slot];
+            if (position == kSkipped) continue;
             const auto tiled = space.tiled[static_cast<size_t>(ids[t * slots + slot])];
             for (size_t side : {0, 1}) {
-                const Rows& one = all[1][side];
-                if (!one.wanted || !(tiled[0] || tiled[1])) continue;
-                uint8_t* out = space.rows[1][side].data() + at * one.bytes;
+                const Rows& prepared = all[1][side];
+                if (!prepared.wanted || !(tiled[0] || tiled[1])) continue;
+                uint8_t* out = space.rows[1][side].data() + position * prepared.bytes;
                 if (made[side]) {
-                    std::memcpy(out, made[side], prepared_bytes(one.form, hidden()));
+                    std::memcpy(out, made[side], prepared_bytes(prepared.form, hidden()));
                 } else {
-                    prepare_row(kernels_, one.form, row, hidden(), out);
+                    prepare_row(kernels_, prepared.form, row, hidden(), out);
                     made[side] = out;
                 }
             }
             for (size_t side : {0, 1}) {
-                const Rows& one = all[tiled[side]][side];
-                space.x[side][at] = space.rows[tiled[side]][one.source].data() + (tiled[side] ? at : t) * one.bytes;
+                const Rows& prepared = all[tiled[side]][side];
+                space.x[side][position] =
+                    space.rows[tiled[side]][prepared.source].data() + (tiled[side] ? position : t) * prepared.bytes;
             }
         }
     };
@@ -223,10 +228,10 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     }
 }
 
-// What forward() has the pool do for `spans` experts, and prefetch() expects it to.
+// The jobs that forward() gives to the pool for `spans` experts. prefetch() relies on the same division.
 ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool tiles) const {
     const size_t slices = 16 * pool.threads();
-    // What tiles leave of a task's time is mostly its beginning.
+    // With tiles, most of a task's time is its start, so tasks are larger.
     const size_t task_bytes = tiles ? 2 * kTaskBytes : kTaskBytes;
     const auto job = [&](const ExpertPanels& panels, size_t most) {
         const size_t bytes = panels.panel_bytes();
@@ -241,17 +246,18 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, ids, tokens, slots, space);
-    space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // not a multiple of 4 KB: see row_distance()
+    space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // pairs that have an expert
     space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
     for (const Span& span : space.spans)
         space.mid_bytes = std::max(space.mid_bytes, row_distance(Forms(*this, span.size()).down, intermediate()));
     space.mid.grow(pairs * space.mid_bytes);
     space.mid_x.grow(pairs);
     space.partial.grow(pairs * space.partial_stride);
-    for (size_t at = 0; at < pairs; ++at) space.mid_x[at] = space.mid.data() + at * space.mid_bytes;
+    for (size_t position = 0; position < pairs; ++position)
+        space.mid_x[position] = space.mid.data() + position * space.mid_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
-    const bool tiles = std::ranges::any_of(space.tiled, [](const auto& one) { return one[0] || one[1]; });
+    const bool tiles = std::ranges::any_of(space.tiled, [](const auto& tiled) { return tiled[0] || tiled[1]; });
     const Jobs both = jobs(*pool, space.spans.size(), tiles);
     pool->for_each(both.mid.tasks(), [&](size_t task) {
         const auto [span, first, last] = both.mid.block(task);
@@ -269,7 +275,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     }
 }
 
-// Panels first..last-1 of gate and up, and what they make of mid, ready for down.
+// Multiplies panels first..last-1 of gate and up, applies the activation, and prepares the result for down.
 void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
     const size_t pair_bytes = mid_panels_.panel_bytes(), panels = last - first, stride = panels * kPairRows;
@@ -283,7 +289,7 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
     const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
     const bool shuffled = forms.gate.kind == RowForm::Kind::Shuffled || forms.up.kind == RowForm::Kind::Shuffled;
     const size_t room = std::min(kTileTokens, kTokensPerPass * kMaxTaskPanels / panels);
-    const size_t at_once = even_parts(span.size(), shuffled ? room : kTokensPerPass);
+    const size_t at_once = part_size(span.size(), shuffled ? room : kTokensPerPass);
     for (size_t begin = span.begin; begin < span.end; begin += at_once) {
         const size_t tokens = std::min(at_once, span.end - begin);
         if (together) {
@@ -307,7 +313,7 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
                     up_.bias[span.expert * intermediate() + column + r];
         }
         const auto activation = static_cast<size_t>(options_.activation);
-        // This task's columns of the rows.
+        // Only this task's columns of the rows are written.
         uint8_t* out = const_cast<uint8_t*>(space.mid.data()) + begin * space.mid_bytes;
         const bool tiles = forms.down.kind == RowForm::Kind::Shuffled;
         if (tiles || forms.down.kind == RowForm::Kind::Slabs) {
@@ -327,7 +333,8 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
 void ExpertLayer::down(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
     const size_t stride = space.partial_stride, row = first * kPanelRows;
-    float* y = const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // this task's columns of it
+    float* y =
+        const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // only this task's columns are written
     const uint8_t* weights = hidden_panels_.range(span.expert, first, last).data();
     panel_kernel(kernels_, down_.quant,
                  forms.down)({weights, last - first, hidden_panels_.panel_bytes(), intermediate(),
@@ -338,7 +345,7 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
         for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-// out = the sum over pairs first..last-1, which belong to one token.
+// out = the weighted sum over pairs first..last-1, which are those of one token.
 void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* out, const Workspace& space) const {
     const float* terms[kMaxSlots];
     float factors[kMaxSlots];

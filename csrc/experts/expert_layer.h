@@ -1,6 +1,5 @@
-// The routed experts of one layer: out[t] = sum over slots of weight * expert(x[t]), where
-// expert(x) = down(activation(gate(x)) * up(x)). Weights are packed when the layer is made.
-// Knows nothing of Python or of how tokens were routed.
+// The routed experts of one layer: out[t] = sum over slots of weight * expert(x[t]), where expert(x) =
+// down(activation(gate(x)) * up(x)). Weights are packed by the constructor. Knows no Python and no routing.
 #pragma once
 
 #include <functional>
@@ -36,24 +35,25 @@ class ExpertLayer {
     ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
                 const KernelTable& kernels);
 
-    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. An id of -1 is no expert: its slot adds nothing, and a
-    // token with no other id gets zeros. Throws std::invalid_argument, before anything is written, if an id is not in
-    // -1..experts-1 or there are more than 64 slots. Results do not depend on the number of threads or, but for
-    // whether an expert has rows enough for tiles (see kernels/kernel_table.h), on the other tokens.
+    // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. An id of -1 means no expert: the slot adds nothing, and
+    // a token with only such slots gets zeros. Throws std::invalid_argument, before anything is written, if an id is
+    // not in -1..experts-1 or there are more than 64 slots. A token's result does not depend on the number of threads.
+    // It depends on the other tokens only by whether an expert has enough rows for tiles (see kernels/kernel_table.h).
     void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
                  float* out) const;
 
-    // Fetches into the caches what forward() would read first for few tokens that use `experts`, rising: each thread what
-    // it would read itself, at most `most_bytes`, until `stop()`, which all threads ask all the time.
+    // Fetches into the caches the weights that forward() would read first for few tokens that use `experts` (rising).
+    // Each thread fetches what it would read itself, at most `most_bytes`, until `stop()` returns true; all threads
+    // call it often.
     void prefetch(std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop) const;
 
-    // For tests: of each thread the cache lines that prefetch() would fetch, in order. Fetches none.
+    // For tests: the cache lines that prefetch() would fetch, in order, for each thread. Fetches nothing.
     std::vector<std::vector<const uint8_t*>> prefetch_lines(std::span<const size_t> experts, size_t most_bytes,
                                                             const std::function<bool()>& stop) const;
 
     // The packed memory of one expert, in order: (panel p of gate, panel p of up) for every p, then every panel of
-    // down, each as formats/panel_layout.h says. Two ranges, or more where panels are divided among NUMA nodes; they last as
-    // long as the layer. Throws std::invalid_argument.
+    // down, in the layout of formats/panel_layout.h. Two ranges, or more if panels are divided among NUMA nodes; valid
+    // as long as the layer. Throws std::invalid_argument if there is no such expert.
     std::vector<std::span<const uint8_t>> ranges(size_t expert) const;
 
     size_t experts() const { return gate_.data.size(); }
@@ -87,9 +87,9 @@ class ExpertLayer {
     ExpertOptions options_;
     const KernelTable& kernels_;
     size_t gate_panel_, up_panel_;  // bytes
-    float mid_unit_, down_unit_;    // tile_unit() of gate and up, of down
-    ExpertPanels mid_panels_;       // over the intermediate size: each a panel of gate, then one of up
-    ExpertPanels hidden_panels_;    // over the hidden size: of down
+    float mid_unit_, down_unit_;    // tile_unit() of gate and up together, and of down
+    ExpertPanels mid_panels_;       // along the intermediate size: each a panel of gate, then one of up
+    ExpertPanels hidden_panels_;    // along the hidden size: panels of down
 };
 
 }  // namespace ktqueue

@@ -1,4 +1,4 @@
-// Where the weights of single experts lie, and how they get into the caches before they are used.
+// Where the weights of single experts are in memory, and how they are fetched into the caches before use.
 #include <stdexcept>
 #include <string>
 
@@ -10,7 +10,7 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kFetchedAtOnce = 2048;  // bytes that a thread asks for between two questions whether to stop
+constexpr size_t kFetchedAtOnce = 2048;  // bytes that a thread fetches between two calls of stop()
 
 }  // namespace
 
@@ -30,8 +30,8 @@ std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
     return found;
 }
 
-// Calls fetch(thread, line) for each cache line that prefetch() fetches, so that tests see the very walk that it makes: of
-// each thread its share of the tasks that forward() has, in the order in which it will read them.
+// Calls fetch(thread, line) for each cache line that prefetch() fetches, so that tests can check the order. Each thread
+// walks its share of forward()'s tasks in the order in which it will read them.
 template <class Fetch>
 void ExpertLayer::walk(ThreadPool& pool, std::span<const size_t> experts, size_t most_bytes,
                        const std::function<bool()>& stop, const Fetch& fetch) const {
@@ -43,9 +43,9 @@ void ExpertLayer::walk(ThreadPool& pool, std::span<const size_t> experts, size_t
             for (size_t task = begin; task < end; ++task) {
                 const auto [span, first, last] = job->block(task);
                 const std::span<const uint8_t> block = job->panels.range(experts[span], first, last);
-                for (size_t at = 0; at < block.size(); at += kCacheLine, left -= kCacheLine) {
+                for (size_t offset = 0; offset < block.size(); offset += kCacheLine, left -= kCacheLine) {
                     if (left % kFetchedAtOnce == 0 && (left == 0 || stop())) return;
-                    fetch(thread, block.data() + at);
+                    fetch(thread, block.data() + offset);
                 }
             }
         }

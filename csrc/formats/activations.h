@@ -1,4 +1,4 @@
-// Activations as the kernels for block formats want them: int8 with a scale for each 32, prepared once for each row.
+// Activations in the form that kernels of block formats need: int8 with a scale per 32 columns, prepared once per row.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace ktqueue {
 
-// 32 columns of one row: x[i] = scale * q[i] up to rounding, scale = max |x| / 127. A slab with an infinity or a NaN
-// has the scale NaN, which poisons that row's results and no other's.
+// 32 columns of one row: x[i] = scale * q[i] up to rounding, scale = max |x| / 127. A slab that contains an infinity or
+// a NaN has the scale NaN. That spoils the results of this row and no other.
 struct ActivationSlab {
     int8_t q[kSlab];
     float scale;
-    // What makes unsigned codes signed, by half slab (both the same sum for formats with one scale a slab: see
-    // `ActivationKind`): an integer -offset * sum(q), or the float sum of x for formats with minimums. For `words` that
-    // integer twice, in the upper 16 bits too.
+    // What makes unsigned codes signed, by half slab (both equal for formats with one scale per slab, see
+    // `ActivationKind`): the integer -offset * sum(q) or, for formats with minimums, the float sum of x. With `words`
+    // that integer is also in the upper 16 bits.
     union {
         int32_t correction[2];
         float total[2];
@@ -24,11 +24,11 @@ struct ActivationSlab {
 };
 static_assert(sizeof(ActivationSlab) == 48);
 
-// Which corrections a weight format needs. Formats of one kind share prepared rows.
+// The corrections that a weight format needs. Formats of one kind share prepared rows.
 struct ActivationKind {
-    int32_t offset;  // of the codes; 0: the format has minimums instead
-    bool halves;     // corrections for each half slab instead of the whole one (then both are that of the whole)
-    bool words;      // minimums meet the correction itself, beside the products: see `WordFactors`
+    int32_t offset;  // added to the codes; 0: the format has minimums instead
+    bool halves;     // a correction for each half slab; else both are that of the whole slab
+    bool words;      // one multiplication applies scales and minimums: see `WordFactors`
 
     bool operator==(const ActivationKind&) const = default;
 };

@@ -1,4 +1,4 @@
-// A buffer that begins on a cache line, so that no full-width load of a row that does too is split; it only grows.
+// A buffer that starts on a cache line and only grows. No full-width load of an aligned row crosses a line.
 #pragma once
 
 #include <cstddef>

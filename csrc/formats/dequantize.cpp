@@ -1,12 +1,12 @@
-// GGUF blocks to floats, in plain C++. Layouts: formats/quant_format.h.
+// Converts GGUF blocks to floats, in plain C++. Layouts: formats/quant_format.h.
 //
-// A decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, values) which
-// gives the 32 weights of a group. Products are taken from left to right as in formats/quant_format.h, so that the values are
-// those of the `gguf` package bit for bit.
+// A decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, values), which
+// writes the 32 weights of a group. Products are computed from left to right as in formats/quant_format.h, so the
+// values equal those of the `gguf` package bit for bit.
 #include <cstring>
 
 #include "formats/half.h"
-#include "kernels/kernel_table.h"
+#include "formats/quant_format.h"
 
 namespace ktqueue {
 
@@ -203,7 +203,7 @@ void dequantize(const uint8_t* data, size_t count, float* target) {
         const Decoder decoder(data);
         for (size_t g = 0; g < Decoder::kBlock / kGroup; ++g, target += kGroup) decoder.decode(g, target);
     }
-    if (count) {  // only of formats whose weights have whole bytes
+    if (count) {  // only float formats, whose weights are whole bytes
         uint8_t padded[Decoder::kBytes] = {};
         std::memcpy(padded, data, count * (Decoder::kBytes / Decoder::kBlock));
         float values[Decoder::kBlock];

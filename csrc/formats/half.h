@@ -1,4 +1,4 @@
-// IEEE binary16 in plain C++. Internal linkage, so that units of different instruction sets share nothing.
+// IEEE binary16 in plain C++. Internal linkage, so that translation units of different instruction sets share nothing.
 #pragma once
 
 #include <cstdint>

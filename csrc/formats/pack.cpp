@@ -1,4 +1,4 @@
-// Rows of GGUF blocks to panels: each row's codes are spelt out a superblock at a time, then dealt to the planes.
+// Converts rows of GGUF blocks to panels: reads one superblock of a row as plain codes, then writes them to the planes.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ bool finite_half(const uint8_t* half) {
     return (half[1] & 0x7c) != 0x7c;
 }
 
-// One superblock of one row: `slabs` * 32 codes, and scales as formats/panel_layout.h wants them.
+// One superblock of one row: `slabs` * 32 codes, and scales as formats/panel_layout.h stores them.
 struct RowBlock {
     uint8_t codes[kSuperblock];
     uint8_t scales[32];  // up to two bytes a slab
@@ -31,7 +31,7 @@ void low_then_high(const uint8_t* q, size_t count, uint8_t* codes) {
     }
 }
 
-// Formats whose own block is a slab: a scale of `scale_bytes` bytes, then codes.
+// Formats whose own block is a slab: a scale of `ScaleBytes` bytes, then codes.
 template <size_t ScaleBytes>
 void read_slabs(const uint8_t* source, size_t slabs, RowBlock& out) {
     constexpr size_t kBytes = ScaleBytes + 16;
@@ -123,7 +123,7 @@ void read_q2_k(const uint8_t* source, RowBlock& out) {
     std::memcpy(out.dmin, source + 82, 2);
 }
 
-// Throws where the row's superblock has a scale that is not finite.
+// Reads one superblock of a row.
 void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out) {
     switch (quant) {
         case Quant::Q4_0:
@@ -180,8 +180,8 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
     }
 }
 
-// A number that neither weights nor the parts that they are computed from exceed in size. Scales are taken as large as
-// their bits allow; the largest of a superblock nearly is.
+// An upper bound of the magnitude of weights and of the terms they are computed from. Scales count as large as their
+// bits allow, which the largest scale of a superblock nearly is.
 float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
     const float d = std::fabs(half_to_float(block.d)), dmin = std::fabs(half_to_float(block.dmin));
     const auto slab_bound = [&](float code) {
@@ -222,8 +222,8 @@ void put(uint8_t* target, uint32_t value) {
     std::memcpy(target, &value, 4);
 }
 
-// The planes of row r: four codes, which are four columns of one line, are one word.
-void deal_nibbles(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
+// The planes of row r. Four codes, which are four columns of one line, are one word.
+void write_nibbles(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     for (size_t i = 0; i < slabs * 4; ++i) {
         const uint32_t even = word(row.codes + 8 * i) & 0x0f0f0f0fu, odd = word(row.codes + 8 * i + 4) & 0x0f0f0f0fu;
         put(plane + 64 * i + 4 * r, even | odd << 4);
@@ -231,7 +231,7 @@ void deal_nibbles(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
 }
 
 template <int Shift>
-void deal_pairs(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
+void write_pairs(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     for (size_t i = 0; i < slabs * 2; ++i) {
         uint32_t all = 0;
         for (size_t k = 0; k < 4; ++k) all |= (word(row.codes + 16 * i + 4 * k) >> Shift & 0x03030303u) << (2 * k);
@@ -240,7 +240,7 @@ void deal_pairs(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
 }
 
 template <int Shift>
-void deal_bits(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
+void write_bits(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     for (size_t line = 0; line < slabs * 8; ++line) {
         const uint32_t bits = word(row.codes + 4 * line) >> Shift & 0x01010101u;
         const uint32_t four = (bits * 0x01020408u) >> 24;  // the bit of byte i becomes bit i
@@ -248,62 +248,62 @@ void deal_bits(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     }
 }
 
-void deal_bytes(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
+void write_bytes(const RowBlock& row, size_t slabs, size_t r, uint8_t* plane) {
     for (size_t line = 0; line < slabs * 8; ++line) put(plane + 64 * line + 4 * r, word(row.codes + 4 * line));
 }
 
-// `count` entries of `bytes` bytes each: entry i of row r.
-uint8_t* deal_scales(const uint8_t* entries, size_t count, size_t bytes, size_t r, uint8_t* target) {
+// Writes `count` entries of `bytes` bytes each: entry i of row r.
+uint8_t* write_scales(const uint8_t* entries, size_t count, size_t bytes, size_t r, uint8_t* target) {
     for (size_t i = 0; i < count; ++i) std::memcpy(target + (i * kPanelRows + r) * bytes, entries + i * bytes, bytes);
     return target + count * kPanelRows * bytes;
 }
 
-void deal(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint8_t* out) {
+void write_planes(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint8_t* out) {
     const auto nibbles = [&] {
-        deal_nibbles(row, slabs, r, out);
+        write_nibbles(row, slabs, r, out);
         return out + 256 * slabs;
     };
-    const auto once = [&](uint8_t* at, const uint8_t* half) { return deal_scales(half, 1, 2, r, at); };
-    uint8_t* at = out;
+    const auto write_half = [&](uint8_t* target, const uint8_t* half) { return write_scales(half, 1, 2, r, target); };
+    uint8_t* target = out;
     switch (quant) {
         case Quant::Q8_0:
-            deal_bytes(row, slabs, r, out);
-            deal_scales(row.scales, slabs, 2, r, out + 512 * slabs);
+            write_bytes(row, slabs, r, out);
+            write_scales(row.scales, slabs, 2, r, out + 512 * slabs);
             break;
         case Quant::Q4_0:
         case Quant::IQ4_NL:
-            deal_scales(row.scales, slabs, 2, r, nibbles());
+            write_scales(row.scales, slabs, 2, r, nibbles());
             break;
         case Quant::MXFP4:
-            deal_scales(row.scales, slabs, 1, r, nibbles());
+            write_scales(row.scales, slabs, 1, r, nibbles());
             break;
         case Quant::IQ4_XS:
-            once(deal_scales(row.scales, slabs, 1, r, nibbles()), row.d);
+            write_half(write_scales(row.scales, slabs, 1, r, nibbles()), row.d);
             break;
         case Quant::Q4_K:
         case Quant::Q5_K:
-            at = nibbles();
+            target = nibbles();
             if (quant == Quant::Q5_K) {
-                deal_bits<4>(row, slabs, r, at);
-                at += 64 * slabs;
+                write_bits<4>(row, slabs, r, target);
+                target += 64 * slabs;
             }
-            at = deal_scales(row.scales, slabs, 1, r, at);
-            at = deal_scales(row.minimums, slabs, 1, r, at);
-            once(once(at, row.d), row.dmin);
+            target = write_scales(row.scales, slabs, 1, r, target);
+            target = write_scales(row.minimums, slabs, 1, r, target);
+            write_half(write_half(target, row.d), row.dmin);
             break;
         case Quant::Q6_K:
-            at = nibbles();
-            deal_pairs<4>(row, slabs, r, at);
-            once(deal_scales(row.scales, 2 * slabs, 1, r, at + 128 * slabs), row.d);
+            target = nibbles();
+            write_pairs<4>(row, slabs, r, target);
+            write_half(write_scales(row.scales, 2 * slabs, 1, r, target + 128 * slabs), row.d);
             break;
         case Quant::Q3_K:
-            deal_pairs<0>(row, slabs, r, out);
-            deal_bits<2>(row, slabs, r, out + 128 * slabs);
-            once(deal_scales(row.scales, 2 * slabs, 1, r, out + 192 * slabs), row.d);
+            write_pairs<0>(row, slabs, r, out);
+            write_bits<2>(row, slabs, r, out + 128 * slabs);
+            write_half(write_scales(row.scales, 2 * slabs, 1, r, out + 192 * slabs), row.d);
             break;
         case Quant::Q2_K:
-            deal_pairs<0>(row, slabs, r, out);
-            once(once(deal_scales(row.scales, 2 * slabs, 1, r, out + 128 * slabs), row.d), row.dmin);
+            write_pairs<0>(row, slabs, r, out);
+            write_half(write_half(write_scales(row.scales, 2 * slabs, 1, r, out + 128 * slabs), row.d), row.dmin);
             break;
         default:
             break;
@@ -337,7 +337,7 @@ bool pack_blocks(Quant quant, const uint8_t* row, size_t columns, size_t r, uint
         read_block(quant, row + c / format.block_weights * format.block_bytes, slabs, block);
         finite = finite && block_is_finite(quant, block, slabs);
         most = std::max(most, block_bound(quant, block, slabs));
-        deal(quant, block, slabs, r, out);
+        write_planes(quant, block, slabs, r, out);
     }
     return finite;
 }

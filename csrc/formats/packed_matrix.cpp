@@ -16,12 +16,12 @@ constexpr size_t kMostWeights = size_t{1} << 48;
 
 }  // namespace
 
-// Large pages are for what fills them, and for the rest if it nearly fills one more: 2.1 MB are not to take 4.
+// Uses large pages for what fills them, and for the rest if it nearly fills one more: 2.1 MB must not take 4.
 Arena::Arena(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes + 64, 4096)) {
     const size_t filled = bytes / kHugePage * kHugePage, next = round_up(bytes, kHugePage);
     const size_t huge = next - bytes <= bytes / 16 ? next : filled;
     mapped_ = std::max(mapped_, huge);
-    const size_t slack = huge > 0 ? kHugePage : 0;  // to find an aligned place in
+    const size_t slack = huge > 0 ? kHugePage : 0;  // room to find an aligned address
     void* memory = mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<uint8_t*>(memory);
@@ -30,7 +30,8 @@ Arena::Arena(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes + 64, 4096)) 
     if (before > 0) munmap(data_, before);
     data_ += before;
     if (slack > before) munmap(data_ + mapped_, slack - before);
-    // 4 KB pages cost 13 to 32 % of the read bandwidth. A system without large ones says no, and all still works.
+    // 4 KB pages cost 13 to 32 % of the read bandwidth. On a system without large pages the call fails, which is
+    // harmless.
     (void)madvise(data_, huge, MADV_HUGEPAGE);
 }
 

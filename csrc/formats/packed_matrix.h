@@ -1,4 +1,4 @@
-// Memory for packed weights, and how rows of a GGUF file become panels. Knows no arithmetic.
+// Memory for packed weights, and the conversion of GGUF rows to panels. Knows no arithmetic.
 #pragma once
 
 #include <atomic>
@@ -7,8 +7,8 @@
 
 namespace ktqueue {
 
-// Zeroed memory, 64-byte aligned, in 2 MB pages where it fills them and the system has them; of its size to 1/16 or 4
-// KB. Throws std::bad_alloc.
+// Zeroed memory, aligned to 64 bytes, in 2 MB pages if it fills them and the system has them. Takes at most 1/16 or 4
+// KB more than its size. Throws std::bad_alloc.
 class Arena {
   public:
     explicit Arena(size_t bytes);
@@ -25,28 +25,28 @@ class Arena {
     uint8_t* data_;
 };
 
-// A matrix as it lies in a GGUF file.
+// A matrix as a GGUF file stores it.
 struct StoredMatrix {
     Quant quant;
     size_t rows, columns;
     const uint8_t* data;  // rows * row_bytes(quant, columns) bytes, any alignment
 };
 
-// Makes `most` at least `value`.
+// Raises `most` to at least `value`.
 inline void raise(std::atomic<float>& most, float value) {
     float before = most.load(std::memory_order_relaxed);
     while (before < value && !most.compare_exchange_weak(before, value, std::memory_order_relaxed)) {
     }
 }
 
-// Bytes of a matrix as it lies in a GGUF file. Throws std::invalid_argument unless `columns` is a positive multiple of
-// the block, and for more than 2^48 weights, so that no size computed from these wraps round.
+// Bytes of a matrix in a GGUF file. Throws std::invalid_argument unless `columns` is a positive multiple of the block,
+// and for more than 2^48 weights, so that no size computed from these overflows.
 size_t matrix_bytes(Quant quant, size_t rows, size_t columns);
 
-// Packs rows 16 * panel .. of `matrix` (zeros beyond its end) to panel_bytes() bytes at `out`.
-// Returns a number that no weight of a block format in the panel exceeds in size, nor what it is computed from, code
-// times scale and minimum; 0 for floats.
-// Throws std::invalid_argument naming the row where a scale, or a weight that is a float, is not finite.
+// Packs the 16 rows of `panel` (zeros beyond the last row of `matrix`) to panel_bytes() bytes at `out`.
+// Returns an upper bound of the magnitude of the panel's weights and of their two terms, code times scale and minimum;
+// 0 for float formats.
+// Throws std::invalid_argument that names the row if a scale, or a weight of a float format, is not finite.
 float pack_panel(const StoredMatrix& matrix, size_t panel, uint8_t* out);
 
 }  // namespace ktqueue

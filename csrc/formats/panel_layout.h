@@ -39,7 +39,7 @@ namespace ktqueue {
 inline constexpr size_t kPanelRows = 16;
 inline constexpr size_t kSlab = kGroup;  // columns
 inline constexpr size_t kSuperblock = 256;
-inline constexpr size_t kSlabs = kSuperblock / kSlab;  // of a whole superblock
+inline constexpr size_t kSlabs = kSuperblock / kSlab;  // slabs of a whole superblock
 
 constexpr size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -49,7 +49,7 @@ constexpr bool is_float(Quant quant) {
     return quant == Quant::F32 || quant == Quant::F16 || quant == Quant::BF16;
 }
 
-// Bytes of the planes and scales of one slab, without what a superblock stores once.
+// Bytes of the planes and scales of one slab, without the part that a superblock stores once.
 constexpr size_t slab_bytes(Quant quant) {
     switch (quant) {
         case Quant::F32:
@@ -80,7 +80,7 @@ constexpr size_t slab_bytes(Quant quant) {
     return 0;
 }
 
-// Bytes of what a superblock stores once: d, and dmin.
+// Bytes of the part that a superblock stores once: d and dmin.
 constexpr size_t superblock_extra(Quant quant) {
     switch (quant) {
         case Quant::Q4_K:

@@ -1,4 +1,4 @@
-// The weight formats: names, block sizes, and the memory layout of each block. Knows no kernel.
+// The weight formats: names, block sizes, and the memory layout of each block. Knows no packed layout.
 //
 // Layouts are those of GGUF files (little endian, packed). A *group* is 32 consecutive weights of a row, the unit in
 // which kernels decode. `half` is an IEEE binary16. Sources: the GGUF specification and the `gguf` Python package.
@@ -49,7 +49,7 @@ enum class Quant : uint8_t { F32, F16, BF16, Q4_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K,
 inline constexpr size_t kQuantCount = 13;
 inline constexpr size_t kGroup = 32;  // weights
 
-// What the nibbles of IQ4_NL and IQ4_XS stand for, and those of MXFP4 (twice the E2M1 values; the second 0 is -0 there).
+// The values of nibbles: of IQ4_NL and IQ4_XS, and of MXFP4 (twice the E2M1 values; the second 0 is -0 there).
 inline constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr int8_t kMXFP4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -61,11 +61,15 @@ struct QuantFormat {
 
 const QuantFormat& quant_format(Quant quant);
 
-// Throws std::invalid_argument that lists the known names.
+// Throws std::invalid_argument with a list of the known names.
 Quant parse_quant(std::string_view name);
 
 // Bytes of a row of `columns` weights. Throws std::invalid_argument unless `columns` is a positive multiple of the
 // block.
 size_t row_bytes(Quant quant, size_t columns);
+
+// Converts `count` weights (a multiple of the block) to floats. Portable C++, for every format.
+using DequantizeKernel = void (*)(const uint8_t* data, size_t count, float* target);
+DequantizeKernel dequantize_kernel(Quant quant);
 
 }  // namespace ktqueue

@@ -9,7 +9,7 @@ namespace ktqueue {
 
 namespace {
 
-// Half of the second-level cache; the other half has rows, sums and what else threads need.
+// Half of the second-level cache per thread. The other half holds rows, sums and other data.
 size_t bytes_a_thread() {
     constexpr long kUnknown = 1 << 20;
     const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);

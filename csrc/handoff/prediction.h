@@ -1,6 +1,5 @@
-// Which experts a layer will probably use, known while the layer before it is computed: their weights can be on their
-// way from memory while nobody has work for the CPU. A wrong guess costs nothing but that time. Knows neither slots nor
-// words of a hand-off.
+// Fetches the experts that a layer will probably use, while the layer before it is being computed and the CPU has no
+// other work. A wrong prediction costs only that time. Knows neither slots nor words of a hand-off.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +12,16 @@ namespace ktqueue {
 
 class Prediction {
   public:
-    // Fetches what `layer` would read first for ids [pairs], until `stop()` or until the caches have enough. Somebody may
-    // be writing ids: whatever they are meanwhile, those that are no expert are passed over.
+    // Fetches what `layer` would read first for ids [pairs], until `stop()` returns true or the caches are full. The
+    // ids may be written meanwhile: ids that are no expert are ignored.
     void fetch(const ExpertLayer& layer, const int64_t* ids, size_t pairs, const std::function<bool()>& stop);
 
     struct Score {
-        uint64_t predicted, used;  // experts of the last prediction, and how many of them were then used
+        uint64_t predicted, used;  // experts of the last prediction, and how many of them were used
     };
 
-    // Of the last prediction, if it was for `layer`, with used [experts]: what the layer was then given. Forgets it.
+    // Compares the last prediction, if it was for `layer`, with used [experts], the experts that the layer did use.
+    // Forgets the prediction.
     Score score(const ExpertLayer& layer, const std::vector<uint8_t>& used);
 
   private:

@@ -1,24 +1,21 @@
-// The kernels for AMX: those of AVX-512, and tiles where many rows share weights. Compiled with the flags of AVX-512, so
-// nothing compiled here may be shared with other files.
+// Kernels for AMX: those of AVX-512, plus tiles for weights that many rows share. Compiled with the flags of AVX-512,
+// so nothing compiled here may be shared with other files.
 #include "isa/cpu_features.h"
+#include "isa/ladder.h"
 #include "isa/lanes_avx512.h"
 #include "isa/vector_avx512.h"
-#include "kernels/kernel_table.h"
-// What is written in lanes and vectors comes after them.
-#include "kernels/tile_rows.h"
-// Uses the rows.
-#include "isa/half_avx512.h"
+// Kernels are written with the lanes and vectors above, so they follow.
 #include "isa/tiles_amx.h"
-#include "kernels/block_tiles.h"
+#include "kernels/tile_kernels.h"
 
 namespace ktqueue {
 
 namespace {
 
-// BF16: half a tile of tokens takes as long as a whole one, and still, measured on an Emerald Rapids, 3.4 times as fast as
-// the float kernel (twice where weights come from memory); 16 tokens 6 times, 32 and more 7 to 8 times.
+// From this many BF16 rows on, tiles are used. On an Emerald Rapids, half a tile of tokens (8) was 3.4 times as fast as
+// the float kernel (2 times with weights from memory); 16 tokens 6 times; 32 and more 7 to 8 times.
 constexpr size_t kTokens = 8;
-// Of block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
+// The same for block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
 constexpr size_t kBlockFormatTokens[kQuantCount] = {0, 0, 0, 48, 96, 24, 24, 24, 24, 32, 32, 32, 24};
 
 }  // namespace

@@ -1,8 +1,9 @@
-// The kernels for AVX-512 (F, BW, DQ, VL, VNNI). Compiled with those flags, so nothing compiled here may be shared with other
-// files.
+// Kernels for AVX-512 (F, BW, DQ, VL, VNNI). Compiled with those flags, so nothing compiled here may be shared with
+// other files.
 #include "isa/lanes_avx512.h"
 #include "isa/vector_avx512.h"
-// The table is built of the lanes and vectors above.
+// Builds the table from the lanes and vectors above.
+#include "isa/ladder.h"
 #include "isa/table.h"
 
 namespace ktqueue {

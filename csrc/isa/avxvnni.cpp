@@ -1,10 +1,11 @@
-// The kernels for AVX2, FMA, F16C and AVX-VNNI. Compiled with those flags, so nothing compiled here may be shared with other
-// files.
+// Kernels for AVX2, FMA, F16C and AVX-VNNI. Compiled with those flags, so nothing compiled here may be shared with
+// other files.
 #include "isa/lanes_avx2.h"
 #include "isa/vector_avx2.h"
 // Needs the vectors above.
 #include "isa/vector_wide8.h"
-// The table is built of the lanes and vectors above.
+// Builds the table from the lanes and vectors above.
+#include "isa/ladder.h"
 #include "isa/table.h"
 
 namespace ktqueue {

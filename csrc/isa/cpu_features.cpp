@@ -1,6 +1,6 @@
-// Asked of the CPU itself: __builtin_cpu_supports needs a symbol that not every compiler's runtime library has.
-// Leaves, bits and XCR0 as in Intel's Software Developer's Manual, volume 2 (CPUID) and volume 1, chapters 13 and 18;
-// the request for tile data as in the kernel's Documentation/arch/x86/xstate.rst.
+// Asks the CPU directly, because __builtin_cpu_supports needs a symbol that some compilers' runtime libraries lack.
+// Leaves, bits and XCR0: Intel's Software Developer's Manual, volume 2 (CPUID) and volume 1, chapters 13 and 18. The
+// request for tile data: the kernel's Documentation/arch/x86/xstate.rst.
 #include "isa/cpu_features.h"
 
 #if defined(__x86_64__)
@@ -43,7 +43,7 @@ Features detect() {
     unsigned xcr0, high;
     __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if (!all(xcr0, kXcr0Avx) || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return found;
-    unsigned eax1 = 0, ebx1, ecx1, edx1;  // subleaf 1; 0 where there is none
+    unsigned eax1 = 0, ebx1, ecx1, edx1;  // subleaf 1; 0 if it does not exist
     if (eax >= 1) __get_cpuid_count(7, 1, &eax1, &ebx1, &ecx1, &edx1);
     found.avx2 = all(ebx, bit(5));
     found.avxvnni = found.avx2 && all(eax1, bit(4));

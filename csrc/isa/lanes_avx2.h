@@ -1,6 +1,6 @@
-// Sixteen rows at once in two AVX2 registers each: the vocabulary of kernels/panel_kernels.h.
-// Needs AVX2, FMA, F16C; with AVX-VNNI the products are one instruction. Included only by translation units of one
-// instruction set; internal linkage.
+// Sixteen rows at once, in two AVX2 registers each: the vocabulary of kernels/panel_kernels.h. Needs AVX2, FMA and
+// F16C; with AVX-VNNI a product is one instruction. Included only by translation units of one instruction set; internal
+// linkage.
 #pragma once
 
 #include <immintrin.h>
@@ -22,10 +22,10 @@ struct Ints {
 struct Floats {
     __m256 a, b;
 };
-using Quad = __m256i;  // four activations, for every row
+using Quad = __m256i;  // four activations, repeated for every row
 
-constexpr size_t kMaxTokens = 3;                       // that share a pass over the weights
-constexpr size_t kPairTokens = 0, kMaxPairTokens = 0;  // two panels never share a pass: there are too few registers
+constexpr size_t kMaxTokens = 3;                       // tokens that share a pass over the weights
+constexpr size_t kPairTokens = 0, kMaxPairTokens = 0;  // two panels never share a pass: too few registers
 #if defined(__AVXVNNI__)
 constexpr bool kSubtractsOffset = false;
 #else
@@ -62,7 +62,7 @@ inline Bytes bit_pairs(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_and_si256(_mm256_srli_epi16(x, Shift), _mm256_set1_epi8(3)); });
 }
 
-// The bits of each byte, shifted; what comes in is any.
+// Shifts the bits of each byte. Bits that come in from the neighbour byte are undefined.
 template <int Shift>
 inline Bytes shift_left(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_slli_epi16(x, Shift); });
@@ -73,7 +73,7 @@ inline Bytes shift_right(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_srli_epi16(x, Shift); });
 }
 
-// Bits 0 to 3 of the one, 4 and 5 of the other.
+// Bits 0 to 3 from `nibbles`, bits 4 and 5 from `pairs`.
 inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
     const __m256i low = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);
     return {_mm256_or_si256(_mm256_and_si256(nibbles.a, low), _mm256_and_si256(pairs.a, upper)),
@@ -90,7 +90,7 @@ inline __m256i spread_bits(const uint8_t* bits) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
 
-// `value` added where the line's bit is set.
+// Adds `Value` to each byte whose bit is set.
 template <int Value>
 inline Bytes add_bits(Bytes codes, const uint8_t* bits) {
     const __m256i value = _mm256_set1_epi8(Value);
@@ -140,7 +140,8 @@ inline Ints dot(Ints sum, Bytes codes, Quad x) {
     return {add_products(sum.a, codes.a, x), add_products(sum.b, codes.b, x)};
 }
 
-// The same for any code, of which 128 is taken: |c - 128| times the activation with the sign of c - 128.
+// The same for codes up to 255, after subtracting 128 from each: |c - 128| times the activation with the sign of c -
+// 128.
 inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
     const __m256i flip = _mm256_set1_epi8(-128);
     const __m256i a = _mm256_xor_si256(codes.a, flip), b = _mm256_xor_si256(codes.b, flip);
@@ -150,12 +151,12 @@ inline Ints dot_wide(Ints sum, Bytes codes, Quad x) {
 
 #endif
 
-inline Ints join_words(Ints low, Ints high) {  // each 16 bits; the others are lost
+inline Ints join_words(Ints low, Ints high) {  // low 16 bits of each; the upper bits are lost
     return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xaa),
             _mm256_blend_epi16(low.b, _mm256_slli_epi32(high.b, 16), 0xaa)};
 }
 
-inline Ints multiply_words(Ints x, Ints y) {  // the sums of the products of both signed words
+inline Ints multiply_words(Ints x, Ints y) {  // per row, the sum of both products of signed 16-bit words
     return {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)};
 }
 
@@ -163,11 +164,11 @@ inline Floats to_floats(Ints x) {
     return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
 }
 
-inline Floats column(Bytes codes, int i) {  // column i of the line as numbers
-    const auto one = [i](__m256i x) {
+inline Floats column(Bytes codes, int i) {  // column i of the line, as floats
+    const auto convert = [i](__m256i x) {
         return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x, 8 * i), _mm256_set1_epi32(255)));
     };
-    return {one(codes.a), one(codes.b)};
+    return {convert(codes.a), convert(codes.b)};
 }
 
 inline Floats zero_floats() {
@@ -216,18 +217,18 @@ inline Floats load_high_nibbles(const uint8_t* source) {
     return to_floats(Ints{_mm256_srli_epi32(x.a, 4), _mm256_srli_epi32(x.b, 4)});
 }
 
-// 2^(e - 128): a float's exponent field is e - 1, but for e < 2, where the number is subnormal.
+// 2^(e - 128). The exponent field of the float is e - 1, except for e < 2, where the float is subnormal.
 inline Floats load_exponents(const uint8_t* source) {
-    const auto one = [](__m256i e) {
+    const auto convert = [](__m256i e) {
         const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
         const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
         return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
     };
     const Ints e = widen(source);
-    return {one(e.a), one(e.b)};
+    return {convert(e.a), convert(e.b)};
 }
 
-// Two columns of bf16 side by side: the even one, the odd one.
+// Splits two adjacent columns of bf16 into the even and the odd one.
 inline void load_bf16_pair(const uint8_t* source, Floats& even, Floats& odd) {
     const __m256i a = load_half(source), b = load_half(source + 32);
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
@@ -264,7 +265,7 @@ inline Floats magnitude(Floats x) {
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
 
-inline Ints magnitude_bits(Floats x) {  // of |x|; they order as numbers, infinities and NaN above all
+inline Ints magnitude_bits(Floats x) {  // bits of |x|, which sort like the numbers, infinities and NaN last
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
     return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
 }
@@ -280,7 +281,7 @@ inline Ints round_to_ints(Floats x) {  // nearest, ties to even
     return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
 }
 
-inline void store_low_bytes(int8_t* target, Ints x) {  // numbers that fit
+inline void store_low_bytes(int8_t* target, Ints x) {  // values must fit in int8
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), bytes);

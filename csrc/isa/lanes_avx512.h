@@ -1,5 +1,5 @@
-// Sixteen rows at once in AVX-512 registers: the vocabulary of kernels/panel_kernels.h.
-// Needs AVX-512 F, BW, DQ, VL, VNNI. Included only by translation units of one instruction set; internal linkage.
+// Sixteen rows at once, in one AVX-512 register: the vocabulary of kernels/panel_kernels.h. Needs AVX-512 F, BW, DQ, VL
+// and VNNI. Included only by translation units of one instruction set; internal linkage.
 #pragma once
 
 #include <immintrin.h>
@@ -14,12 +14,12 @@ namespace {
 using Bytes = __m512i;  // a line: 16 rows x 4 columns
 using Ints = __m512i;   // 16 rows
 using Floats = __m512;  // 16 rows
-using Quad = __m512i;   // four activations, for every row
+using Quad = __m512i;   // four activations, repeated for every row
 
-constexpr size_t kMaxTokens = 8;          // that share a pass over the weights
-constexpr size_t kPairTokens = 4;         // from how many on two panels share a pass
-constexpr size_t kMaxPairTokens = 6;      // that then do
-constexpr bool kSubtractsOffset = false;  // whether dot_wide() takes 128 from each code by itself
+constexpr size_t kMaxTokens = 8;          // tokens that share a pass over the weights
+constexpr size_t kPairTokens = 4;         // from this many tokens, two panels share a pass
+constexpr size_t kMaxPairTokens = 6;      // tokens in such a pass, at most
+constexpr bool kSubtractsOffset = false;  // whether dot_wide() itself subtracts 128 from each code
 
 inline Bytes load_bytes(const uint8_t* source) {
     return _mm512_loadu_si512(source);
@@ -42,7 +42,7 @@ inline Bytes bit_pairs(Bytes codes) {
     return _mm512_and_si512(_mm512_srli_epi16(codes, Shift), _mm512_set1_epi8(3));
 }
 
-// The bits of each byte, shifted; what comes in is any.
+// Shifts the bits of each byte. Bits that come in from the neighbour byte are undefined.
 template <int Shift>
 inline Bytes shift_left(Bytes codes) {
     return _mm512_slli_epi16(codes, Shift);
@@ -53,13 +53,13 @@ inline Bytes shift_right(Bytes codes) {
     return _mm512_srli_epi16(codes, Shift);
 }
 
-// Bits 0 to 3 of the one, 4 and 5 of the other.
+// Bits 0 to 3 from `nibbles`, bits 4 and 5 from `pairs`.
 inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
     const Bytes upper = _mm512_and_si512(pairs, _mm512_set1_epi8(0x30));
     return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(15), upper, 0xea);  // a & b | c
 }
 
-// `value` added where the line's bit is set.
+// Adds `Value` to each byte whose bit is set.
 template <int Value>
 inline Bytes add_bits(Bytes codes, const uint8_t* bits) {
     uint64_t mask;
@@ -102,11 +102,11 @@ inline void store_ints(int32_t* target, Ints a) {
     _mm512_storeu_si512(target, a);
 }
 
-inline Ints join_words(Ints low, Ints high) {  // each 16 bits; the others are lost
+inline Ints join_words(Ints low, Ints high) {  // low 16 bits of each; the upper bits are lost
     return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
 }
 
-inline Ints multiply_words(Ints a, Ints b) {  // the sums of the products of both signed words
+inline Ints multiply_words(Ints a, Ints b) {  // per row, the sum of both products of signed 16-bit words
     return _mm512_madd_epi16(a, b);
 }
 
@@ -114,7 +114,7 @@ inline Floats to_floats(Ints a) {
     return _mm512_cvtepi32_ps(a);
 }
 
-inline Floats column(Bytes codes, int i) {  // column i of the line as numbers
+inline Floats column(Bytes codes, int i) {  // column i of the line, as floats
     return _mm512_cvtepi32_ps(
         _mm512_and_si512(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
 }
@@ -157,7 +157,7 @@ inline Floats load_high_nibbles(const uint8_t* source) {
     return _mm512_cvtepi32_ps(_mm512_srli_epi32(wide, 4));
 }
 
-// 2^(e - 128): a float's exponent field is e - 1, but for e < 2, where the number is subnormal.
+// 2^(e - 128). The exponent field of the float is e - 1, except for e < 2, where the float is subnormal.
 inline Floats load_exponents(const uint8_t* source) {
     const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
     const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
@@ -165,7 +165,7 @@ inline Floats load_exponents(const uint8_t* source) {
     return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, tiny, _mm512_set1_epi32(0x00200000), e));
 }
 
-// Two columns of bf16 side by side: the even one, the odd one.
+// Splits two adjacent columns of bf16 into the even and the odd one.
 inline void load_bf16_pair(const uint8_t* source, Floats& even, Floats& odd) {
     const __m512i pair = _mm512_loadu_si512(source);
     even = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
@@ -200,7 +200,7 @@ inline Floats magnitude(Floats a) {
     return _mm512_abs_ps(a);
 }
 
-inline Ints magnitude_bits(Floats a) {  // of |a|; they order as numbers, infinities and NaN above all
+inline Ints magnitude_bits(Floats a) {  // bits of |a|, which sort like the numbers, infinities and NaN last
     return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
 }
 

@@ -1,9 +1,10 @@
-// The kernels in plain C++, for any CPU.
-#include "isa/lanes_scalar.h"
+// Kernels in plain C++, for any CPU.
+#include "isa/lanes_portable.h"
 #include "isa/vector_portable.h"
 // Needs the vectors above.
 #include "isa/vector_wide8.h"
-// The table is built of the lanes and vectors above.
+// Builds the table from the lanes and vectors above.
+#include "isa/ladder.h"
 #include "isa/table.h"
 
 namespace ktqueue {

@@ -1,11 +1,9 @@
-// The table of one instruction set, from the lanes and vectors that its translation unit has chosen.
-// Included only by such a translation unit, after a lanes and a vector header; internal linkage.
+// Fills the table of one instruction set from the lanes and vectors that its translation unit has included. Include it
+// after a lanes and a vector header; internal linkage.
 #pragma once
 
 #include "kernels/attention_kernels.h"
-#include "kernels/gate_kernels.h"
-#include "kernels/merge_kernels.h"
-#include "kernels/mid_kernels.h"
+#include "kernels/expert_kernels.h"
 #include "kernels/panel_kernels.h"
 #include "kernels/row_kernels.h"
 
@@ -26,7 +24,7 @@ constexpr KernelTable make_table(const char* isa) {
         {},
         {},
         quantize,
-        narrow,
+        bf16_row,
         nullptr,
         merge,
         {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},

@@ -1,7 +1,10 @@
-// The eight tiles of AMX, as kernels/bf16_tiles.h wants them. The process must have asked for them: see isa/cpu_features.h.
-// Instructions and the configuration's layout: Intel's Software Developer's Manual, volume 2. Assembly rather than
-// intrinsics, which are macros in some compilers and then take no template argument for a tile.
+// The AMX tiles, and arithmetic on IEEE halves (AVX512-FP16) that unpacks weights for them: `Tiles` and `Half` of
+// kernels/tile_kernels.h. The process must have asked for tiles first (isa/cpu_features.h). Instructions and
+// configuration layout: Intel's Software Developer's Manual, volume 2. Written in assembly: some compilers lack the
+// intrinsics for halves, and others have macros for tiles that take no template argument.
 #pragma once
+
+#include <immintrin.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +13,7 @@ namespace ktqueue {
 namespace {
 
 struct AmxTiles {
-    // `rows` of each tile, 1 to 16, of 64 bytes. Makes all tiles zero. Strides below are in bytes.
+    // Sets each tile to `rows` rows (1 to 16) of 64 bytes and to zero. Strides below are in bytes.
     static void configure(const uint8_t (&rows)[8]) {
         struct alignas(64) Config {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -46,6 +49,21 @@ struct AmxTiles {
     template <int C, int A, int B>
     static void dot_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+    }
+};
+
+struct FullHalf {
+    static __m512i fused(__m512i a, __m512i b, __m512i c) {  // a * b + c, rounded once
+        asm("vfmadd213ph %2, %1, %0" : "+v"(a) : "v"(b), "v"(c));
+        return a;
+    }
+    static __m512i times(__m512i a, __m512i b) {
+        asm("vmulph %2, %1, %0" : "=v"(a) : "v"(a), "v"(b));
+        return a;
+    }
+    static __m512i minus(__m512i a, __m512i b) {
+        asm("vsubph %2, %1, %0" : "=v"(a) : "v"(a), "v"(b));
+        return a;
     }
 };
 

@@ -66,12 +66,13 @@ inline float largest(Vector8 a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// exp(a) to about one unit in the last place: a = n ln 2 + r with |r| <= ln 2 / 2, exp(a) = 2^n exp(r), the latter by
-// its Taylor polynomial of degree 7 (error below 1e-8). ln 2 is split in two so that n ln 2 is exact enough.
-// Above 88.37 the result stays at its largest (about 2.4e38) instead of infinity; below -87.33 it is 0; NaN stays NaN.
+// exp(a), accurate to about one unit in the last place. With a = n ln 2 + r and |r| <= ln 2 / 2, exp(a) = 2^n exp(r),
+// and exp(r) is its Taylor polynomial of degree 7 (error below 1e-8). ln 2 is split in two, so that n ln 2 is accurate
+// enough.
+// Above 88.37 the result stays at about 2.4e38 instead of infinity. Below -87.33 it is 0. NaN stays NaN.
 inline Vector8 exponential(Vector8 a) {
     const Vector8 low = splat(-87.33f);
-    // min and max give their second operand where one is NaN.
+    // min and max return their second operand if one operand is NaN.
     const Vector8 x = _mm256_min_ps(splat(88.37f), _mm256_max_ps(low, a));
     const Vector8 n = _mm256_round_ps(multiply(x, splat(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vector8 r = _mm256_fnmadd_ps(n, splat(-2.12194440e-4f), _mm256_fnmadd_ps(n, splat(0.693359375f), x));

@@ -1,4 +1,4 @@
-// Sixteen floats in one AVX-512 register: what the gate kernels need, with the roundings of isa/vector_avx2.h.
+// Sixteen floats in one AVX-512 register: what the gate kernels need, rounded as in isa/vector_avx2.h.
 // Included only by translation units of one instruction set, after isa/vector_avx2.h; internal linkage.
 #pragma once
 
@@ -48,7 +48,7 @@ inline Wide multiply_add(Wide a, Wide b, Wide c) {
     return _mm512_fmadd_ps(a, b, c);
 }
 
-// As exponential(Vector8), operation for operation.
+// The same operations as exponential(Vector8), in the same order.
 inline Wide exponential(Wide a) {
     const Wide low = _mm512_set1_ps(-87.33f);
     const Wide x = _mm512_min_ps(_mm512_set1_ps(88.37f), _mm512_max_ps(low, a));

@@ -1,4 +1,4 @@
-// The widest vector of instruction sets that have none wider than eight floats.
+// The widest vector on instruction sets whose vectors have at most eight floats.
 // Included only by translation units of one instruction set, after a vector header; internal linkage.
 #pragma once
 

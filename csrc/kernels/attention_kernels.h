@@ -1,10 +1,9 @@
-// Causal attention of a block of query vectors over pages, for any vector type.
+// Causal attention of a block of query vectors over cache pages, for any vector type.
 // Included only by translation units of one instruction set, after a vector header; internal linkage.
 //
-// Online softmax: keys come in tiles, in order of position, and a tile never crosses a page. A vector's result depends
-// on its own query, its own range of keys and the page size alone: the tiles lie at fixed positions, a vector's sums
-// run over its own keys in order, and vectors share a tile (four at a time, for the loads) only where they see the same
-// keys of it.
+// The softmax is online: keys come in tiles, in order of position, and a tile never crosses a page. A vector's result
+// depends only on its own query, its own range of keys and the page size. Tiles have fixed positions, and a vector's
+// sums run over its own keys in order. Four vectors share a tile, to save loads, only if they see the same keys of it.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 namespace ktqueue {
 namespace {
 
-constexpr size_t kTile = 64;  // keys at most
+constexpr size_t kTile = 64;  // keys in a tile, at most
 
 struct Softmax {
     float largest;  // of the scores so far
@@ -28,20 +27,20 @@ inline void score_keys(const float* const* query, const float* keys, size_t stri
                        size_t j, float (*scores)[kTile]) {
     Vector8 sums[Queries][Keys];
     for (auto& row : sums)
-        for (Vector8& one : row) one = zero();
+        for (Vector8& total : row) total = zero();
     for (size_t d = 0; d < head_dim; d += 8) {
         Vector8 key[Keys];
         for (size_t k = 0; k < Keys; ++k) key[k] = load(keys + (j + k) * stride + d);
         for (size_t q = 0; q < Queries; ++q) {
-            const Vector8 one = load(query[q] + d);
-            for (size_t k = 0; k < Keys; ++k) sums[q][k] = multiply_add(one, key[k], sums[q][k]);
+            const Vector8 element = load(query[q] + d);
+            for (size_t k = 0; k < Keys; ++k) sums[q][k] = multiply_add(element, key[k], sums[q][k]);
         }
     }
     for (size_t q = 0; q < Queries; ++q)
         for (size_t k = 0; k < Keys; ++k) scores[q][j + k] = scaling * sum(sums[q][k]);
 }
 
-// Turns scores into weights exp(score - largest) and returns the factor by which earlier sums shrink.
+// Replaces scores by weights exp(score - largest) and returns the factor by which earlier sums shrink.
 inline float weigh(float* scores, size_t count, Softmax& state) {
     const size_t padded = (count + 7) / 8 * 8;
     std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());

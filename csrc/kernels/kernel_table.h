@@ -1,4 +1,4 @@
-// What one instruction set offers, as a table of function pointers. The portable table is always there.
+// What one instruction set offers: a table of function pointers. The portable table always exists.
 #pragma once
 
 #include <string_view>
@@ -9,40 +9,37 @@
 
 namespace ktqueue {
 
-// Some panels of a packed matrix times prepared rows: y[t * y_stride + 16 * p + r] for panels p, their rows r, tokens t.
+// Some panels of a packed matrix times prepared rows: y[t * y_stride + 16 * p + r] for panel p, row r of it, token t.
 struct PanelTask {
     const uint8_t* weights;  // first panel, 64-byte aligned
     size_t panels;
     size_t panel_stride;   // bytes from one panel to the next
     size_t columns;        // of the matrix
-    const void* const* x;  // [tokens] rows, padded with zeros to a multiple of 32 columns, as the kernel wants them
+    const void* const* x;  // [tokens] rows, zero-padded to a multiple of 32 columns, in the kernel's form
     size_t tokens;
     float* y;
     size_t y_stride;  // floats, at least 16 * panels
-    float unit = 1;   // power of two that x is multiplied by, for block formats in tiles
+    float unit = 1;   // power of two that x is multiplied by, for block formats on tiles
 };
 
-// A result depends on its panel and its row of x alone, and is summed in one fixed order, except where said.
+// A result depends only on its panel and its row of x, and is summed in one fixed order, unless noted otherwise.
 using PanelKernel = void (*)(const PanelTask& task);
 
-// x[columns] to ceil(columns / 32) slabs.
+// Converts x[columns] to ceil(columns / 32) slabs.
 using QuantizeKernel = void (*)(const float* x, size_t columns, ActivationKind kind, ActivationSlab* out);
 
-// x[columns] to bf16, rounded to nearest even, zeros up to a multiple of 32.
-using NarrowKernel = void (*)(const float* x, size_t columns, uint16_t* out);
+// Converts x[columns] to bf16, rounded to nearest even, with zeros up to a multiple of 32.
+using Bf16RowKernel = void (*)(const float* x, size_t columns, uint16_t* out);
 
-// x[columns], a multiple of 32, times `unit` to bf16 in the order of columns that tiles of block formats have: of each 8
-// columns 0, 2, 4, 6, 1, 3, 5, 7.
+// Converts x[columns] times `unit` to bf16, in the column order of block formats on tiles: of each 8 columns 0, 2, 4,
+// 6, 1, 3, 5, 7. `columns` is a multiple of 32.
 using ShuffleKernel = void (*)(const float* x, size_t columns, float unit, uint16_t* out);
-
-// `count` weights (a multiple of the block) to floats.
-using DequantizeKernel = void (*)(const uint8_t* data, size_t count, float* target);
 
 enum class Activation : uint8_t { Silu, Gelu, GeluTanh, SwigluClamped };
 
-// out[16 b + i] = activation(gate[32 b + i]) * up[32 b + i] for blocks b and i < 16; `up` is gate + 16 where panels of
-// gate and up take turns. SwigluClamped (gpt-oss): the gate is clamped from above to `limit`, up from both sides; then
-// gate * sigmoid(alpha * gate) * (up + 1).
+// out[16 b + i] = activation(gate[32 b + i]) * up[32 b + i] for each block b and i < 16. `up` is gate + 16 if panels of
+// gate and up alternate. SwigluClamped (gpt-oss) clamps gate from above to `limit` and up from both sides, then
+// computes gate * sigmoid(alpha * gate) * (up + 1).
 struct GateTask {
     const float *gate, *up;
     float* out;
@@ -51,8 +48,9 @@ struct GateTask {
 };
 using GateKernel = void (*)(const GateTask& task);
 
-// The same, rounded to slabs or for tiles, for rows t < tokens: 16 columns of gate and 16 of up take turns at both + t * stride, slabs
-// are written at out + t * out_stride. Block formats have whole slabs of columns, so panels are even in number.
+// The same for rows t < tokens, then converted to slabs or to rows for tiles. 16 columns of gate and 16 of up alternate
+// at both + t * stride; the output starts at out + t * out_stride. Block formats have whole slabs of columns, so the
+// number of panels is even.
 struct MidTask {
     const float* both;
     size_t stride;  // floats
@@ -75,14 +73,14 @@ struct MergeTask {
 };
 using MergeKernel = void (*)(const MergeTask& task);
 
-// A block of query vectors of one sequence and one key/value head against that sequence's pages.
+// A block of query vectors of one sequence and one key/value head, against the pages of that sequence.
 struct AttentionTask {
     const float* const* query;  // [vectors] pointers to head_dim floats
     float* const* output;       // [vectors] pointers to head_dim floats
     const size_t* first_key;    // [vectors] first key that the vector sees (sliding window), else 0
     const size_t* last_key;     // [vectors] one past the last key that the vector sees; > first_key
     size_t vectors;             // at most kMaxVectors
-    const float* keys;          // the cache at this head: page p, slot s at (p * page_size + s) * slot_stride
+    const float* keys;          // the cache at this head: page p, slot s is at (p * page_size + s) * slot_stride
     const float* values;
     const int32_t* pages;  // the sequence's page table
     size_t page_size;
@@ -98,41 +96,20 @@ using AttentionKernel = void (*)(const AttentionTask& task);
 
 struct KernelTable {
     const char* isa;
-    PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows, but float rows for F32, F16, BF16
+    PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows; float rows for F32, F16, BF16
     PanelKernel exact[kQuantCount];  // by Quant; x: float rows
-    // By Quant, panels times many rows at once; null: none. x: bf16 rows, one after the other at a constant distance, for
-    // block formats shuffled. Rounded otherwise than `dot`.
+    // By Quant, panels times many rows on tiles; null if there is no such kernel. x: bf16 rows at a constant distance,
+    // shuffled for block formats. Rounding differs from `dot`.
     PanelKernel tiles[kQuantCount];
-    size_t tile_tokens[kQuantCount];  // from how many tokens `tiles` are faster
+    size_t tile_tokens[kQuantCount];  // from how many tokens `tiles` is faster
     QuantizeKernel quantize;
-    NarrowKernel narrow;
-    ShuffleKernel shuffle;  // null where no block format has tiles
+    Bf16RowKernel bf16_row;
+    ShuffleKernel shuffle;  // null if no block format has tiles
     MergeKernel merge;
     GateKernel gate[4];      // by Activation
     MidKernel mid[4];        // by Activation, to slabs
-    MidKernel mid_tiles[4];  // by Activation, to shuffled rows; as `shuffle`
+    MidKernel mid_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
     AttentionKernel attention;
 };
-
-const KernelTable& portable_kernels();
-#if KTQUEUE_X86
-const KernelTable& avx2_kernels();
-const KernelTable& avxvnni_kernels();
-const KernelTable& avx512_kernels();
-const KernelTable& amx_kernels();
-#endif
-
-// The best table for this CPU, not above the environment variable KTQUEUE_ISA (a table's name) where that is set;
-// decided at the first call. Throws std::invalid_argument if the variable's value is not known.
-const KernelTable& best_kernels();
-
-// The table of that name; empty: best_kernels(). Throws std::invalid_argument if it is unknown or this CPU lacks it.
-const KernelTable& kernels_named(std::string_view isa);
-
-// Names of the tables that this CPU can run, slowest first, whatever KTQUEUE_ISA says.
-std::vector<const char*> present_kernels();
-
-// Portable, for every format: `count` weights of GGUF blocks to floats.
-DequantizeKernel dequantize_kernel(Quant quant);
 
 }  // namespace ktqueue

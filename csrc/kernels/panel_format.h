@@ -1,4 +1,4 @@
-// The packed formats, as a view of one superblock each: its lines, its scales, its weights as floats.
+// The packed formats, each as a view of one superblock: its lines, its scales, its weights as floats.
 // Included only by translation units of one instruction set, after a lanes header; internal linkage.
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace ktqueue {
 namespace {
 
-// What a nibble stands for, made unsigned by the format's offset.
+// The values of nibbles, made unsigned by adding the format's offset.
 struct CodeTable {
     alignas(16) uint8_t codes[16];
     constexpr CodeTable(const int8_t (&values)[16], int offset) : codes() {
@@ -17,7 +17,7 @@ struct CodeTable {
 constexpr CodeTable kIQ4Codes(kIQ4Values, activation_kind(Quant::IQ4_NL).offset);
 constexpr CodeTable kMXFP4Codes(kMXFP4Values, activation_kind(Quant::MXFP4).offset);
 
-// The planes of four bits that most formats share.
+// The plane of four bits that most formats have.
 struct Nibbles {
     const uint8_t* block;
 
@@ -28,14 +28,14 @@ struct Nibbles {
     }
 };
 
-// Lines 2j and 2j + 1 of a slab out of a plane of bit pairs.
+// Reads lines 2j and 2j + 1 of a slab from a plane of bit pairs.
 inline void pair_codes(const uint8_t* plane, size_t slab, size_t j, Bytes& even, Bytes& odd) {
     const Bytes four = load_bytes(plane + slab * 128 + j / 2 * 64);
     even = j % 2 == 0 ? bit_pairs<0>(four) : bit_pairs<4>(four);
     odd = j % 2 == 0 ? bit_pairs<2>(four) : bit_pairs<6>(four);
 }
 
-// What blocks have in common: floats() by codes and scales, in the operations of GGUF's own dequantisation.
+// The part that block formats share: floats() from codes and scales, with the operations of GGUF's own dequantisation.
 template <class Format>
 struct Scaled {
     static constexpr bool kMinimums = false;
@@ -58,28 +58,28 @@ struct Scaled {
     }
 };
 
-// Scales and minimums of a superblock of Q4_K as integers of 16 bits, so that both are applied by one multiplication.
+// Scales and minimums of a superblock of Q4_K as 16-bit integers, so that one multiplication applies both.
 //
-// A slab's weights are d * s * c - dmin * n. With P = (c - 8) . q and Q = -8 * sum(q) its sum is
+// A slab's weights are d * s * c - dmin * n. With P = (c - 8) . q and Q = -8 * sum(q), its sum is
 //     d * s * P + (dmin * n - d * s * 8) / 8 * Q
-// Neither P nor Q exceeds 8 * 127 * 32 < 2^15. Products that begin with Q * (2^16 + 1) end as Q * 2^16 + P: Q and P
-// side by side (Q is less by one where P is negative, an eighth of what a rounded activation is off by). d * s and
-// the other factor are rounded to integers of a unit that keeps them, s and n being below 64, below 2^15 and the two
-// products' sum below 2^31: it is (d + dmin / 8) / 512, and rounding takes half of it at most.
+// Neither P nor Q exceeds 8 * 127 * 32 < 2^15. Products that start at Q * (2^16 + 1) end as Q * 2^16 + P: Q and P side
+// by side. (Q is one less if P is negative, an eighth of the rounding error of an activation.) d * s and the other
+// factor are rounded to integers. s and n are below 64, so with the unit (d + dmin / 8) / 512 both integers stay below
+// 2^15 and the sum of the two products below 2^31. Rounding costs at most half of that unit.
 struct WordFactors {
     Floats unit, scale, minimum;
 
     WordFactors() = default;
     WordFactors(Floats d, Floats dmin) {
         const Floats eighth = times(dmin, splat_float(0.125f));
-        // Never 0, to divide by it; too little more to change what is not 0 anyway.
+        // Never 0, because it is a divisor, and too small to change any other value.
         const Floats largest = plus(plus(magnitude(d), magnitude(eighth)), splat_float(0x1p-60f));
         unit = times(largest, splat_float(0x1p-9f));
         scale = quotient(d, unit);
         minimum = quotient(eighth, unit);
     }
 
-    // Of P in the lower words, of Q in the upper ones.
+    // The factor of P in the lower words, of Q in the upper ones.
     Ints of_slab(Floats s, Floats n) const {
         const Floats scaled = times(s, scale);
         return join_words(round_to_ints(scaled), round_to_ints(minus(times(n, minimum), scaled)));
@@ -240,7 +240,7 @@ struct PanelQ2_K : Scaled<PanelQ2_K> {
     }
 };
 
-// Floats as they are: superblocks are plain runs of slabs.
+// Float formats are stored as they are: their superblocks are plain runs of slabs.
 struct PanelF32 {
     static constexpr Quant kQuant = Quant::F32;
     const uint8_t* block;

@@ -1,15 +1,16 @@
-// Panels times rows, for any vocabulary of lanes. See formats/panel_layout.h for what lies where, formats/activations.h for rows.
-// Included only by translation units of one instruction set, after a lanes header; internal linkage.
+// Panels times rows, for any vocabulary of lanes. Layouts: formats/panel_layout.h (weights), formats/activations.h
+// (rows). Included only by translation units of one instruction set, after a lanes header; internal linkage.
 //
-// A pass over a panel serves up to kMaxTokens rows; for more than a few, two panels share a pass, so that each load of
-// activations serves both. Of each slab the codes are unpacked once, multiplied into every row's integer sums, and the
-// sums, scaled, are added to its float sums:
+// A pass over a panel serves up to kMaxTokens rows. With more than a few rows two panels share a pass, so that each
+// load of activations serves both. The codes of each slab are unpacked once and multiplied into every row's integer
+// sums. The sums are scaled and added to the row's float sums:
 //     sum += float(codes . q) * scale of x * scale of w        (and - minimum of w * total of x)
 // or, for a superblock of Q4_K (see `WordFactors`),
 //     sum += unit of w * (sum over slabs of float(factors of w . (codes . q, sum of q)) * scale of x)
-// in that order of operations on every instruction set, one slab after the other, so that a result is the same bit for
-// bit whichever kernel computed it and whatever else shared the pass. kernels/superblock_kernels.h does the same for
-// many rows, in most formats.
+//
+// Invariant: the operations have this order on every instruction set, one slab after the other. So a result has the
+// same bits whichever kernel computed it and whichever rows shared the pass. kernels/superblock_kernels.h does the same
+// for many rows, in most formats.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +23,13 @@
 namespace ktqueue {
 namespace {
 
-// Software prefetch, so far ahead: the hardware's own stops at each 4 KB page. Measured: 1.2 to 1.6 times at many
-// tokens, nothing lost at one. Where two threads share a core's few buffers for lines on their way to its first level, as
-// on the servers that have AMX, it goes to the second, and further ahead (ADR 0012).
+// How far ahead software prefetch reads, because the hardware's own stops at each 4 KB page. Measured: 1.2 to 1.6 times
+// as fast with many tokens, no loss with one. On servers with AMX two threads share a core and its few line buffers, so
+// prefetch goes to the second-level cache, and further ahead (ADR 0012).
 constexpr size_t kPrefetchBytes = 4096, kPrefetchBytesFar = 8192;
-// Two panels are two streams, and what one fetches near its end is the other's beginning: they fetch the same place of
-// the next two panels instead, to the second-level cache, if that is not too far. All passes share in that: memory is
-// too slow for the first one alone.
+// Two panels are two streams, and the data just after one panel is the beginning of the other. So they prefetch the
+// same place of the next two panels instead, into the second-level cache, if that is not further than this. All passes
+// share the work, because memory is too slow for the first pass alone.
 constexpr size_t kFarthestBytes = 128 * 1024;
 
 template <size_t Count, int Locality>
@@ -36,27 +37,27 @@ inline void prefetch(const uint8_t* source) {
     for (size_t i = 0; i < Count; i += 64) __builtin_prefetch(source + i, 0, Locality);
 }
 
-// What the passes over one or two panels fetch meanwhile for those that come later: `lines` cache lines of each a slab.
+// What the passes over one or two panels prefetch for later panels: per slab, `lines` cache lines of each panel.
 template <size_t Panels>
 struct Fetch {
     const uint8_t* next[Panels];
     size_t lines;
-    bool once;  // by the first pass alone
-    bool near;  // to the first-level cache
+    bool once;  // only the first pass prefetches
+    bool near;  // into the first-level cache
 
     void step() {
         for (size_t i = 0; i < lines; ++i)
-            for (const uint8_t*& one : next) {
+            for (const uint8_t*& panel : next) {
                 if (near)
-                    __builtin_prefetch(one, 0, 3);
+                    __builtin_prefetch(panel, 0, 3);
                 else
-                    __builtin_prefetch(one, 0, 2);
-                one += 64;
+                    __builtin_prefetch(panel, 0, 2);
+                panel += 64;
             }
     }
 };
 
-// What formats with `words` keep over a superblock: its factors, and its sums before they meet the unit.
+// State of formats with `words` over a superblock: its factors, and its sums before the multiplication by the unit.
 template <class Format, size_t Panels, size_t Tokens, bool Words = activation_kind(Format::kQuant).words>
 struct Superblocks {
     Superblocks(const uint8_t* const (&)[Panels], size_t) {}
@@ -87,7 +88,7 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
     Superblocks<Format, Panels, Tokens> whole(blocks, slabs);
     for (size_t s = 0; s < slabs; ++s) {
         fetch.step();
-        Floats halves[Panels][Tokens];  // of formats with a scale for 16: what their first half came to
+        Floats halves[Panels][Tokens];  // formats with a scale per 16 columns: the result of their first half
 #pragma GCC unroll 2
         for (size_t h = 0; h < kHalves; ++h) {
             Ints products[Panels][Tokens];
@@ -160,7 +161,7 @@ inline void add_superblock(const uint8_t* const (&blocks)[Panels], size_t slabs,
 
 template <class Format, size_t Panels, size_t Tokens>
 void dot_tokens(const PanelTask& task, size_t first_token, Fetch<Panels>& shared) {
-    Fetch<Panels> fetch = shared;  // in registers
+    Fetch<Panels> fetch = shared;  // a copy that stays in registers
     const size_t slabs = (task.columns + kSlab - 1) / kSlab;
     const ActivationSlab* x[Tokens];
     for (size_t m = 0; m < Tokens; ++m) x[m] = static_cast<const ActivationSlab*>(task.x[first_token + m]);
@@ -180,8 +181,8 @@ void dot_tokens(const PanelTask& task, size_t first_token, Fetch<Panels>& shared
     if (fetch.once) shared.lines = 0;
 }
 
-// Calls Body<Tokens>::run(task, first token) for passes that together serve all tokens, none of more than Most. Kernels
-// are made for few sizes of pass, for each takes a while to compile: 5 and 7 tokens make two passes.
+// Calls Body<Tokens>::run(task, first token) for passes that together serve all tokens, each of at most Most. Each size
+// of pass takes long to compile, so only few sizes exist: 5 and 7 tokens make two passes.
 template <template <size_t> class Body, size_t Most, class... Shared>
 inline void for_passes(const PanelTask& task, Shared&... shared) {
     for (size_t first = 0; first < task.tokens;) {
@@ -217,7 +218,7 @@ struct Dot {
     };
 };
 
-// One or two panels, all tokens, in passes of at most `Most`.
+// One or two panels, all tokens, in passes of at most `Most` tokens.
 template <class Format, size_t Panels, size_t Most>
 void dot_passes(const PanelTask& task) {
     constexpr size_t kLines = (slab_bytes(Format::kQuant) + 63) / 64;
@@ -234,7 +235,7 @@ void dot_passes(const PanelTask& task) {
     for_passes<Dot<Format, Panels>::template Pass, Most>(task, fetch);
 }
 
-// A pair of panels, or one, serves all tokens before the next is touched, so that it comes from memory once.
+// A pair of panels, or one, serves all tokens before the next pair is loaded, so each comes from memory once.
 template <class Format>
 void dot_panels(const PanelTask& task) {
     PanelTask part = task;
@@ -245,7 +246,7 @@ void dot_panels(const PanelTask& task) {
         part.y = task.y + p * kPanelRows;
         if constexpr (kMaxPairTokens > 0) {
             if (part.panels == 2) {
-                // Q5_K's third plane takes too many operations a pass for the rest to make up for it.
+                // Q5_K's third plane costs more operations per pass than superblocks save.
                 if constexpr (Format::kQuant != Quant::Q5_K) {
                     if (task.tokens >= kSuperblockTokens) {
                         dot_superblocks<Format>(part);
@@ -300,11 +301,11 @@ struct Exact {
 template <class Format>
 void exact_panels(const PanelTask& task) {
     for (size_t p = 0; p < task.panels; ++p) {
-        PanelTask one = task;
-        one.weights += p * task.panel_stride;
-        one.panels = 1;
-        one.y += p * kPanelRows;
-        for_passes<Exact<Format>::template Pass, std::min<size_t>(kMaxTokens, 4)>(one);
+        PanelTask part = task;
+        part.weights += p * task.panel_stride;
+        part.panels = 1;
+        part.y += p * kPanelRows;
+        for_passes<Exact<Format>::template Pass, std::min<size_t>(kMaxTokens, 4)>(part);
     }
 }
 

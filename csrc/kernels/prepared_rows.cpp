@@ -16,7 +16,7 @@ using Kind = RowForm::Kind;
 
 std::atomic<bool> batch_invariant = false;
 
-// From how many rows that share weights tiles multiply them.
+// The number of rows that share weights from which tiles multiply them.
 size_t tile_threshold(const KernelTable& kernels, Quant quant) {
     if (!batch_invariant) return kernels.tile_tokens[static_cast<size_t>(quant)];
     return is_float(quant) ? 1 : std::numeric_limits<size_t>::max();
@@ -28,8 +28,8 @@ void set_batch_invariant(bool on) {
     batch_invariant = on;
 }
 
-// Halves hold 2^-14 to 2^16; the largest weight is to be below 2^15, and x is multiplied by 2^16 over what they are. Steps
-// of 2^4, so that matrices that share x mostly share its rows too.
+// Halves hold 2^-14 to 2^16. The largest weight must stay below 2^15, and x is multiplied by the inverse of the
+// weights' factor times 2^16. Steps of 2^4, so that matrices that share x mostly share its prepared rows too.
 float tile_unit(float bound) {
     constexpr int kStep = 4, kMost = 100;
     if (!(bound < std::ldexp(1.0f, kMost))) return 0;
@@ -40,20 +40,20 @@ float tile_unit(float bound) {
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens, float unit) {
     const auto index = static_cast<size_t>(quant);
     if (precision == Precision::Fast && kernels.tiles[index] && tokens >= tile_threshold(kernels, quant)) {
-        if (is_float(quant)) return {Kind::Narrow, {}, 0};
+        if (is_float(quant)) return {Kind::Bf16, {}, 0};
         if (unit > 0) return {Kind::Shuffled, {}, unit};
     }
     if (precision == Precision::Exact || is_float(quant)) return {Kind::Floats, {}, 0};
     return {Kind::Slabs, activation_kind(quant), 0};
 }
 
-bool in_order(RowForm form) {
-    return form.kind == Kind::Narrow || form.kind == Kind::Shuffled;
+bool at_constant_distance(RowForm form) {
+    return form.kind == Kind::Bf16 || form.kind == Kind::Shuffled;
 }
 
 PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form) {
     const auto index = static_cast<size_t>(quant);
-    if (in_order(form)) return kernels.tiles[index];
+    if (at_constant_distance(form)) return kernels.tiles[index];
     return form.kind == Kind::Slabs ? kernels.dot[index] : kernels.exact[index];
 }
 
@@ -67,7 +67,7 @@ size_t row_distance(RowForm form, size_t columns) {
     return round_up(prepared_bytes(form, columns), kCacheLine) | kCacheLine;
 }
 
-size_t even_parts(size_t tokens, size_t most) {
+size_t part_size(size_t tokens, size_t most) {
     const size_t parts = (tokens + most - 1) / most;
     return std::min(most, round_up((tokens + parts - 1) / std::max<size_t>(1, parts), kPanelRows));
 }
@@ -75,8 +75,8 @@ size_t even_parts(size_t tokens, size_t most) {
 void prepare_row(const KernelTable& kernels, RowForm form, const float* x, size_t columns, void* out) {
     if (form.kind == Kind::Slabs) {
         kernels.quantize(x, columns, form.activation, static_cast<ActivationSlab*>(out));
-    } else if (form.kind == Kind::Narrow) {
-        kernels.narrow(x, columns, static_cast<uint16_t*>(out));
+    } else if (form.kind == Kind::Bf16) {
+        kernels.bf16_row(x, columns, static_cast<uint16_t*>(out));
     } else if (form.kind == Kind::Shuffled) {
         kernels.shuffle(x, columns, form.unit, static_cast<uint16_t*>(out));
     } else {

@@ -1,4 +1,4 @@
-// Rows of activations in the form that a weight format's kernel wants, and which kernel that is.
+// Rows of activations in the form that the kernel of a weight format needs, and the choice of that kernel.
 #pragma once
 
 #include <vector>
@@ -7,49 +7,49 @@
 
 namespace ktqueue {
 
-enum class Precision : uint8_t { Fast, Exact };  // int8 (in tiles: bf16) where the format allows; float32
+enum class Precision : uint8_t { Fast, Exact };  // Fast: int8, or bf16 on tiles, if the format allows. Exact: float32
 
-// Whether a token's result is the same however many rows share the weights with it. Off at first: tiles multiply where
-// they are faster. On: block formats never run on tiles, since one row there would be slow, and BF16 always does.
+// Whether a token's result is the same however many rows share the weights with it. Off by default: tiles multiply
+// where they are faster. On: block formats never use tiles, which would be slow for one row, and BF16 always does.
 void set_batch_invariant(bool on);
 
 // How rows are prepared. Formats with equal forms share prepared rows.
 struct RowForm {
-    enum class Kind : uint8_t { Slabs, Floats, Narrow, Shuffled } kind;
+    enum class Kind : uint8_t { Slabs, Floats, Bf16, Shuffled } kind;
     ActivationKind activation;  // of Slabs
     float unit;                 // of Shuffled
 
     bool operator==(const RowForm&) const = default;
 };
 
-// What block formats' x is multiplied by for tiles where no weight exceeds `bound` (see pack_panel()): a power of two, 0
-// if the weights are too large for tiles.
+// The factor of x on tiles for block formats whose weights do not exceed `bound` (see pack_panel()). A power of two, or
+// 0 if the weights are too large for tiles.
 float tile_unit(float bound);
 
-// The form for weights of `quant` and `tokens` rows that share them. `unit`: their tile_unit().
+// The form for weights of `quant` and `tokens` rows that share them. `unit`: the tile_unit() of the weights.
 RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, size_t tokens, float unit);
 
-// Whether kernels want rows of that form one after the other, at row_distance().
-bool in_order(RowForm form);
+// Whether kernels need rows of that form at a constant distance, row_distance().
+bool at_constant_distance(RowForm form);
 
-// The kernel that takes that form.
+// The kernel for that form.
 PanelKernel panel_kernel(const KernelTable& kernels, Quant quant, RowForm form);
 
 // Bytes of one prepared row; a multiple of 16.
 size_t prepared_bytes(RowForm form, size_t columns);
 
-// Bytes from one prepared row to the next: whole cache lines, and an odd number of them, since rows a multiple of 4 KB
-// apart would all compete for the same few places of the first-level cache.
+// Bytes from one prepared row to the next: an odd number of cache lines. Rows a multiple of 4 KB apart would all
+// compete for the same few places of the first-level cache.
 size_t row_distance(RowForm form, size_t columns);
 
-// How many of `tokens` to give a kernel at once so that no part is larger than `most` or much smaller than others.
-size_t even_parts(size_t tokens, size_t most);
+// How many of `tokens` tokens to pass to a kernel at once, so that all parts have similar sizes of at most `most`.
+size_t part_size(size_t tokens, size_t most);
 
-// x[columns] to prepared_bytes() at `out`.
+// Writes prepared_bytes() for x[columns] to `out`.
 void prepare_row(const KernelTable& kernels, RowForm form, const float* x, size_t columns, void* out);
 
-// The same for columns `column` .. `column` + `count` - 1 alone, at their place in the row `out`. `column` is a multiple
-// of 32, and `count` is too unless these are the row's last columns.
+// The same for columns `column` .. `column` + `count` - 1 only, at their place in the row `out`. `column` is a multiple
+// of 32. So is `count`, except for the last columns of a row.
 void prepare_columns(const KernelTable& kernels, RowForm form, const float* x, size_t column, size_t count, void* out);
 
 }  // namespace ktqueue

@@ -1,4 +1,4 @@
-// Rows made ready for the panel kernels: to int8 with scales, or to bf16.
+// Converts rows for the panel kernels: to int8 with scales, or to bf16.
 // Included only by translation units of one instruction set, after a lanes header; internal linkage.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace ktqueue {
 namespace {
 
-constexpr float kSmallest = 1e-30f;  // below it a slab is zero: 127 / x would not be finite
+constexpr float kSmallest = 1e-30f;  // smaller slabs become zero, since 127 / x would not be finite
 
 inline void quantize_slab(const float* x, ActivationKind kind, ActivationSlab& out) {
     const Floats low = load_floats(x), high = load_floats(x + 16);
@@ -36,7 +36,7 @@ inline void quantize_slab(const float* x, ActivationKind kind, ActivationSlab& o
         if (kind.offset != 0) {
             const int32_t correction = -kind.offset * sums[half];
             out.correction[half] = correction;
-            // Half of the slabs have one more there, as many as lose one to a negative sum of products.
+            // Adds one in half of the slabs, to balance the one that a negative sum of products borrows.
             if (kind.words) out.correction[half] += (correction + (sums[half] & 1)) * 0x10000;
         } else {
             out.total[half] = out.scale * static_cast<float>(sums[half]);
@@ -54,8 +54,8 @@ inline void quantize(const float* x, size_t columns, ActivationKind kind, Activa
     }
 }
 
-// Nearest, ties to even; a NaN stays one.
-inline void narrow(const float* x, size_t columns, uint16_t* out) {
+// Rounds to nearest, ties to even. NaN stays NaN.
+inline void bf16_row(const float* x, size_t columns, uint16_t* out) {
     for (size_t i = 0; i < columns; ++i) {
         uint32_t bits;
         std::memcpy(&bits, x + i, 4);

@@ -1,11 +1,11 @@
-// Two panels times many rows, superblock by superblock: one of both panels stays in the first-level cache while all rows
-// pass by and the next one is fetched from memory meanwhile; the sums wait in y.
+// Two panels times many rows, superblock by superblock. One superblock of both panels stays in the first-level cache
+// while it serves all rows, and the next one is prefetched from memory. Sums wait in y.
 // Included only by translation units of one instruction set, after a lanes header; internal linkage.
 //
-// The scales become floats once a superblock and not once a pass; so do the codes of formats with a scale for 16, which
-// come from two planes, become lines. The other codes lie still and are unpacked in every pass: that costs the
-// multiplying ports nothing. The operations on a row, and their order, are those of kernels/panel_kernels.h, which is faster with
-// few rows: results are equal bit for bit.
+// Scales are converted to floats once per superblock instead of once per pass. Formats with a scale per 16 columns have
+// their codes in two planes; these are unpacked to lines once. All other codes are unpacked in every pass, which does
+// not occupy the multiplying ports. The operations on a row, and their order, are those of kernels/panel_kernels.h, so
+// results are equal bit for bit. That file's kernels are faster with few rows.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 namespace ktqueue {
 namespace {
 
-constexpr size_t kSuperblockTokens = 12;  // from how many rows on it is faster
+constexpr size_t kSuperblockTokens = 12;  // from this many rows it is faster
 
-// body(0) .. body(Count - 1), each number a constant: arrays that these index live in registers.
+// Calls body(0) .. body(Count - 1) with constant arguments, so that arrays indexed by them stay in registers.
 template <size_t Count, class Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
     [&]<size_t... I>(std::index_sequence<I...>) __attribute__((always_inline)) {
@@ -27,18 +27,19 @@ template <size_t Count, class Body>
     }(std::make_index_sequence<Count>{});
 }
 
-// A superblock of two panels: lines of codes, and for each slab, its halves and the panels the scales in floats. Formats
-// with `words` have the factors of each slab instead, and their units.
+// A superblock of two panels: lines of codes and, by slab, half and panel, the scales as floats. Formats with `words`
+// have the factors of each slab and their units instead.
 template <class Format>
 struct Unpacked {
     static constexpr bool kWords = activation_kind(Format::kQuant).words;
     static constexpr bool kMinimums = Format::kMinimums && !kWords;
-    static constexpr bool kStored = activation_kind(Format::kQuant).halves;   // whether its codes become lines here
-    static constexpr bool kLines = kStored || Format::kQuant == Quant::Q8_0;  // whether `codes` are lines
+    static constexpr bool kStored =
+        activation_kind(Format::kQuant).halves;  // whether unpack() writes the codes as lines
+    static constexpr bool kLines = kStored || Format::kQuant == Quant::Q8_0;  // whether `codes` points to lines
     static constexpr size_t kHalves = activation_kind(Format::kQuant).halves ? 2 : 1;
     static constexpr size_t kSlabBytes = 8 * 64;
 
-    const uint8_t* codes[2];  // [slabs][8] lines, or the superblock as it lies
+    const uint8_t* codes[2];  // [slabs][8] lines, or the superblock as it is stored
     alignas(64) int32_t factors[kWords ? kSlabs : 1][2][kPanelRows];
     alignas(64) float units[2][kPanelRows];
     alignas(64) float scales[kWords ? 1 : kSlabs][kHalves][2][kPanelRows];
@@ -70,14 +71,14 @@ struct Unpacked {
     }
 };
 
-// What the passes over a superblock fetch meanwhile of the next one: `lines` cache lines of each panel a slab.
+// What the passes over a superblock prefetch from the next one: per slab, `lines` cache lines of each panel.
 struct NextSuperblock {
     const uint8_t* panels[2];
     size_t lines;
 };
 
-// y[m] (or 0, for the first superblock of the panels) += the superblock times x[m], whose slabs begin at `first`.
-// Not inlined: a loop of its own has all registers, and the compiler then loads each line once and not once for each row.
+// y[m] += the superblock times x[m], whose slabs start at `first`. Starts from 0 at the first superblock. Not inlined:
+// as a function of its own the loop has all registers, and the compiler loads each line once instead of once per row.
 template <class Format, size_t Tokens>
 [[gnu::noinline, gnu::noclone, gnu::flatten]] void add_unpacked(const Unpacked<Format>& block, size_t slabs,
                                                                 const void* const* rows, size_t first, float* y,
@@ -86,7 +87,7 @@ template <class Format, size_t Tokens>
     constexpr bool kWords = Unpacked<Format>::kWords;
     constexpr size_t kHalves = Unpacked<Format>::kHalves;
     const ActivationSlab* x[Tokens];
-    Floats sums[2][Tokens];  // with `words` only of this superblock
+    Floats sums[2][Tokens];  // with `words`, of this superblock only
     unroll<Tokens>([&](auto m) {
         x[m] = static_cast<const ActivationSlab*>(rows[m]) + first;
         unroll<2>([&](auto p) {
@@ -100,7 +101,7 @@ template <class Format, size_t Tokens>
                 __builtin_prefetch(panel, 0, 3);
                 panel += 64;
             }
-        Floats halves[2][Tokens];  // what the first half came to
+        Floats halves[2][Tokens];  // the result of the first half
         unroll<kHalves>([&](auto h) {
             Ints products[2][Tokens];
             unroll<Tokens>([&](auto m) {
@@ -172,9 +173,9 @@ template <class Format, size_t Tokens>
 template <class Format>
 void dot_superblocks(const PanelTask& task) {
     constexpr size_t kBytes = superblock_bytes(Format::kQuant);
-    constexpr size_t kMost = Unpacked<Format>::kHalves == 2 ? 4 : 6;  // rows a pass, as many as registers hold
+    constexpr size_t kMost = Unpacked<Format>::kHalves == 2 ? 4 : 6;  // rows per pass, as many as fit the registers
     const size_t slabs = (task.columns + kSlab - 1) / kSlab;
-    // Passes of nearly equal size: the first `more` have one row more.
+    // Passes of nearly equal size: the first `more` passes have one row more.
     const size_t passes = (task.tokens + kMost - 1) / kMost;
     const size_t least = task.tokens / passes, more = task.tokens % passes;
     Unpacked<Format> unpacked;
@@ -191,7 +192,7 @@ void dot_superblocks(const PanelTask& task) {
                                              next);
                 t += Tokens;
             };
-            // From 12 rows on no pass is smaller: 13 are 5 + 4 + 4, or 4 + 3 + 3 + 3.
+            // From 12 rows on no pass is smaller than 4, or 3 if kMost is 4: 13 rows are 5 + 4 + 4, or 4 + 3 + 3 + 3.
             static_assert(kSuperblockTokens == 12);
             const size_t tokens = least + (pass < more ? 1 : 0);
             if (tokens == kMost) {

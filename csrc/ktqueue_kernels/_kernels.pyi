@@ -1,4 +1,5 @@
-"""Types of the compiled extension; its meaning is documented in ktqueue.operators.native."""
+"""Types of the compiled extension. ktqueue.operators.native documents its functions and classes, native_handoff its
+Handoff."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class ExpertLayer:
     ) -> None: ...
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any, out: Any) -> None: ...
     def ranges(self, expert: int) -> list[tuple[int, int]]: ...
+    def prefetch_lines(self, experts: Sequence[int], most_bytes: int, stop_after: int) -> list[list[int]]: ...
     @property
     def isa(self) -> str: ...
     @property
@@ -92,6 +94,12 @@ class Linear:
     def bytes(self) -> int: ...
 
 class Decoder:
+    """Token ids to logits through embedding, layers, final norm and head: csrc/model/decoder.h.
+
+    embedding: [bytes] uint8, read in place and kept alive, as are the cache and the rotary table; head: [vocabulary,
+    hidden]; scaling: of attention scores; epsilon: of all norms. All methods raise ValueError for shapes that disagree.
+    """
+
     def __init__(
         self,
         *,
@@ -126,9 +134,17 @@ class Decoder:
         experts: ExpertLayer | None,
         experts_per_token: int,
         renormalise: bool,
-    ) -> None: ...
-    def set_rotary(self, cosine: Any, sine: Any) -> None: ...
-    def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None: ...
+    ) -> None:
+        """Append a layer. q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and
+        v are not clamped; sliding_window 0: no limit; mlp: the dense MLP or the shared expert, as a layer of one
+        expert; router, experts: of the routed experts."""
+
+    def set_rotary(self, cosine: Any, sine: Any) -> None:
+        """Set the rotary table, [positions, half] each."""
+
+    def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]."""
+
     def forward(
         self,
         input_ids: Any,
@@ -139,8 +155,15 @@ class Decoder:
         page_table: Any,
         slot_mapping: Any,
         logits: Any,
-    ) -> None: ...
+    ) -> None:
+        """Run one step. input_ids, position_ids: [1, tokens]; scored: [scored], rising, indices of the tokens whose
+        logits [scored, vocabulary] are wanted; the index arrays are those of StepContext. A token with non-finite
+        numbers spoils only its own sequence. Raises ValueError before anything is written."""
+
     @property
-    def expert_layers_run(self) -> int: ...
+    def expert_layers_run(self) -> int:
+        """Layers with routed experts run so far."""
+
     @property
-    def experts_used(self) -> int: ...
+    def experts_used(self) -> int:
+        """Sum over these runs of the different experts used."""

@@ -7,7 +7,7 @@
 
 #include "model/rms_norm.h"
 #include "model/router.h"
-#include "threads/token_loop.h"
+#include "threads/thread_pool.h"
 
 namespace ktqueue {
 
@@ -15,7 +15,7 @@ namespace {
 
 using std::to_string;
 
-constexpr size_t kTokensAtOnce = 2048;  // of the feed-forward part: bounds the workspace
+constexpr size_t kTokensAtOnce = 2048;  // of the feed-forward part: limits the workspace
 
 void require(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(std::string(what) + " does not fit the decoder");
@@ -35,11 +35,11 @@ void add(float* x, const float* y, size_t count) {
     for (size_t i = 0; i < count; ++i) x[i] += y[i];
 }
 
-// Normalises the heads of one token, each on its own or all as one vector.
+// Normalises the heads of one token, each head alone or all as one vector.
 void normalise_heads(float* heads, size_t count, size_t head_dim, const std::vector<float>& weight, float epsilon) {
     if (weight.empty()) return;
-    for (size_t at = 0; at < count * head_dim; at += weight.size())
-        rms_norm(heads + at, weight.data(), weight.size(), epsilon, heads + at);
+    for (size_t offset = 0; offset < count * head_dim; offset += weight.size())
+        rms_norm(heads + offset, weight.data(), weight.size(), epsilon, heads + offset);
 }
 
 void clamp(float* values, size_t count, float limit) {
@@ -107,13 +107,13 @@ void Decoder::forward(const DecoderStep& step) {
     if (layers_.empty()) throw std::invalid_argument("the decoder has no layers");
     if (step.paged.tokens == 0) return;
     std::lock_guard lock(mutex_);
-    const bool narrow = step.scored_count != step.paged.tokens;
+    const bool scored_only = step.scored_count != step.paged.tokens;
     plan_attention(step.paged, shape_.attention, nullptr, 0, work_.all);
-    if (narrow) plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored);
+    if (scored_only) plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored);
     embed(step);
     for (size_t index = 0; index < layers_.size(); ++index) {
-        // The last layer goes on with the scored tokens only: of the others just keys and values are wanted.
-        const bool last = narrow && index + 1 == layers_.size();
+        // The last layer continues with the scored tokens only. The other tokens need only their keys and values.
+        const bool last = scored_only && index + 1 == layers_.size();
         const DecoderLayer& layer = layers_[index];
         project(layer, step, index, last);
         const size_t count = last ? step.scored_count : step.paged.tokens;
@@ -143,26 +143,26 @@ void Decoder::normalise(const std::vector<float>& weight, size_t first, size_t c
                [&](size_t t) { rms_norm(x + t * hidden, weight.data(), hidden, shape_.epsilon, normed + t * hidden); });
 }
 
-// Moves what belongs to the scored tokens to the front.
+// Moves the rows of the scored tokens to the front.
 void Decoder::keep_scored(const DecoderStep& step) {
     const size_t hidden = shape_.hidden;
     for (std::vector<float>* rows : {&work_.x, &work_.normed})
-        for (size_t i = 0; i < step.scored_count; ++i)  // scored[i] >= i, for they rise
+        for (size_t i = 0; i < step.scored_count; ++i)  // scored[i] >= i, since the indices rise
             std::copy_n(rows->data() + static_cast<size_t>(step.scored[i]) * hidden, hidden, rows->data() + i * hidden);
 }
 
-// q of the wanted tokens; k and v of all tokens, into the cache.
-void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow) {
+// Computes q of the wanted tokens, and k and v of all tokens, which go into the cache.
+void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t tokens = step.paged.tokens, q_size = heads * head_dim, kv_size = kv_heads * head_dim;
-    const size_t wanted = narrow ? step.scored_count : tokens;
+    const size_t wanted = scored_only ? step.scored_count : tokens;
     float* q = grown(work_.q, wanted * q_size);
     float* k = grown(work_.k, tokens * kv_size);
     float* v = grown(work_.v, tokens * kv_size);
     normalise(layer.attention_norm, 0, tokens);
     const LinearCall calls[] = {{layer.k, k, kv_size}, {layer.v, v, kv_size}, {layer.q, q, q_size}};
-    run_linears(calls, narrow ? 2 : 3, work_.normed.data(), shape_.hidden, tokens);
-    if (narrow) {
+    run_linears(calls, scored_only ? 2 : 3, work_.normed.data(), shape_.hidden, tokens);
+    if (scored_only) {
         keep_scored(step);
         if (wanted) layer.q->forward(work_.normed.data(), shape_.hidden, wanted, q, q_size);
     }
@@ -170,9 +170,9 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
     const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
         normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
         clamp(projected, count * head_dim, layer.clip);
-        const size_t at = static_cast<size_t>(step.positions[token]) * rotary.half;
+        const size_t offset = static_cast<size_t>(step.positions[token]) * rotary.half;
         for (size_t head = 0; head < count; ++head)
-            rotate(projected + head * head_dim, rotary.cosine + at, rotary.sine + at, rotary.half);
+            rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, rotary.half);
     };
     for_tokens(tokens, q_size + 2 * kv_size, [&](size_t t) {
         const size_t slot = static_cast<size_t>(step.paged.slot_mapping[t]) * kv_size;
@@ -180,14 +180,15 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
         clamp(v + t * kv_size, kv_size, layer.clip);
         std::copy_n(k + t * kv_size, kv_size, step.cache_keys[index] + slot);
         std::copy_n(v + t * kv_size, kv_size, step.cache_values[index] + slot);
-        if (t < wanted) finish(q + t * q_size, heads, layer.q_norm, narrow ? static_cast<size_t>(step.scored[t]) : t);
+        if (t < wanted)
+            finish(q + t * q_size, heads, layer.q_norm, scored_only ? static_cast<size_t>(step.scored[t]) : t);
     });
 }
 
-void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow) {
+void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t hidden = shape_.hidden, q_size = heads * head_dim;
-    const AttentionPlan& plan = narrow ? work_.scored : work_.all;
+    const AttentionPlan& plan = scored_only ? work_.scored : work_.all;
     const size_t count = plan.queries.size();
     float* attended = grown(work_.attended, count * q_size);
     attend(step.paged, shape_.attention, plan,

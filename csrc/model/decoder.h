@@ -1,9 +1,9 @@
 // A decoder-only transformer as one call: token ids to logits, through embedding, decoder layers, final norm and head.
-// Knows no model family: a layer is described by what it is made of. Knows nothing of Python.
+// Knows no model family (a layer is described by its parts) and no Python.
 //
-// A layer: x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)), all norms
-// RMSNorm. Rows are computed independently of each other: a token whose numbers are not finite spoils its own sequence
-// only, and results do not depend on the batch but as the matrices say (model/linear.h, experts/expert_layer.h).
+// A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). All
+// norms are RMSNorm. Rows are independent: a token with non-finite numbers spoils only its own sequence. Results do not
+// depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
 #include <atomic>
@@ -18,21 +18,21 @@
 
 namespace ktqueue {
 
-// Matrices belong to the caller and outlive the decoder.
+// Matrices belong to the caller and must outlive the decoder.
 struct DecoderLayer {
-    std::vector<float> attention_norm;  // [hidden], of the attention's input
+    std::vector<float> attention_norm;  // [hidden], for the input of attention
     const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
-    std::vector<float> q_norm, k_norm;  // none, [head_dim] for each head, or of the whole projection
-    float clip = 0;                     // q, k and v are clamped to -clip .. clip after their norms; 0: they are not
+    std::vector<float> q_norm, k_norm;  // empty, [head_dim] for each head, or of the whole projection
+    float clip = 0;                     // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
     size_t sliding_window = 0;          // as in AttentionLayer
-    std::vector<float> mlp_norm;        // [hidden], of the feed-forward part's input
-    // The dense MLP, or the shared expert of a layer with routed ones: a layer of one expert; null: there is none.
+    std::vector<float> mlp_norm;        // [hidden], for the input of the feed-forward part
+    // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;
-    const Linear* shared_gate = nullptr;  // one row: the shared expert counts sigmoid(shared_gate(x)); null: wholly
+    const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
     const Linear* router = nullptr;       // [experts, hidden]
     const ExpertLayer* experts = nullptr;
     size_t experts_per_token = 0;
-    bool renormalise = false;  // the chosen experts' weights add up to one
+    bool renormalise = false;  // scale the weights of the chosen experts to a sum of one
 };
 
 struct DecoderShape {
@@ -42,14 +42,14 @@ struct DecoderShape {
     float epsilon;  // of all norms
 };
 
-// One step. `scored`: places in the packed batch, rising, of the tokens whose logits are wanted.
+// One step. `scored`: indices in the packed batch, rising, of the tokens whose logits are wanted.
 struct DecoderStep {
     const int64_t* ids;        // [paged.tokens]
     const int64_t* positions;  // [paged.tokens]
     const int64_t* scored;
     size_t scored_count;
     PagedStep paged;
-    float* const* cache_keys;  // of each layer: [pages, page_size, kv_heads, head_dim]
+    float* const* cache_keys;  // per layer: [pages, page_size, kv_heads, head_dim]
     float* const* cache_values;
     RotaryTable rotary;
     float* logits;  // [scored_count, vocabulary]
@@ -57,7 +57,7 @@ struct DecoderStep {
 
 class Decoder {
   public:
-    // `embedding`: [vocabulary, hidden], used in place. `head`: [vocabulary, hidden]. Both outlive the decoder.
+    // `embedding`: [vocabulary, hidden], used in place. `head`: [vocabulary, hidden]. Both must outlive the decoder.
     // Throws std::invalid_argument if shapes disagree.
     Decoder(const DecoderShape& shape, const StoredMatrix& embedding, std::vector<float> norm, const Linear& head,
             const KernelTable& kernels);
@@ -65,15 +65,15 @@ class Decoder {
     // Throws std::invalid_argument if the layer's parts do not fit each other or the decoder.
     void add_layer(DecoderLayer layer);
 
-    // One step at a time; a second caller waits. Throws std::invalid_argument, before anything is written, if an index
-    // of the step is out of range.
+    // Runs one step. A second caller waits. Throws std::invalid_argument, before anything is written, if an index of
+    // the step is out of range.
     void forward(const DecoderStep& step);
 
     const DecoderShape& shape() const { return shape_; }
     size_t layers() const { return layers_.size(); }
     size_t vocabulary() const { return head_.rows(); }
 
-    // How many layers with routed experts have been run, and how many different experts they used, all steps together.
+    // Layers with routed experts run so far, and the sum over these runs of the different experts used.
     uint64_t expert_layers_run() const { return expert_layers_run_; }
     uint64_t experts_used() const { return experts_used_; }
 
@@ -87,9 +87,9 @@ class Decoder {
 
     void check(const DecoderStep& step) const;
     void embed(const DecoderStep& step);
-    void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow);
+    void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void keep_scored(const DecoderStep& step);
-    void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool narrow);
+    void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void feed_forward(const DecoderLayer& layer, size_t first, size_t count);
     void run_experts(const DecoderLayer& layer, size_t count, float* out);
     void run_mlp(const DecoderLayer& layer, size_t count, float* out);

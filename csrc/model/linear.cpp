@@ -12,10 +12,11 @@ namespace ktqueue {
 namespace {
 
 constexpr size_t kMaxLinears = 8;
-constexpr size_t kTaskBytes = 64 * 1024;   // of weights in one task, at most
-constexpr size_t kAloneBytes = 24 * 1024;  // of weights times tokens: below it, waking others costs more
-constexpr size_t kTokensAtOnce = 64;       // that stay in a core's second-level cache while panels pass by
-constexpr size_t kTileTokens = 256;        // the same where what is unpacked for tiles should serve many
+constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
+constexpr size_t kAloneBytes =
+    24 * 1024;  // of weights times tokens: with less, waking other threads costs more than it saves
+constexpr size_t kTokensAtOnce = 64;  // tokens that stay in a core's second-level cache while panels pass
+constexpr size_t kTileTokens = 256;   // the same for tiles, where an unpacked superblock should serve many rows
 constexpr size_t kMaxTaskPanels = 16;
 
 }  // namespace
@@ -36,22 +37,22 @@ Linear::Linear(const StoredMatrix& weights, const float* bias, Precision precisi
     unit_ = tile_unit(bound);
 }
 
-// One call of run_linears(). Tasks are runs of panels, matrix after matrix.
+// One call of run_linears(). A task is a run of panels; tasks go matrix by matrix.
 class LinearJob {
   public:
     LinearJob(const LinearCall* calls, size_t count, const float* x, size_t x_stride, size_t tokens)
         : calls_(calls), count_(count), x_(x), x_stride_(x_stride), tokens_(tokens) {
         const Linear& first = *calls[0].linear;
         for (size_t i = 0; i < count; ++i) {
-            const Linear& one = *calls[i].linear;
-            if (one.columns_ != first.columns_ || &one.kernels_ != &first.kernels_)
+            const Linear& linear = *calls[i].linear;
+            if (linear.columns_ != first.columns_ || &linear.kernels_ != &first.kernels_)
                 throw std::invalid_argument("linears of one call must agree in columns and kernels");
-            forms_[i] = one.form(tokens);
+            forms_[i] = linear.form(tokens);
         }
     }
 
     void run(const std::shared_ptr<ThreadPool>& pool) {
-        static Space& space = *new Space;  // one for all: never destroyed
+        static Space& space = *new Space;  // shared by all calls; never destroyed
         std::lock_guard lock(space.mutex);
         prepare(*pool, space);
         size_t bytes = 0;
@@ -75,11 +76,11 @@ class LinearJob {
   private:
     struct Space {
         std::mutex mutex;
-        AlignedBuffer<uint8_t> rows[kMaxLinears];  // prepared, by the first matrix that wants the form
+        AlignedBuffer<uint8_t> rows[kMaxLinears];  // prepared rows; index: the first matrix that needs the form
         std::vector<const void*> x[kMaxLinears];   // [tokens]
     };
 
-    // Rows in each form that is wanted, once. Float rows are taken where they are if they need no padding.
+    // Prepares the rows once in each form that is needed. Float rows without padding are used in place.
     void prepare(ThreadPool& pool, Space& space) {
         for (size_t i = 0; i < count_; ++i) {
             source_[i] = 0;
@@ -117,10 +118,11 @@ class LinearJob {
         const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i]);
         const size_t first = (task - first_task_[i]) * panels_[i];
         const size_t last = std::min(first + panels_[i], panel_count(linear.rows_));
-        // A panel that the matrix does not fill must not write beyond the row: it goes through a buffer.
+        // The last panel may have more rows than the matrix. It goes through a buffer, so that nothing is written
+        // beyond the row.
         const size_t whole = std::min(last, linear.rows_ / kPanelRows);
         const size_t at_once =
-            even_parts(tokens_, forms_[i].kind == RowForm::Kind::Shuffled ? kTileTokens : kTokensAtOnce);
+            part_size(tokens_, forms_[i].kind == RowForm::Kind::Shuffled ? kTileTokens : kTokensAtOnce);
         for (size_t t = 0; t < tokens_; t += at_once) {
             const size_t tokens = std::min(at_once, tokens_ - t);
             PanelTask part{linear.arena_.data() + first * linear.panel_bytes_,

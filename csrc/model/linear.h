@@ -1,4 +1,4 @@
-// A packed matrix times rows: y = x W^T + bias. Knows nothing of Python.
+// A packed matrix times rows: y = x W^T + bias. Knows no Python.
 #pragma once
 
 #include <vector>
@@ -11,12 +11,12 @@ namespace ktqueue {
 class Linear {
   public:
     // Packs the weights with the shared pool; the originals are not needed afterwards. `bias`: [rows] or null; copied.
-    // Throws std::invalid_argument where a scale is not finite.
+    // Throws std::invalid_argument if a scale is not finite.
     Linear(const StoredMatrix& weights, const float* bias, Precision precision, const KernelTable& kernels);
 
-    // x: [tokens, columns], rows x_stride floats apart; y: [tokens, rows], rows y_stride floats apart.
-    // Results do not depend on the number of threads or, but for whether tiles serve them (see kernels/kernel_table.h), on the
-    // others.
+    // x: [tokens, columns], rows x_stride floats apart; y: [tokens, rows], rows y_stride floats apart. A row's result
+    // does not depend on the number of threads. It depends on the other rows only by whether tiles multiply them (see
+    // kernels/kernel_table.h).
     void forward(const float* x, size_t x_stride, size_t tokens, float* y, size_t y_stride) const;
 
     size_t rows() const { return rows_; }
@@ -43,8 +43,8 @@ struct LinearCall {
     size_t y_stride;
 };
 
-// Several matrices of the same columns and kernels on the same rows, as one job (q, k and v; gate and up of
-// a dense layer). Throws std::invalid_argument where they differ. At most 8.
+// Multiplies several matrices with equal columns and kernels by the same rows, as one job (q, k and v; gate and up of a
+// dense layer). At most 8. Throws std::invalid_argument if columns or kernels differ.
 void run_linears(const LinearCall* calls, size_t count, const float* x, size_t x_stride, size_t tokens);
 
 }  // namespace ktqueue

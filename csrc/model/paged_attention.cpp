@@ -36,8 +36,8 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
                        step.page_size, shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling});
 }
 
-// Cuts queries begin .. end - 1 of one row into pieces of at most kMaxVectors query vectors, longest contexts first:
-// they make the last tasks short.
+// Cuts queries begin .. end - 1 of one row into pieces of at most kMaxVectors query vectors. The longest contexts come
+// first, so that the last tasks are short.
 void cut_row(const AttentionShape& shape, size_t begin, size_t end, std::vector<AttentionPiece>& pieces) {
     const size_t group = shape.heads / shape.kv_heads;
     const size_t heads_at_once = std::min(group, kMaxVectors);
@@ -94,11 +94,11 @@ void plan_attention(const PagedStep& step, const AttentionShape& shape, const in
                     AttentionPlan& plan) {
     plan.queries.clear();
     plan.pieces.clear();
-    size_t next = 0;  // of the wanted tokens
+    size_t next = 0;  // index into `wanted`
     for (size_t row = 0; row < step.rows; ++row) {
         const size_t end = static_cast<size_t>(step.query_starts[row + 1]);
         const size_t unseen =
-            end - static_cast<size_t>(step.context_lengths[row]);  // may wrap round: seen = t + 1 - it
+            end - static_cast<size_t>(step.context_lengths[row]);  // may wrap below 0; seen = t + 1 - unseen
         const size_t begin = plan.queries.size();
         if (wanted) {
             for (; next < count && static_cast<size_t>(wanted[next]) < end; ++next)
@@ -120,11 +120,11 @@ void attend(const PagedStep& step, const AttentionShape& shape, const AttentionP
 void write_cache(const PagedStep& step, const AttentionShape& shape, const CacheUpdate& update) {
     for (size_t t = 0; t < step.tokens; ++t)
         for (size_t head = 0; head < shape.kv_heads; ++head) {
-            const size_t at = (static_cast<size_t>(step.slot_mapping[t]) * shape.kv_heads + head) * shape.head_dim;
+            const size_t offset = (static_cast<size_t>(step.slot_mapping[t]) * shape.kv_heads + head) * shape.head_dim;
             std::copy_n(update.key + head * update.key_head_stride + t * update.key_token_stride, shape.head_dim,
-                        update.cache_keys + at);
+                        update.cache_keys + offset);
             std::copy_n(update.value + head * update.value_head_stride + t * update.value_token_stride, shape.head_dim,
-                        update.cache_values + at);
+                        update.cache_values + offset);
         }
 }
 

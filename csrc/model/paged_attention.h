@@ -1,9 +1,9 @@
-// One step of attention over a paged cache: a step's tokens see the keys and values of their own row up to themselves.
-// Any mix of prefill chunks and decode rows. Knows nothing of Python.
+// One step of attention over a paged cache: each token of the step sees the keys and values of its own row up to
+// itself. Any mix of prefill chunks and decode rows. Knows no Python.
 //
-// A model's layers share the step: `check` it once, `plan_attention` once for the tokens whose output is wanted, then
-// `attend` in each layer after that layer's keys and values have been written. A token's result does not depend on the
-// other rows, on the chunks in which its row was fed, or on the number of threads.
+// A model's layers share the step. Call `check` once, `plan_attention` once for the tokens whose output is wanted, and
+// `attend` in each layer, after its keys and values have been written. A token's result does not depend on other rows,
+// on the chunks of its row, or on the number of threads.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace ktqueue {
 
-// Where the tokens of a step lie in the cache. Arrays are as in Python's StepContext.
+// Where the tokens of a step are in the cache. Arrays are those of Python's StepContext.
 struct PagedStep {
     const int32_t* query_starts;     // [rows + 1]
     const int32_t* context_lengths;  // [rows]
@@ -29,7 +29,7 @@ struct AttentionShape {
     size_t heads, kv_heads, head_dim;
 };
 
-// Throws std::invalid_argument if the kernels do not compute such heads.
+// Throws std::invalid_argument if the kernels do not support these heads.
 void check(const AttentionShape& shape);
 
 // One token whose attention is wanted: its row, and how many keys of the row it sees at most.
@@ -42,30 +42,30 @@ struct AttentionPiece {
     size_t first, last, head, heads;
 };
 
-// What `attend` does for a step, in any layer. Buffers only grow.
+// The work of `attend` for a step, the same in every layer. Buffers only grow.
 struct AttentionPlan {
     std::vector<Query> queries;
     std::vector<AttentionPiece> pieces;
 };
 
-// Plans the attention of `wanted` ([count] places of tokens in the packed batch, rising; null: all of them).
+// Plans the attention of the tokens in `wanted` ([count] indices in the packed batch, rising; null: all tokens).
 void plan_attention(const PagedStep& step, const AttentionShape& shape, const int64_t* wanted, size_t count,
                     AttentionPlan& plan);
 
-// One layer. Strides are in floats; the last dimension (head_dim) is always dense.
+// The arrays of one layer. Strides are in floats; the last dimension (head_dim) is always dense.
 struct AttentionLayer {
     const float* query;  // [heads, queries, head_dim]
     size_t query_head_stride, query_token_stride;
     const float *cache_keys, *cache_values;  // [pages, page_size, kv_heads, head_dim]
     float scaling;
-    size_t sliding_window;  // keys that a token sees at most, itself included; 0: no limit
+    size_t sliding_window;  // keys that a token sees at most, including itself; 0: no limit
     float* output;          // [queries, heads, head_dim]
 };
 
 void attend(const PagedStep& step, const AttentionShape& shape, const AttentionPlan& plan, const AttentionLayer& layer,
             const KernelTable& kernels);
 
-// A layer's new keys and values: [kv_heads, tokens, head_dim] each, and the caches that they go to.
+// A layer's new keys and values, [kv_heads, tokens, head_dim] each, and the caches to write them to.
 struct CacheUpdate {
     const float *key, *value;
     size_t key_head_stride, key_token_stride;

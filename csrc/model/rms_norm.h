@@ -1,5 +1,5 @@
-// RMSNorm as transformers computes it: out = weight * (x / sqrt(mean(x^2) + epsilon)), in that order of roundings.
-// x, weight, out: [count]; out may be x. The sum runs in sixteen lanes, whatever the machine.
+// RMSNorm as transformers computes it: out = weight * (x / sqrt(mean(x^2) + epsilon)), rounded in that order. x,
+// weight, out: [count]; out may be x. The sum uses sixteen lanes on every machine.
 #pragma once
 
 #include <cmath>

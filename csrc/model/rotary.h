@@ -1,18 +1,19 @@
-// Rotary position embedding in transformers' order: element i turns with element i + half, by the angle of its position.
+// Rotary position embedding in transformers' order: elements i and i + half are rotated together, by the angle of the
+// token's position.
 #pragma once
 
 #include <cstddef>
 
 namespace ktqueue {
 
-// Cosines and sines of every position, as the model's own rotary module gives them, its scaling included.
+// Cosines and sines of every position from the model's own rotary module, including its scaling.
 struct RotaryTable {
     const float* cosine = nullptr;  // [positions, half]
     const float* sine = nullptr;    // [positions, half]
     size_t positions = 0, half = 0;
 };
 
-// Turns the first 2 * half elements of `head` in place; the rest stays.
+// Rotates the first 2 * half elements of `head` in place; the others keep their values.
 inline void rotate(float* head, const float* cosine, const float* sine, size_t half) {
     for (size_t i = 0; i < half; ++i) {
         const float low = head[i], high = head[i + half];

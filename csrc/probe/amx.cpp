@@ -1,6 +1,6 @@
-// AMX: eight tiles of 16 rows of 64 bytes. Six accumulate, for a product comes every 16 cycles and takes 52 (Intel's
-// Optimization Reference Manual, AMX); the other two are the operands. The configuration is 64 bytes, palette 1:
-// bytes 16 + 2i hold the bytes a row of tile i, byte 48 + i its rows (Software Developer's Manual, LDTILECFG).
+// AMX has eight tiles of 16 rows of 64 bytes. Six are sums, because a product can start every 16 cycles and takes 52
+// (Intel's Optimization Reference Manual, AMX). The other two are operands. The configuration is 64 bytes, palette 1:
+// bytes 16 + 2i hold the bytes per row of tile i, byte 48 + i its rows (Software Developer's Manual, LDTILECFG).
 #include <immintrin.h>
 
 #include "isa/cpu_features.h"
@@ -21,7 +21,7 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// The calling thread's tiles: sums in 0 to 5 zero, operands in 6 and 7, each byte pair `pattern`.
+// Sets up the calling thread's tiles: sums 0 to 5 are zero, operands 6 and 7 hold `pattern` in each pair of bytes.
 void fill_tiles(uint16_t pattern) {
     TileConfig config;
     for (size_t i = 0; i < kTiles; ++i) {
@@ -30,7 +30,8 @@ void fill_tiles(uint16_t pattern) {
     }
     alignas(64) uint16_t operand[kRows * kRowBytes / 2];
     for (uint16_t& value : operand) value = pattern;
-    // The intrinsics of GCC 12 do not say how much memory they read: without this it leaves the stores above out.
+    // The intrinsics of GCC 12 do not declare what memory they read. Without this line it would remove the stores
+    // above.
     asm volatile("" : : "r"(&config), "r"(operand) : "memory");
     _tile_loadconfig(&config);
     _tile_zero(0);
@@ -69,7 +70,7 @@ void bf16_peak(size_t rounds) {
     _tile_release();
 }
 
-// Of one tile product: 16 x 16 sums, each of 64 bytes or 32 bf16.
+// Sums of one tile product: 16 x 16, each over 64 bytes or 32 bf16.
 constexpr double kProducts = 16.0 * 16.0;
 
 }  // namespace

@@ -7,7 +7,8 @@ namespace ktqueue {
 
 namespace {
 
-// Three instructions for 32 multiply-adds: pairs of byte products in 16 bits, pairs of those in 32, added.
+// Three instructions for 32 multiply-adds: byte products summed in pairs to 16 bits, those in pairs to 32 bits, then
+// added.
 void int8_peak(size_t rounds) {
     const auto step = [](__m256i sum, __m256i a, __m256i b) {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), b));

@@ -16,7 +16,7 @@ void bf16_peak(size_t rounds) {
     const auto step = [](__m512 sum, __m512 a, __m512 b) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     };
-    const __m512 ones = _mm512_castsi512_ps(_mm512_set1_epi16(0x3f80));  // 1.0 in bfloat16, twice a lane
+    const __m512 ones = _mm512_castsi512_ps(_mm512_set1_epi16(0x3f80));  // 1.0 in bfloat16, twice per lane
     multiply_loop(rounds, ones, ones, _mm512_setzero_ps(), step);
 }
 

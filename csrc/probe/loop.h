@@ -1,5 +1,6 @@
-// The shapes of the probes' loops, from the vector type and the instruction that a translation unit gives.
-// Included only by such a translation unit; internal linkage, so that no code of one instruction set serves another.
+// The loops of the probes, for the vector type and instruction that a translation unit provides.
+// Included only by such a translation unit; internal linkage, so that no code of one instruction set is used by
+// another.
 #pragma once
 
 #include <utility>
@@ -9,8 +10,8 @@
 namespace ktqueue {
 namespace {
 
-// The compiler must take the value as changed, in a vector register: it can neither leave out the instruction that made
-// it nor do it once for several accumulators. Makes no code.
+// Makes the compiler believe that the value changes, in a vector register. So it cannot remove the instruction that
+// computed the value, or compute it once for several accumulators. Generates no code.
 template <class Vector>
 inline void touch(Vector& value) {
 #if defined(__AVX512F__)
@@ -24,17 +25,17 @@ inline void touch(Vector& value) {
 #endif
 }
 
-// Twelve: two multiply-adds a cycle of five cycles' latency need ten, and sixteen registers hold twelve beside the
-// operands. Variables and not an array, which the compiler would keep in memory.
+// Two multiply-adds per cycle with a latency of five cycles need ten accumulators. Sixteen registers hold twelve beside
+// the operands. They are variables because the compiler would keep an array in memory.
 inline constexpr size_t kAccumulators = 12;
 
-// Per round one step(accumulator, a, b) on each of the accumulators.
+// In each round, calls step(accumulator, a, b) once for each accumulator.
 template <class Vector, class Step>
 inline void multiply_loop(size_t rounds, Vector a, Vector b, Vector zero, Step step) {
     Vector s0 = zero, s1 = zero, s2 = zero, s3 = zero, s4 = zero, s5 = zero;
     Vector s6 = zero, s7 = zero, s8 = zero, s9 = zero, s10 = zero, s11 = zero;
     const auto add = [&](Vector& sum) {
-        touch(a);  // so that a product is not kept from one sum to the next
+        touch(a);  // so that a product is not reused for the next sum
         sum = step(sum, a, b);
         touch(sum);
     };
@@ -45,7 +46,7 @@ inline void multiply_loop(size_t rounds, Vector a, Vector b, Vector zero, Step s
     }
 }
 
-// Loads of a vector at a time into eight exclusive-ors; `load(pointer)`, `join(a, b)`, `digest(vector)`.
+// Loads one vector at a time and combines it into one of eight sums: `load(pointer)`, `join(a, b)`.
 inline constexpr size_t kReadSums = 8;
 
 template <class Vector, class Load, class Join, size_t... I>

@@ -30,35 +30,35 @@ std::vector<const ProbeTable*> all_probes() {
 
 ReadLoop widest_read() {
     ReadLoop read = nullptr;
-    for (const ProbeTable* one : available_probes())
-        if (one->read) read = one->read;
+    for (const ProbeTable* probes : available_probes())
+        if (probes->read) read = probes->read;
     return read;
 }
 
 const ProbeTable& probes_named(const std::string& isa) {
     std::string known;
-    for (const ProbeTable* one : all_probes()) {
-        if (isa == one->isa) {
-            if (one->available()) return *one;
+    for (const ProbeTable* probes : all_probes()) {
+        if (isa == probes->isa) {
+            if (probes->available()) return *probes;
             throw std::invalid_argument("this CPU has no " + isa);
         }
-        known += (known.empty() ? "" : ", ") + std::string(one->isa);
+        known += (known.empty() ? "" : ", ") + std::string(probes->isa);
     }
     throw std::invalid_argument("isa must be one of " + known + ", got '" + isa + "'");
 }
 
-size_t check_threads(size_t threads, size_t most) {
-    if (threads > most)
-        throw std::invalid_argument("threads must be at most the pool's " + std::to_string(most) + ", got " +
+size_t check_threads(size_t threads, size_t limit) {
+    if (threads > limit)
+        throw std::invalid_argument("threads must be at most the pool's " + std::to_string(limit) + ", got " +
                                     std::to_string(threads));
-    return threads == 0 ? most : threads;
+    return threads == 0 ? limit : threads;
 }
 
 void check_positive(size_t value, const char* name) {
     if (value == 0) throw std::invalid_argument(std::string(name) + " must be at least 1");
 }
 
-// Seconds that body(0 .. tasks-1) takes on the pool.
+// Runs body(0 .. tasks-1) on the pool and returns the seconds it took.
 template <class Body>
 double timed(ThreadPool& pool, size_t tasks, Body body) {
     const auto begin = std::chrono::steady_clock::now();
@@ -70,7 +70,7 @@ double timed(ThreadPool& pool, size_t tasks, Body body) {
 
 std::vector<const ProbeTable*> available_probes() {
     std::vector<const ProbeTable*> found = all_probes();
-    std::erase_if(found, [](const ProbeTable* one) { return !one->available(); });
+    std::erase_if(found, [](const ProbeTable* probes) { return !probes->available(); });
     return found;
 }
 
@@ -84,7 +84,7 @@ ReadProbe::ReadProbe(size_t size) {
     mapping_ = mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping_ == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<char*>(mapping_) + (kHugePage - reinterpret_cast<uintptr_t>(mapping_) % kHugePage) % kHugePage;
-    madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: small pages only cost speed
+    madvise(data_, bytes_, MADV_HUGEPAGE);  // optional: small pages only cost speed
     const size_t share = bytes_ / pool->threads();
     pool->for_each(pool->threads(), [&](size_t thread) { std::memset(data_ + thread * share, 1, share); });
 }
@@ -125,9 +125,9 @@ double measure_peak(const std::string& isa, Arithmetic arithmetic, size_t thread
     if (!(seconds > 0 && seconds <= 10)) throw std::invalid_argument("seconds must be above 0 and at most 10");
     size_t rounds = 256;
     const auto run = [&] { return timed(*pool, threads, [&](size_t) { loop.run(rounds); }); };
-    run();  // wakes the threads and the wide units
+    run();  // warms up the threads and the wide units
     double taken = run();
-    while (taken < seconds / 2) {  // at most 64 times as many: a first run that was disturbed must not mislead
+    while (taken < seconds / 2) {  // grows at most 64 times per turn, in case the first run was disturbed
         rounds = static_cast<size_t>(static_cast<double>(rounds) * std::clamp(seconds / taken, 1.5, 64.0));
         taken = run();
     }

@@ -1,4 +1,4 @@
-// Probes without an instruction set of their own: what any CPU of this kind can.
+// Probes without a special instruction set: what any CPU of this architecture can do.
 #include <cstring>
 
 #if defined(__SSE2__)
@@ -15,7 +15,7 @@ bool always() {
     return true;
 }
 
-// Sixteen bytes: what the compiler's vectors are on any CPU of this kind.
+// Sixteen bytes, the vector size that the compiler can use on any CPU of this architecture.
 using Floats = float __attribute__((vector_size(16)));
 
 void fp32_peak(size_t rounds) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "threads/cpu_budget.h"
+#include "threads/cpus.h"
 
 namespace ktqueue {
 
@@ -38,12 +38,12 @@ std::vector<Place> place_threads(size_t threads, Pin pin, const Machine& machine
     }
     if (pin == Pin::off || (pin == Pin::automatic && !have_the_machine(threads, machine))) return places;
     const std::vector<Cpu> chosen = spread(machine.cpus, std::min(threads, machine.cpus.size()));
-    // Whole rounds of CPUs would break the rise of the nodes: neighbours share a CPU instead.
+    // Threads that share a CPU are neighbours. Whole rounds over the CPUs would break the rising order of the nodes.
     size_t node = 0;
     for (size_t i = 0; i < threads; ++i) {
-        const size_t at = i * chosen.size() / threads;
-        if (at > 0 && i > 0 && chosen[at].node != chosen[(i - 1) * chosen.size() / threads].node) ++node;
-        places[i] = {i == 0 ? kAnyCpu : static_cast<int>(chosen[at].id), node};
+        const size_t index = i * chosen.size() / threads;
+        if (index > 0 && i > 0 && chosen[index].node != chosen[(i - 1) * chosen.size() / threads].node) ++node;
+        places[i] = {i == 0 ? kAnyCpu : static_cast<int>(chosen[index].id), node};
     }
     return places;
 }

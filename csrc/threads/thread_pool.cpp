@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "threads/cpu_budget.h"
+#include "threads/cpus.h"
 #include "threads/pause.h"
 
 namespace ktqueue {
@@ -24,7 +24,7 @@ constexpr uint64_t kMaxUnitsPerLane = 0xffff;
 constexpr uint32_t kPausesPerYield = 200;
 constexpr uint32_t kDefaultSpinMicroseconds = 50;
 
-// The words that a futex works on are the atomics themselves.
+// The futex words are the atomics themselves.
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t while_it_is) {
@@ -62,7 +62,7 @@ std::vector<ThreadPool::Range> group_by_node(const std::vector<Place>& places) {
     return groups;
 }
 
-// A CPU that has gone away meanwhile is no reason to fail: the thread then runs where the system likes.
+// If the CPU has gone offline, the call fails and the thread runs where the system puts it.
 void pin_to(int cpu) {
     if (cpu == kAnyCpu) return;
     const size_t size = static_cast<size_t>(cpu) + 1;
@@ -85,7 +85,7 @@ ThreadPool::ThreadPool(std::vector<Place> places, uint32_t spin_microseconds)
     workers_.reserve(threads() - 1);
     try {
         for (size_t i = 1; i < threads(); ++i) workers_.emplace_back([this, i] { work(i); });
-    } catch (...) {  // the system has no thread left
+    } catch (...) {  // the system can create no more threads
         end_workers();
         throw;
     }
@@ -105,7 +105,7 @@ void ThreadPool::end_workers() {
     for (std::thread& worker : workers_) worker.join();
 }
 
-// Rounded up, so that the caller has a share in the smallest job.
+// Rounded up, so that the caller gets a task in the smallest job.
 size_t ThreadPool::first_of(size_t thread, size_t count) const {
     return (count * thread + threads() - 1) / threads();
 }
@@ -134,7 +134,7 @@ void ThreadPool::run(size_t count, Task task, void* context) {
     const uint32_t job = wake_.load(std::memory_order_relaxed) + 1;
     for (size_t i = 0; i < threads(); ++i) {
         const uint64_t first = first_of(i, units), last = first_of(i + 1, units);
-        if (first == last) continue;  // fewer units than threads: the lane stays as it is, empty
+        if (first == last) continue;  // fewer units than threads: this lane stays empty
         lanes_[i].first.store(static_cast<uint32_t>(first), std::memory_order_relaxed);
         lanes_[i].word.store(static_cast<uint64_t>(job) << 32 | (last - first), std::memory_order_release);
     }
@@ -142,7 +142,7 @@ void ThreadPool::run(size_t count, Task task, void* context) {
     wake(std::min<size_t>(units, threads()) - 1);
 
     help(0, job);
-    for (uint32_t pauses = 0; !all_ended();) {
+    for (uint32_t pauses = 0; !all_finished();) {
         pause_cpu();
         if (++pauses % kPausesPerYield == 0) sched_yield();
     }
@@ -154,13 +154,13 @@ void ThreadPool::run(size_t count, Task task, void* context) {
     }
 }
 
-bool ThreadPool::all_ended() const {
-    uint64_t ended = 0;
-    for (size_t i = 0; i < threads(); ++i) ended += lanes_[i].ended.load(std::memory_order_acquire);
-    return ended == published_;
+bool ThreadPool::all_finished() const {
+    uint64_t finished = 0;
+    for (size_t i = 0; i < threads(); ++i) finished += lanes_[i].finished.load(std::memory_order_acquire);
+    return finished == published_;
 }
 
-// Takes units of the job until none is left to claim. One round over the lanes is enough: they only empty.
+// Claims units of the job until none is left. One round over the lanes is enough, because they only become emptier.
 void ThreadPool::help(size_t thread, uint32_t job) {
     const auto steal = [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) drain(thread, job, lanes_[i], Side::back);
@@ -173,7 +173,7 @@ void ThreadPool::help(size_t thread, uint32_t job) {
     steal(0, near.begin);
 }
 
-// Claims and performs units of one lane until it is empty, or of another job.
+// Claims and performs units of one lane until it is empty or holds another job.
 void ThreadPool::drain(size_t thread, uint32_t job, Lane& from, Side side) {
     uint64_t performed = 0;
     uint64_t word = from.word.load(std::memory_order_acquire);
@@ -192,8 +192,8 @@ void ThreadPool::drain(size_t thread, uint32_t job, Lane& from, Side side) {
         word = from.word.load(std::memory_order_acquire);
     }
     if (performed == 0) return;
-    std::atomic<uint64_t>& ended = lanes_[thread].ended;
-    ended.store(ended.load(std::memory_order_relaxed) + performed, std::memory_order_release);
+    std::atomic<uint64_t>& finished = lanes_[thread].finished;
+    finished.store(finished.load(std::memory_order_relaxed) + performed, std::memory_order_release);
 }
 
 void ThreadPool::perform(Task task, void* context, size_t begin, size_t end) {
@@ -217,7 +217,7 @@ void ThreadPool::work(size_t thread) {
     }
 }
 
-// Returns once `wake_` differs from `seen`, or now and then before.
+// Returns when `wake_` differs from `seen`, and sometimes earlier.
 void ThreadPool::wait_for_job(uint32_t seen) {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point idle_since = Clock::now();
@@ -234,25 +234,26 @@ void ThreadPool::wait_for_job(uint32_t seen) {
     }
 }
 
-// Wakes at most so many sleepers. The kernel wakes one at a time, at a microsecond or more each.
+// Wakes at most this many sleepers. The kernel wakes them one by one, at a microsecond or more each.
 void ThreadPool::wake(size_t most) {
     if (sleepers_.load() > 0) futex_wake(wake_, static_cast<int>(most));
 }
 
 namespace {
 
-// Never destroyed: a thread may still be at work when the process exits.
+// Never destroyed: a thread may still be working when the process exits.
 struct SharedPool {
     std::mutex mutex;
     std::shared_ptr<ThreadPool> pool;
 };
 
 SharedPool& shared() {
-    static SharedPool& one = *new SharedPool;
-    return one;
+    static SharedPool& current = *new SharedPool;
+    return current;
 }
 
-// The workers did not survive the fork and the old pool's locks may be held: leave it behind, unfreed.
+// The workers do not survive a fork, and the old pool's locks may be held. So the child abandons the old pool without
+// freeing it.
 void forget_pool_in_child() {
     new (&shared()) SharedPool;
 }
@@ -272,21 +273,21 @@ std::shared_ptr<ThreadPool> make_pool(size_t threads, uint32_t spin_microseconds
 }  // namespace
 
 std::shared_ptr<ThreadPool> shared_pool() {
-    SharedPool& one = shared();
-    std::lock_guard lock(one.mutex);
-    if (!one.pool) {
+    SharedPool& current = shared();
+    std::lock_guard lock(current.mutex);
+    if (!current.pool) {
         watch_forks();
-        one.pool = make_pool(default_threads(), kDefaultSpinMicroseconds, Pin::automatic, 0);
+        current.pool = make_pool(default_threads(), kDefaultSpinMicroseconds, Pin::automatic, 0);
     }
-    return one.pool;
+    return current.pool;
 }
 
 void set_shared_pool(size_t threads, uint32_t spin_microseconds, Pin pin, size_t pretend_nodes) {
     auto fresh = make_pool(threads, spin_microseconds, pin, pretend_nodes);
-    SharedPool& one = shared();
-    std::lock_guard lock(one.mutex);
+    SharedPool& current = shared();
+    std::lock_guard lock(current.mutex);
     watch_forks();
-    one.pool.swap(fresh);  // the old pool, if idle, ends when `fresh` goes
+    current.pool.swap(fresh);  // the old pool, if idle, is destroyed with `fresh`
 }
 
 }  // namespace ktqueue

@@ -4,7 +4,8 @@ from torch import nn
 
 from ktqueue.core.errors import RuleError
 from ktqueue.loading.plan import LoadPlan
-from ktqueue.operators.base import Operator, registry
+from ktqueue.operators.base import Operator
+from ktqueue.operators.registry import OPERATORS
 
 
 def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Operator]]:
@@ -17,7 +18,7 @@ def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Opera
     for replacement in plan.replacements:
         module = model.get_submodule(replacement.name)
         try:
-            operator = registry[replacement.op].from_module(module, **replacement.options)
+            operator = OPERATORS[replacement.op].from_module(module, **replacement.options)
         except (TypeError, ValueError) as error:
             raise RuleError(f"{replacement.source}: {replacement.name or 'the model'}: {error}") from error
         operator.device = plan.device_of(replacement.name)

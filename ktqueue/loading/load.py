@@ -22,14 +22,10 @@ from ktqueue.loading.rehearsal import rehearse, rehearse_without_weights
 from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
 from ktqueue.loading.synthetic.checkpoint import open_synthetic
-from ktqueue.operators import decoder as _decoder  # noqa: F401  (these imports register operators)
-from ktqueue.operators import experts as _experts  # noqa: F401
-from ktqueue.operators import latent_attention as _latent_attention  # noqa: F401
-from ktqueue.operators import linear as _linear  # noqa: F401
-from ktqueue.operators.base import Operator, registry
-from ktqueue.operators.gpu import decoder as _gpu_decoder  # noqa: F401
+from ktqueue.operators.attention import window_of
+from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
-from ktqueue.operators.window import window_of
+from ktqueue.operators.registry import OPERATORS
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
@@ -149,7 +145,7 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     config, skeleton = build_checked_skeleton(checkpoint, dtype)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     file = rules_file(rules)
-    plan = make_plan(modules, load_rules(file, registry), device, _name(dtype))
+    plan = make_plan(modules, load_rules(file, OPERATORS), device, _name(dtype))
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
         _check_latent_attention(skeleton, plan, str(file))

@@ -1,1 +1,1 @@
-"""Floor 1: what runs inside the model's forward. Knows no scheduler, no request, no Redis."""
+"""Floor 1: modules and functions that run inside the model's forward. Knows no scheduler, no request and no Redis."""

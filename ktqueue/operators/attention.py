@@ -1,7 +1,7 @@
-"""Paged attention as transformers calls it (AttentionInterface).
+"""Paged attention with the signature that transformers calls (AttentionInterface).
 
-A step with a plan (on a GPU) attends by it. Without, float32 on CPU goes to the compiled kernel, everything else to the
-torch twin. The step travels as the keyword `step`.
+A step with an attention plan (on a GPU) uses that plan. Otherwise float32 on the CPU uses the compiled kernel, and
+everything else the torch twin. The step is passed as the keyword `step`.
 """
 
 from typing import Any
@@ -12,10 +12,9 @@ from torch import nn
 
 from ktqueue.operators import native, reference
 from ktqueue.operators.step import StepContext
-from ktqueue.operators.window import window_of
 
 NAME = "ktqueue_paged"
-"""The name under which models ask for it (`attn_implementation`)."""
+"""The name of this attention in transformers (`attn_implementation`)."""
 
 
 def paged_attention(
@@ -32,10 +31,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values into layer `module.layer_idx` of the cache, then attend causally.
 
-    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] ->
-    ([1, tokens, heads, head_dim], None). The mask is the step's own; `attention_mask` must be None.
-    Raises ValueError for a mask, for an option that changes scores (softcap, sinks), where there is no step, or for one
-    that does not fit the cache.
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> ([1, tokens, heads, head_dim],
+    None). The mask follows from the step; `attention_mask` must be None. Raises ValueError for a mask, for an option
+    that changes scores (softcap, sinks), and if there is no step or it does not fit the cache.
     """
     if step is None:
         raise ValueError(f"{type(module).__name__} is not given the step: the model does not pass it on")
@@ -62,8 +60,8 @@ def attend(
 ) -> torch.Tensor:
     """Write the step's keys and values into `layer` of the cache, then attend causally.
 
-    query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] -> [tokens, heads, value_dim]; `value`
-    is None where the cache is latent. `sliding_window` 0: no limit. Raises ValueError for a step that does not fit the
+    query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] -> [tokens, heads, value_dim]. `value`
+    is None if the cache holds latents. `sliding_window` 0: no limit. Raises ValueError for a step that does not fit the
     cache.
     """
     keys, values = step.kv.keys[layer], step.kv.values[layer]
@@ -75,7 +73,8 @@ def attend(
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
         heads, tokens, head_dim = query.shape
         out = torch.empty(tokens, heads, head_dim)
-        # The kernel knows values as wide as keys: of a latent cache it sums whole keys, the rest of which is dropped.
+        # The kernel needs values as wide as keys. From a latent cache it sums whole keys, and the extra columns are
+        # dropped.
         native.paged_attention(
             _dense(query),
             _dense(key),
@@ -109,6 +108,21 @@ def _write(layer: int, key: torch.Tensor, value: torch.Tensor | None, step: Step
 
 
 def _dense(states: torch.Tensor) -> native.Floats:
-    """[heads, tokens, head_dim] with a dense last dimension, as numpy."""
+    """Return [heads, tokens, head_dim] as numpy with a dense last dimension."""
     array: native.Floats = native.as_array(states)
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def window_of(module: nn.Module, config: Any, passed: int | None = None) -> int:
+    """Return the number of keys that a token sees at most, including itself; 0: all.
+
+    If `config` lists layer types, sliding layers have its window, as in the masks that transformers makes, whatever the
+    module says. Otherwise it is the window that the module passes or holds, or else the config's.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[module.layer_idx] != "sliding_attention":
+        return 0
+    stated = getattr(config, "sliding_window", None)
+    if not kinds:  # Qwen2-MoE has a window in its config but does not pass it
+        stated = passed or getattr(module, "sliding_window", stated)
+    return stated or 0

@@ -1,29 +1,30 @@
-"""Operator: a module put into the model in place of one of its own; and the registry of their short names."""
+"""Operator: a module that replaces a module of the model. And the rule options that operators share."""
 
-from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from typing import Any, Self, TypedDict, get_args
 
 from torch import nn
 
+from ktqueue.operators.native import ActivationType
 from ktqueue.operators.packed import ModuleWeights
 
 
 class Operator(nn.Module):
-    """Takes the place of a module of the model, with all below it, and is called as that module was.
+    """Replaces a module of the model and everything below it, and is called like that module.
 
-    Made from the module it replaces (which may be on the meta device), then given its weights once. `device`: where it
-    is to live, set between the two.
+    It is built from the replaced module (which may be on the meta device), then loads its weights once. `device`: where
+    the weights go; set between the two.
     """
 
     device: str = "cpu"
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Build from the module to be replaced and the rule's options. Raises ValueError if it cannot stand in."""
+        """Build from the module to replace and the rule's options. Raises ValueError if it does not fit."""
         raise NotImplementedError
 
     def load(self, weights: ModuleWeights) -> None:
-        """Take every weight that the module had. Raises ValueError if they do not fit."""
+        """Load every weight that the module had. Raises ValueError if one does not fit."""
         raise NotImplementedError
 
     def device_bytes(self) -> dict[str, int]:
@@ -31,19 +32,25 @@ class Operator(nn.Module):
         raise NotImplementedError
 
 
-registry: dict[str, type[Operator]] = {}
-"""Operators by the short name that rules use. Filled when their modules are imported, then only read."""
+class KernelOptions(TypedDict):
+    """The CPU kernels of an operator. isa: one of native.ISAS, or empty for the best that the CPU has."""
 
-Kind = TypeVar("Kind", bound=type[Operator])
+    activations: ActivationType
+    isa: str
 
 
-def register(name: str) -> Callable[[Kind], Kind]:
-    """Class decorator that enters an operator under `name`. Raises ValueError if the name is taken."""
+def kernel_options(operator: str, options: Mapping[str, Any], *others: str) -> KernelOptions:
+    """Check a rule's options for `operator`. Raises ValueError that names an unknown or wrong option.
 
-    def enter(operator: Kind) -> Kind:
-        if name in registry:
-            raise ValueError(f"operator {name!r} is registered twice")
-        registry[name] = operator
-        return operator
-
-    return enter
+    others: names of options that the operator has already removed from `options`, for the message.
+    """
+    chosen: dict[str, Any] = {"activations": "int8", "isa": "", **options}
+    for name, value in chosen.items():
+        if name not in KernelOptions.__annotations__:
+            known = ", ".join((*KernelOptions.__annotations__, *others))
+            raise ValueError(f"{operator} knows no option {name!r}; it has: {known}")
+        if not isinstance(value, str):
+            raise ValueError(f"{operator}: {name} must be a text, got {value!r}")
+    if chosen["activations"] not in get_args(ActivationType):
+        raise ValueError(f"{operator}: activations must be int8 or float32, got {chosen['activations']!r}")
+    return KernelOptions(activations=chosen["activations"], isa=chosen["isa"])

@@ -1,38 +1,39 @@
-"""CpuDecoder: a whole causal language model as one compiled call a step.
+"""CpuDecoder: a whole causal language model as one compiled call per step.
 
-Takes the place of the model that transformers built: token ids go in, logits come out, and no Python runs between
-layers. Rotary tables come from the model's own module. Knows no file.
+It replaces the model that transformers built: token ids go in, logits come out, and no Python runs between layers.
+Rotary tables come from the model's own module. Knows no file.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
+from ktqueue_kernels import _kernels
 from torch import nn
 
 from ktqueue.operators import native
-from ktqueue.operators.base import Operator, register
+from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.linear import load_linear
-from ktqueue.operators.native_decoder import NONE, Decoder
-from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 from ktqueue.operators.step import StepContext
+
+_NO_NORM: native.Floats = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
-    """`logits`: [1, scored, vocabulary] float32."""
+    """The result of a step. logits: [1, scored, vocabulary] float32."""
 
     logits: torch.Tensor
 
 
-@register("CpuDecoder")
 class CpuDecoder(Operator):
-    """Called as the causal language model that it replaces, always with a step; the cache must be float32.
+    """Called like the causal language model that it replaces, always with a step. The cache must be float32.
 
-    Results do not depend on the thread count, the other rows of a batch or chunk borders, but as native.Linear says.
+    Results do not depend on the thread count, on other rows or on chunk borders, except as native.Linear says.
     """
 
     def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions) -> None:
@@ -40,7 +41,7 @@ class CpuDecoder(Operator):
         self.facts = facts
         self.rotary = rotary
         self._options = options
-        self._decoder: Decoder | None = None
+        self._decoder: _kernels.Decoder | None = None
         self.embedding_bytes = 0
         self.expert_bytes = 0  # of routed experts
         self._dense_bytes = 0
@@ -48,7 +49,7 @@ class CpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """From a model of one of decoder_facts.CLASSES. Options: `activations`, `isa`. Raises ValueError."""
+        """Build from a model of one of decoder_facts.CLASSES. Options: `activations`, `isa`. Raises ValueError."""
         chosen = kernel_options("CpuDecoder", options)
         try:
             facts = facts_of(module)
@@ -60,40 +61,43 @@ class CpuDecoder(Operator):
         return cls(facts, module.model.rotary_emb, chosen)  # type: ignore[union-attr, arg-type]
 
     def load(self, weights: ModuleWeights) -> None:
-        """Pack all matrices; embeddings stay as they are stored. Raises ValueError if they do not fit."""
+        """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
         stored = weights.matrix("model.embed_tokens.weight")
-        # A copy: who reads a mapped file that is cut or written over dies of SIGBUS, or goes on with other weights.
+        # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give
+        # other weights.
         embedding = replace(stored, data=stored.data.copy())
         head = load_linear(weights, "lm_head", **self._options)
         self.embedding_bytes = embedding.data.nbytes
         self._dense_bytes = head.bytes
-        self._decoder = Decoder(
+        self._decoder = _kernels.Decoder(
+            hidden=embedding.columns,
             heads=facts.heads,
             kv_heads=facts.kv_heads,
             head_dim=facts.head_dim,
             scaling=facts.scaling,
             epsilon=facts.epsilon,
-            embedding=embedding,
+            quant=embedding.quant,
+            embedding=embedding.data,
             norm=weights.vector("model.norm.weight"),
-            head=head,
+            head=head.bound,
             isa=self._options["isa"],
         )
         for layer in facts.layers:
             self._add_layer(self._decoder, layer, weights)
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes of packed weights, and of the embeddings as they are stored."""
+        """Bytes of packed weights and of the embedding."""
         return {"cpu": self.embedding_bytes + self.expert_bytes + self._dense_bytes}
 
     @property
     def expert_layers_run(self) -> int:
-        """Layers with routed experts that have been run, all steps together."""
+        """Layers with routed experts run so far, over all steps."""
         return self._ready().expert_layers_run
 
     @property
     def experts_used(self) -> int:
-        """Different experts that those runs used, added up."""
+        """Sum over these runs of the number of different experts used."""
         return self._ready().experts_used
 
     def forward(
@@ -105,9 +109,9 @@ class CpuDecoder(Operator):
         step: StepContext,
         use_cache: bool = False,
     ) -> DecoderOutput:
-        """One step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising.
+        """Run one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising.
 
-        Raises ValueError for an index out of range, before the cache is written; RuntimeError before `load`.
+        Raises ValueError for an index out of range, before the cache is written, and RuntimeError before `load`.
         """
         decoder = self._ready()
         if step.kv is not self._kv:
@@ -125,41 +129,41 @@ class CpuDecoder(Operator):
         )
         return DecoderOutput(logits)
 
-    def _ready(self) -> Decoder:
+    def _ready(self) -> _kernels.Decoder:
         if self._decoder is None:
             raise RuntimeError("CpuDecoder has no weights yet")
         return self._decoder
 
-    def _bind(self, decoder: Decoder, kv: KVCache) -> None:
-        """Let steps use `kv` from now on, and a rotary table for all positions that it can hold."""
+    def _bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
+        """Use `kv` from now on, with a rotary table for all positions that it can hold."""
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         with torch.no_grad():
             cosine, sine = self.rotary(torch.empty(0), torch.arange(positions)[None])
-        half = cosine.shape[-1] // 2  # each half of the columns holds the same
-        decoder.set_rotary(*(one[0, :, :half].contiguous().numpy() for one in (cosine, sine)))
-        decoder.set_cache([one.numpy() for one in kv.keys], [one.numpy() for one in kv.values])
+        half = cosine.shape[-1] // 2  # both halves of the columns are equal
+        decoder.set_rotary(*(table[0, :, :half].contiguous().numpy() for table in (cosine, sine)))
+        decoder.set_cache([keys.numpy() for keys in kv.keys], [values.numpy() for values in kv.values])
         self._kv = kv
 
-    def _add_layer(self, decoder: Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
+    def _add_layer(self, decoder: _kernels.Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
         options = self._options
 
-        def linear(name: str, options: KernelOptions = options) -> native.Linear:
+        def linear(name: str, options: KernelOptions = options) -> _kernels.Linear:
             packed = load_linear(weights, f"{layer.name}.{name}", **options)
             self._dense_bytes += packed.bytes
-            return packed
+            return packed.bound
 
-        def dense_mlp(name: str) -> native.ExpertLayer:
+        def dense_mlp(name: str) -> _kernels.ExpertLayer:
             packed = native.ExpertLayer(
                 _one_expert(weights, f"{layer.name}.{name}"), activation=layer.activation, **options
             )
             self._dense_bytes += packed.bytes
-            return packed
+            return packed.bound
 
-        def routed_experts() -> native.ExpertLayer:
-            given = weights.experts(f"{layer.name}.mlp.experts")
-            packed = native.ExpertLayer(given, activation=layer.activation, **options)
+        def routed_experts() -> _kernels.ExpertLayer:
+            stacks = weights.experts(f"{layer.name}.mlp.experts")
+            packed = native.ExpertLayer(stacks, activation=layer.activation, **options)
             self.expert_bytes += packed.bytes
-            return packed
+            return packed.bound
 
         def vector(name: str) -> native.Floats:
             return weights.vector(f"{layer.name}.{name}.weight")
@@ -172,14 +176,14 @@ class CpuDecoder(Operator):
             k=linear("self_attn.k_proj"),
             v=linear("self_attn.v_proj"),
             o=linear("self_attn.o_proj"),
-            q_norm=vector("self_attn.q_norm") if norms else NONE,
-            k_norm=vector("self_attn.k_norm") if norms else NONE,
+            q_norm=vector("self_attn.q_norm") if norms else _NO_NORM,
+            k_norm=vector("self_attn.k_norm") if norms else _NO_NORM,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
             mlp_norm=vector("post_attention_layernorm"),
             mlp=dense_mlp(mlp) if layer.shared_expert or not routed else None,
             shared_gate=linear("mlp.shared_expert_gate") if layer.shared_expert else None,
-            # A router's near ties decide between experts, so it is never rounded.
+            # The router is never quantised, because nearly equal scores decide between experts.
             router=linear("mlp.gate", {**options, "activations": "float32"}) if routed else None,
             experts=routed_experts() if routed else None,
             experts_per_token=layer.experts_per_token,
@@ -188,7 +192,7 @@ class CpuDecoder(Operator):
 
 
 def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:
-    """A dense gated MLP as a layer of one expert."""
+    """Describe a dense gated MLP as a layer of one expert."""
 
     def stack(part: str) -> PackedExperts:
         matrix = weights.matrix(f"{name}.{part}.weight")

@@ -1,6 +1,6 @@
-"""What a transformers causal language model is made of, as far as the compiled decoder must know.
+"""What the compiled decoder needs to know about a causal language model of transformers.
 
-Reads the module tree and the config; refuses by name what the decoder does not compute. Knows no weights.
+Reads the module tree and the config, and refuses with a reason what the decoder does not compute. Knows no weights.
 """
 
 from collections.abc import Collection
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import activation_name, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
 from ktqueue.operators.native import ActivationName
-from ktqueue.operators.window import window_of
 
 CLASSES = (
     "LlamaForCausalLM",
@@ -25,16 +25,16 @@ CLASSES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Models that are computed as facts_of() describes them; checked against transformers by the tests."""
+"""Models that facts_of() describes completely. Tests compare them with transformers."""
 LATENT_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""The same with latent attention and routers of DeepSeek's: on a GPU."""
+"""The same with latent attention and DeepSeek's routers; on a GPU only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """`name`: of the layer's module. `sliding_window` 0: no limit. `experts` 0: the MLP is dense. `shared_expert`:
-    there is one with a gate; `shared_experts`: one without. `sigmoid`, `groups`, `groups_used`: as gpu/scoring.py has
-    them; `scale`: of the weights of routed experts."""
+    """One layer. name: of its module; sliding_window 0: no limit; experts 0: the MLP is dense; shared_expert: one
+    shared expert with a gate; shared_experts: one without; sigmoid, groups, groups_used: how the router scores experts;
+    scale: factor of the weights of routed experts."""
 
     name: str
     sliding_window: int
@@ -52,9 +52,9 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """Sizes, and a LayerFacts for each layer. `dtype`: in which the model computes. `positions`: that the model was
-    trained for. `clip` 0: q, k and v are not clamped. `tied`: the head is the embedding. `latent`: of latent attention,
-    alike in all layers; then `kv_heads` and `head_dim` are those of its cache."""
+    """The sizes of a model and its layers. dtype: of the computation; positions: that the model was trained for; clip
+    0: q, k and v are not clamped; tied: the head is the embedding; latent: the shape of latent attention, equal in all
+    layers. With latent attention, kv_heads and head_dim describe its cache."""
 
     dtype: torch.dtype
     hidden: int
@@ -75,8 +75,8 @@ class DecoderFacts:
 def facts_of(
     model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,), classes: Collection[str] = CLASSES
 ) -> DecoderFacts:
-    """The facts of a model of one of `classes` that computes in one of `dtypes`. Raises ValueError where it holds what
-    the decoder does not compute."""
+    """Return the facts of a model of one of `classes` that computes in one of `dtypes`. Raises ValueError if the
+    decoder does not compute a part of the model."""
     if type(model).__name__ not in classes:
         raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
@@ -116,10 +116,9 @@ def facts_of(
 
 
 def _depends_on_length(rotary: Any) -> bool:
-    """Whether its angles change with the longest sequence of a batch.
+    """Return whether the angles change with the longest sequence of a batch.
 
-    Longrope has divisors for short sequences and for long ones; of a GGUF file (loading/gguf/rope.py) both are
-    the same.
+    Longrope has divisors for short and for long sequences. For a GGUF file (loading/gguf/rope.py) both are equal.
     """
     if rotary.rope_type != "longrope":
         return bool(rotary.rope_type == "dynamic")
@@ -149,7 +148,7 @@ def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
 
 
 def _scoring(gate: Any) -> dict[str, Any]:
-    """Of a layer's facts those that DeepSeek's routers have."""
+    """Return the facts that only DeepSeek's routers have."""
     if not hasattr(gate, "num_group"):
         return {}
     sigmoid = hasattr(gate, "e_score_correction_bias")
@@ -160,6 +159,6 @@ def _scoring(gate: Any) -> dict[str, Any]:
 
 
 def _renormalises(gate: Any) -> bool:
-    if type(gate).__name__ == "DeepseekV2TopkRouter":  # it never does, whatever its config says
+    if type(gate).__name__ == "DeepseekV2TopkRouter":  # never, whatever its config says
         return False
-    return bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does, and says nothing
+    return bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does, without an attribute

@@ -1,6 +1,6 @@
 """CpuExperts: the routed experts of one layer, computed by the compiled kernels on their quantised weights.
 
-Takes the place of any experts module of transformers with the usual gate and no biases. Knows no file.
+It replaces any experts module of transformers with the usual gate and no biases. Knows no file.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ktqueue.operators import native
-from ktqueue.operators.base import Operator, register
-from ktqueue.operators.options import KernelOptions, kernel_options
+from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
@@ -25,7 +24,7 @@ _ACTIVATIONS: dict[native.ActivationName, Callable[[torch.Tensor], torch.Tensor]
 
 
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> native.ActivationName | None:
-    """The kernels' name of a module's activation, found by what it computes; None: they have none like it."""
+    """Return the kernels' name of a module's activation, found by evaluating it, or None if no kernel computes it."""
     probe = torch.linspace(-4.0, 4.0, 9, device="cpu")
     for name, known in _ACTIVATIONS.items():
         if function is not None and torch.allclose(function(probe), known(probe), rtol=0, atol=1e-6):
@@ -34,15 +33,14 @@ def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> 
 
 
 def known_activations() -> str:
-    """The names of all activations that the kernels have, for messages."""
+    """Return the names of the kernels' activations, for messages."""
     return ", ".join(_ACTIVATIONS)
 
 
-@register("CpuExperts")
 class CpuExperts(Operator):
-    """Called as the module it replaces: (hidden_states, top_k_index, top_k_weights) -> hidden states.
+    """Called like the module it replaces: (hidden_states, top_k_index, top_k_weights) -> hidden states.
 
-    Weights are packed when they are loaded; see native.ExpertLayer for how activations are held meanwhile.
+    Weights are packed when they are loaded. native.ExpertLayer says in which type activations are multiplied.
     """
 
     def __init__(
@@ -64,9 +62,9 @@ class CpuExperts(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Shapes from the module's `down_proj` [experts, hidden, intermediate]. Options: `activations`, `isa`.
+        """Take the shapes from the module's `down_proj` [experts, hidden, intermediate]. Options: `activations`, `isa`.
 
-        Raises ValueError naming what these kernels do not compute: biases, another activation or gate.
+        Raises ValueError with the reason if the kernels do not compute this module: biases, another activation or gate.
         """
         chosen = kernel_options("CpuExperts", options)
         name = type(module).__name__
@@ -103,8 +101,8 @@ class CpuExperts(Operator):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden], same dtype.
 
-        Tensors of a GPU are copied to the host and back, for which the host waits.
-        Raises ValueError for an expert id out of range; RuntimeError before `load`.
+        Tensors on a GPU are copied to the host and back, and the host waits for both copies. Raises ValueError for an
+        expert id out of range, and RuntimeError before `load`.
         """
         if self._layer is None:
             raise RuntimeError("CpuExperts has no weights yet")

@@ -1,6 +1,6 @@
-"""The paged key/value cache: one pair of tensors a layer, written by slot mapping.
+"""The paged key/value cache: one pair of tensors per layer, written by slot mapping.
 
-Knows nothing of who owns a page.
+Knows nothing about the owner of a page.
 """
 
 import math
@@ -12,11 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a cache, derived from the model's config. `dtype` is the cache's own.
+    """Shape of a cache, derived from the model's config. dtype: of the stored numbers.
 
-    `latent`: None with grouped queries, where keys and values have a tensor each, of `head_dim` columns; with
-    multi-head latent attention that many columns, the first, of the one key head are its values too, and values have no
-    tensor of their own.
+    latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
+    latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
     """
 
     layers: int
@@ -28,21 +27,21 @@ class KVLayout:
 
     @property
     def value_dim(self) -> int:
-        """Columns of a value, and so of what attention gives for a query head."""
+        """Columns of a value, and of the attention output of one query head."""
         return self.head_dim if self.latent is None else self.latent
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
+        """Bytes of one page: keys and values of all layers."""
         tensors = 2 if self.latent is None else 1
         return tensors * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVCache:
-    """`keys`: per layer [pages, page_size, kv_heads, head_dim]; `values`: the same with value_dim columns, of a latent
-    cache views of the keys.
+    """The tensors of a cache. keys: per layer [pages, page_size, kv_heads, head_dim]; values: the same with value_dim
+    columns; in a latent cache, views of the keys.
 
-    With `scratch` the tensors have one page more, `scratch_page`, that no sequence ever owns: rows that pad a captured
+    With `scratch` the tensors have one more page, `scratch_page`, which no sequence owns. Rows that pad a captured
     graph write there.
     """
 
@@ -60,11 +59,11 @@ class KVCache:
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None = None
     ) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's type;
-        of a latent cache there is a key only.
+        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's dtype.
+        A latent cache has a key only.
 
-        What float8 cannot hold is stored as the nearest number that it can. Raises ValueError for other heads than the
-        cache's.
+        Values beyond float8's range are stored as the nearest number that it holds. Raises ValueError if the heads
+        differ from the cache's.
         """
         for tensors, states in ((self.keys, key), (self.values, value)):
             if states is None:
@@ -73,9 +72,9 @@ class KVCache:
             if states.shape[1:] != cache.shape[1:]:
                 raise ValueError(f"[kv_heads, head_dim] must be {[*cache.shape[1:]]}, got {[*states.shape[1:]]}")
             if cache.dtype.itemsize == 1:
-                limit = torch.finfo(cache.dtype).max  # the cast makes NaN of more
+                limit = torch.finfo(cache.dtype).max  # the cast would turn larger numbers into NaN
                 states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
-                cache = cache.view(torch.uint8)  # which index_copy_ knows on every device
+                cache = cache.view(torch.uint8)  # which index_copy_ supports on every device
             cache.index_copy_(0, slot_mapping, states.to(cache.dtype))
 
     def copy_page(self, source: int, target: int) -> None:
@@ -86,8 +85,8 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """On the host memory that is taken page by page as it is written to, by each forked worker for itself: torch.zeros
-    would write to all of it, in the process that forks them, too."""
+    """Return zeros. On the host the memory is allocated page by page when it is written, separately in each forked
+    worker; torch.zeros would write all of it in the process that forks."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)

@@ -1,10 +1,10 @@
 """LatentAttention: multi-head latent attention (DeepSeek-V2 and later) over a cache of latents. Knows no file.
 
-A token's keys and values are all made from one short vector, its latent, so the cache holds that vector and a rotary
-key that all heads share, and nothing else: kv_lora_rank + qk_rope_head_dim numbers a token and layer. The matrices that
-would make keys and values of it are applied to the query and to the result instead ("absorbed"; DeepSeek-V2,
-arXiv 2405.04434, section 2.1), which turns attention into one key head that all query heads share. Its values are the
-first kv_lora_rank columns of its keys.
+A token's keys and values all follow from one short vector, its latent. So the cache holds only this vector and a rotary
+key that all heads share: kv_lora_rank + qk_rope_head_dim numbers per token and layer. The matrices that expand a latent
+to keys and values are applied to the query and to the result instead ("absorbed"; DeepSeek-V2, arXiv 2405.04434,
+section 2.1). Attention then has one key head that all query heads share, and its values are the first kv_lora_rank
+columns of its keys.
 """
 
 from collections.abc import Callable
@@ -14,32 +14,30 @@ import torch
 from torch import nn
 
 from ktqueue.operators.attention import attend
-from ktqueue.operators.base import Operator, register
+from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.gpu.dense import DenseWeights
 from ktqueue.operators.latent_shape import (
     Angles,
     LatentShape,
-    absorb,
-    absorbed,
+    absorb_query,
     cosines_and_sines,
+    expand_values,
     latent_shape,
     make_key,
     rms_norm,
-    values_of,
+    split_up_matrix,
 )
 from ktqueue.operators.linear import CpuLinear
-from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.step import StepContext
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""[tokens, columns] -> [tokens, rows]."""
+"""A matrix: [tokens, columns] -> [tokens, rows]."""
 
 
-@register("LatentAttention")
 class LatentAttention(Operator):
-    """Called as transformers' attention module. In float32 on the CPU its matrices are packed for the compiled kernels,
-    elsewhere they are decoded to the model's type; the absorbed ones always are."""
+    """Called like transformers' attention module. In float32 on the CPU its matrices are packed for the compiled
+    kernels; elsewhere they are decoded to the model's dtype. The absorbed matrices are always decoded."""
 
     def __init__(
         self,
@@ -60,8 +58,8 @@ class LatentAttention(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Sizes from a DeepseekV2Attention or DeepseekV3Attention of transformers. Options, of packed matrices:
-        `activations`, `isa`. Raises ValueError for any other module."""
+        """Take the sizes from a DeepseekV2Attention or DeepseekV3Attention of transformers. Options for packed
+        matrices: `activations`, `isa`. Raises ValueError for any other module."""
         chosen = kernel_options("LatentAttention", options)
         try:
             shape = latent_shape(module)
@@ -72,13 +70,13 @@ class LatentAttention(Operator):
             for name, child in module.named_children()
             if isinstance(child, nn.Linear) and name != "kv_b_proj"
         }
-        one: Any = module
-        return cls(one.layer_idx, shape, linears, one.o_proj.weight.dtype, chosen)
+        attention: Any = module
+        return cls(attention.layer_idx, shape, linears, attention.o_proj.weight.dtype, chosen)
 
     def load(self, weights: ModuleWeights) -> None:
-        """Take all matrices and norms of the module. Raises ValueError if they do not fit."""
+        """Load all matrices and norms of the module. Raises ValueError if they do not fit."""
         dense = DenseWeights(weights, self._dtype, self.device)
-        self._key_up, self._value_up = absorbed(dense.matrix("kv_b_proj.weight"), self.shape)
+        self._key_up, self._value_up = split_up_matrix(dense.matrix("kv_b_proj.weight"), self.shape)
         packed_bytes = 0
         for name, (rows, columns) in self._sizes.items():
             if self.device == "cpu" and self._dtype == torch.float32:
@@ -99,7 +97,7 @@ class LatentAttention(Operator):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Angles, *, step: StepContext, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [1, tokens, hidden] -> (the same shape, None), writing the step's latents into the cache.
+        """hidden_states [1, tokens, hidden] -> (the same shape, None). Writes the step's latents into the cache.
 
         Raises RuntimeError before `load`.
         """
@@ -107,10 +105,10 @@ class LatentAttention(Operator):
             raise RuntimeError("LatentAttention has no weights yet")
         shape, x = self.shape, hidden_states[0]
         cosine, sine = cosines_and_sines(position_embeddings)
-        query = absorb(self._query(x), self._key_up, cosine, sine, shape)
+        query = absorb_query(self._query(x), self._key_up, cosine, sine, shape)
         key = make_key(self._linears["kv_a_proj_with_mqa"](x), self._latent_norm, cosine, sine, shape)
         attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, scaling=shape.scaling)
-        return self._linears["o_proj"](values_of(attended, self._value_up))[None], None
+        return self._linears["o_proj"](expand_values(attended, self._value_up))[None], None
 
     def _query(self, x: torch.Tensor) -> torch.Tensor:
         if self._query_norm is None:

@@ -6,14 +6,12 @@ import torch
 from torch import nn
 
 from ktqueue.operators import native
-from ktqueue.operators.base import Operator, register
-from ktqueue.operators.options import kernel_options
+from ktqueue.operators.base import Operator, kernel_options
 from ktqueue.operators.packed import ModuleWeights
 
 
-@register("CpuLinear")
 class CpuLinear(Operator):
-    """Called as the nn.Linear that it replaces; computes in float32 or int8 whatever the model's dtype."""
+    """Called like the nn.Linear that it replaces. Computes in float32 or int8, whatever the model's dtype."""
 
     def __init__(self, rows: int, columns: int, *, activations: native.ActivationType, isa: str) -> None:
         super().__init__()
@@ -25,14 +23,14 @@ class CpuLinear(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Shapes from an nn.Linear. Options: `activations`, `isa`. Raises ValueError for any other module."""
+        """Take the shape from an nn.Linear. Options: `activations`, `isa`. Raises ValueError for any other module."""
         chosen = kernel_options("CpuLinear", options)
         if type(module) is not nn.Linear:
             raise ValueError(f"{type(module).__name__} cannot be replaced by CpuLinear: it is no nn.Linear")
         return cls(module.out_features, module.in_features, **chosen)
 
     def load(self, weights: ModuleWeights, module: str = "") -> None:
-        """Pack `weight` and take `bias`, if there is one, of the module of that name ("": the weights' own). Raises
+        """Pack `weight`, and `bias` if there is one, of the module with that name ("": the root of `weights`). Raises
         ValueError if they do not fit."""
         self._linear = load_linear(weights, module, activations=self._activations, isa=self._isa)
         if (got := self._linear.shape) != (self.out_features, self.in_features):
@@ -43,7 +41,7 @@ class CpuLinear(Operator):
         return {"cpu": 0 if self._linear is None else self._linear.bytes}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., columns] -> [..., rows], same dtype. Raises RuntimeError before `load`."""
+        """Multiply x [..., columns] -> [..., rows], same dtype. Raises RuntimeError before `load`."""
         if self._linear is None:
             raise RuntimeError("CpuLinear has no weights yet")
         source = x.reshape(-1, self.in_features).float().contiguous()
@@ -53,7 +51,7 @@ class CpuLinear(Operator):
 
 
 def load_linear(weights: ModuleWeights, module: str, *, activations: native.ActivationType, isa: str) -> native.Linear:
-    """The linear module of that name ("": the weights' own), packed. Raises ValueError."""
+    """Pack the linear module with that name ("": the root of `weights`). Raises ValueError."""
     prefix = f"{module}." if module else ""
     matrix = weights.matrix(f"{prefix}weight")
     bias = weights.vector(f"{prefix}bias") if weights.has(f"{prefix}bias") else None

@@ -1,7 +1,7 @@
-"""Typed wrapper of the compiled kernels (the door to `ktqueue_kernels`), and the thread policy.
+"""Typed wrapper of the compiled kernels (the door to `ktqueue_kernels`), and the division of threads.
 
-Arrays are numpy; the kernels read and write them in place and release the interpreter lock. A wrong
-size, type or index raises ValueError before anything is written. Knows no module and no model.
+Arrays are numpy. The kernels read and write them in place and release the interpreter lock. A wrong size, type or index
+raises ValueError before anything is written. Knows no module and no model.
 """
 
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from ktqueue_kernels import _kernels
 from ktqueue import __version__
 from ktqueue.operators.packed import Bytes, ExpertWeights
 
-if ktqueue_kernels.__version__ != __version__:  # two distributions: an upgrade of one may leave the other behind
+if ktqueue_kernels.__version__ != __version__:  # two distributions: an upgrade of one may miss the other
     raise ImportError(
         f"ktqueue {__version__} needs ktqueue-kernels {__version__}, but {ktqueue_kernels.__version__} is installed: "
         f"pip install 'ktqueue[worker]=={__version__}'"
@@ -26,59 +26,60 @@ Integers = npt.NDArray[np.int64]
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
-"""Instruction sets that kernels are written for, slowest first."""
+"""Instruction sets that kernels are written for, slowest first. csrc/isa/ladder.cpp names the CPUs that have each."""
 SPIN_MICROSECONDS = 50
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
-"""Of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1)."""
+"""The activation of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit)
++ 1)."""
 ActivationType = Literal["int8", "float32"]
-"""How activations are held while they are multiplied: int8 with a scale for 32, or float32. For F32, F16 and BF16
-weights int8 means float32 too. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
+"""The type in which activations are multiplied: int8 with a scale per 32 columns, or float32. With F32, F16 and BF16
+weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
 
 
 def isa() -> str:
-    """The instruction set in use: one of ISAS, the best that the CPU has and `KTQUEUE_ISA` allows.
+    """Return the instruction set in use: one of ISAS, the best that the CPU has and `KTQUEUE_ISA` allows.
 
-    Raises ValueError if that variable is none of them.
+    Raises ValueError if that variable is not one of ISAS.
     """
     return str(_kernels.isa())
 
 
 def isas() -> tuple[str, ...]:
-    """Those of ISAS that this CPU has, slowest first, whatever `KTQUEUE_ISA` says."""
+    """Return those of ISAS that this CPU has, slowest first, regardless of `KTQUEUE_ISA`."""
     return tuple(_kernels.isas())
 
 
 def tile_rows(quant: str, isa: str) -> int:
-    """From how many rows that share weights of that format AMX tiles multiply them, in bf16; 0: never.
+    """Return from how many rows that share weights of this format AMX tiles multiply them, in bf16; 0: never.
 
-    Raises ValueError if the CPU has no such instruction set or the format is not one of QUANTS.
+    Raises ValueError if the CPU lacks this instruction set or the format is not one of QUANTS.
     """
     return int(_kernels.tile_rows(quant, isa))
 
 
 def set_batch_invariant(on: bool) -> None:
-    """Whether a token's result is the same bit for bit in every batch, for all kernels of this process.
+    """Choose whether a token's result has the same bits in every batch, for all kernels of this process.
 
-    Without it AMX tiles multiply where enough rows share weights: faster, rounded otherwise than for few rows. With it
-    quantised formats are multiplied without tiles and BF16 always with them.
+    If off, AMX tiles multiply weights that enough rows share. This is faster, but rounds differently than for few rows.
+    If on, quantised formats never use tiles and BF16 always does.
     """
     _kernels.set_batch_invariant(on)
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use: those of its affinity mask, lowered to the cgroup's quota (rounded
-    up). The second thread of a core adds no memory bandwidth."""
+    """Return the number of physical cores that this process may use: those of its affinity mask, limited by the
+    cgroup's quota (rounded up). The second thread of a core adds no memory bandwidth."""
     return int(_kernels.default_threads())
 
 
 def threads() -> int:
-    """Threads of the kernels' pool, the caller's included."""
+    """Return the number of threads of the kernels' pool, including the caller."""
     return int(_kernels.threads())
 
 
 def nodes() -> int:
-    """NUMA nodes that the threads of the kernels' pool are pinned to; 1 if they are not pinned."""
+    """Return the number of NUMA nodes that the threads of the kernels' pool are pinned to; 1 if they are not pinned."""
     return int(_kernels.nodes())
 
 
@@ -90,24 +91,25 @@ def set_threads(
     spin_microseconds: int = SPIN_MICROSECONDS,
     pretend_nodes: int = 0,
 ) -> int:
-    """Divide `count` CPUs (None: `default_threads()`) between the kernels and torch; returns `count`.
+    """Divide `count` CPUs (None: `default_threads()`) between the kernels and torch. Returns `count`.
 
-    Both keep their threads spinning for a while after each call, and a call of one comes microseconds after a call
-    of the other: where they share CPUs they wait out each other's time slices. So they get disjoint CPUs, with the
-    calling thread in both: torch gets `torch_threads`, the kernels `count - torch_threads + 1`. By default torch
-    gets one, the calling thread: with whole models, experts and dense matrices computed by the kernels it has only
-    small operations left. Give it more where rules keep matrices of transformers on the CPU. Measured with 2 CPUs and
-    only the experts compiled, 32 decode rows of the built-in model: torch 1 + kernels 2: 17 ms a step; torch 2 +
-    kernels 2: 200 ms.
+    Threads of both spin for a while after each call, and a call of one comes microseconds after a call of the other. If
+    they shared CPUs, each would wait for the other's time slices. So they get disjoint CPUs, with the calling thread in
+    both: torch gets `torch_threads`, the kernels `count - torch_threads + 1`. By default torch gets only the calling
+    thread: with whole models, experts and dense matrices computed by the kernels, it has only small operations left.
+    Give it more if rules keep matrices in transformers on the CPU. Measured with 2 CPUs and only the experts compiled,
+    32 decode rows of the built-in model: torch 1 + kernels 2 took 17 ms per step, torch 2 + kernels 2 took 200 ms.
 
-    `pin`: whether each of the kernels' threads, the calling one aside, stays on a core of its own, on machines of
-    several NUMA nodes divided evenly among them. "auto" pins if there are at least 4, on more than half of the cores
-    that the affinity mask allows, and no cgroup quota lowers these; "on" always, "off" never. `spin_microseconds`: of
-    an idle kernel thread before it sleeps; where a GPU works between two layers of experts, give it more than that
-    takes, for to wake a thread takes longer. `pretend_nodes`: divide the threads among so many nodes whatever the
-    machine (for tests; 0: as it is).
+    pin: whether each of the kernels' threads, except the calling one, stays on its own core; with several NUMA nodes
+    the threads are divided evenly among them. "auto" pins if there are at least 4 threads on more than half of the
+    cores of the affinity mask, and no cgroup quota is below these cores; "on" always, "off" never.
 
-    Call once at start, after any fork and before the first forward; call nothing else that sets torch's threads.
+    spin_microseconds: how long an idle kernel thread spins before it sleeps. If a GPU works between two layers of
+    experts, set it to more than that takes, because waking a thread takes longer.
+
+    pretend_nodes: divide the threads among this many nodes, whatever the machine has (for tests; 0: as it is).
+
+    Call this once at start, after any fork and before the first forward. Call nothing else that sets torch's threads.
     Raises ValueError unless 1 <= torch_threads <= count <= 1024 and `pin` is one of the three.
     """
     count = default_threads() if count is None else count
@@ -119,19 +121,20 @@ def set_threads(
 
 
 def row_bytes(quant: str, columns: int) -> int:
-    """Bytes of a packed row. Raises ValueError unless `columns` is a positive multiple of the quant's block."""
+    """Return the bytes of a stored row. Raises ValueError unless `columns` is a positive multiple of the block."""
     return int(_kernels.row_bytes(quant, columns))
 
 
 def packed_bytes(quant: str, rows: int, columns: int) -> int:
-    """Bytes of a matrix once it is packed for the kernels. Raises ValueError for an unknown quant."""
+    """Return the bytes of a matrix packed for the kernels. Raises ValueError for an unknown quant."""
     return int(_kernels.packed_bytes(quant, rows, columns))
 
 
 def dequantize(quant: str, data: Bytes, count: int) -> Floats:
-    """`count` packed weights to [count] float32, equal bit for bit to `gguf.dequantize`.
+    """Decode `count` packed weights to [count] float32, equal bit for bit to `gguf.dequantize`.
 
-    `count` is a multiple of the quant's block and `data` [bytes] uint8 holds exactly that many. Raises ValueError.
+    `count` is a multiple of the quant's block, and `data` [bytes] uint8 holds exactly that many weights. Raises
+    ValueError.
     """
     if count < 0:
         raise ValueError(f"count must not be negative, got {count}")
@@ -141,7 +144,7 @@ def dequantize(quant: str, data: Bytes, count: int) -> Floats:
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A CPU tensor's own memory as numpy, gradients forgotten."""
+    """Return a CPU tensor's memory as numpy, without its gradient."""
     array: npt.NDArray[Any] = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return array
 
@@ -149,10 +152,9 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 class ExpertLayer:
     """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
-    Results do not depend on the thread count or, but for whether an expert has `tile_rows`, on which other tokens are
-    in the call. A token with an infinity or a NaN gets NaN and troubles no other. `alpha` and `limit` are those of
-    swiglu_clamped.
-    Raises ValueError if shapes or sizes disagree, or naming the row whose scale is not finite.
+    A token's result does not depend on the thread count. It depends on other tokens only by whether an expert has at
+    least `tile_rows` rows. A token with an infinity or a NaN gets NaN and affects no other. alpha, limit: of
+    swiglu_clamped. Raises ValueError if shapes or sizes disagree, or with the row whose scale is not finite.
     """
 
     def __init__(
@@ -166,13 +168,14 @@ class ExpertLayer:
         isa: str = "",
     ) -> None:
         gate, up, down = (
-            (one.quant, one.rows, one.columns, one.data, one.bias) for one in (weights.gate, weights.up, weights.down)
+            (matrix.quant, matrix.rows, matrix.columns, matrix.data, matrix.bias)
+            for matrix in (weights.gate, weights.up, weights.down)
         )
         self._layer = _kernels.ExpertLayer(gate, up, down, activation, alpha, limit, activations, isa)
 
     @property
-    def bound(self) -> Any:
-        """The extension's own object, for other kernels that use this one."""
+    def bound(self) -> _kernels.ExpertLayer:
+        """The extension's own object, for kernels that use this one."""
         return self._layer
 
     @property
@@ -182,23 +185,23 @@ class ExpertLayer:
 
     @property
     def isa(self) -> str:
-        """The instruction set that this layer uses."""
+        """The instruction set of this layer."""
         return str(self._layer.isa)
 
     def forward(self, hidden_states: Floats, top_k_index: Integers, top_k_weights: Floats, out: Floats) -> None:
-        """out[t] = sum over slots of weight * expert(hidden_states[t]), slots added in order.
+        """Compute out[t] = sum over slots of weight * expert(hidden_states[t]), adding slots in order.
 
-        hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64, -1 where a slot has no
-        expert; top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
+        hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64, -1 if a slot has no expert;
+        top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
         """
         self._layer.forward(hidden_states, top_k_index, top_k_weights, out)
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """(address, bytes) of the packed memory of one expert, to be copied one after the other.
+        """Return (address, bytes) of each part of one expert's packed memory, in the order in which to copy them.
 
-        Together: (panel p of gate, panel p of up) for every p, then every panel of down, in the layout of
-        csrc/formats/panel_layout.h. Two ranges, or more where panels are divided among NUMA nodes. Read only, and only
-        while this object lives. Raises ValueError if there is no such expert.
+        Together they are (panel p of gate, panel p of up) for every p, then every panel of down, in the layout of
+        csrc/formats/panel_layout.h. Two ranges, or more if panels are divided among NUMA nodes. Only read them, and
+        only while this object lives. Raises ValueError if there is no such expert.
         """
         if expert < 0:
             raise ValueError(f"expert must not be negative, got {expert}")
@@ -208,9 +211,9 @@ class ExpertLayer:
 class Linear:
     """A packed matrix [rows, columns] that multiplies rows of activations on this machine's CPUs.
 
-    `data`: [rows * row_bytes] uint8 in GGUF format `quant`, not kept; `bias`: [rows] float32. Results do not depend on
-    the thread count or, but for whether they are `tile_rows`, on the other tokens. Raises ValueError if sizes disagree,
-    or naming the row whose scale is not finite.
+    data: [rows * row_bytes] uint8 in GGUF format `quant`, not kept; bias: [rows] float32. A row's result does not
+    depend on the thread count. It depends on other rows only by whether there are at least `tile_rows`. Raises
+    ValueError if sizes disagree, or with the row whose scale is not finite.
     """
 
     def __init__(
@@ -228,8 +231,8 @@ class Linear:
         self._linear = _kernels.Linear(quant, rows, columns, data, bias, activations, isa)
 
     @property
-    def bound(self) -> Any:
-        """The extension's own object, for other kernels that use this one."""
+    def bound(self) -> _kernels.Linear:
+        """The extension's own object, for kernels that use this one."""
         return self._linear
 
     @property
@@ -239,8 +242,8 @@ class Linear:
 
     @property
     def range(self) -> tuple[int, int]:
-        """(address, bytes) of the packed memory: panel after panel, in the layout of csrc/formats/panel_layout.h. Read
-        only, and only while this object lives."""
+        """(address, bytes) of the packed memory: panel after panel, in the layout of csrc/formats/panel_layout.h. Only
+        read it, and only while this object lives."""
         return int(self._linear.address), self.bytes
 
     def forward(self, x: Floats, out: Floats) -> None:
@@ -266,11 +269,10 @@ def paged_attention(
 ) -> None:
     """Write a step's keys and values into the cache, then attend causally for every token.
 
-    query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last
-    dimension; caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext;
-    out: [tokens, heads, head_dim]. `sliding_window`: keys that a token sees at most, itself included; 0 is no
-    limit. A token's result does not depend on other rows, on chunk borders or on the thread count.
-    Raises ValueError.
+    query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last dimension;
+    caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext; out: [tokens, heads,
+    head_dim]. sliding_window: keys that a token sees at most, including itself; 0: no limit. A token's result does not
+    depend on other rows, chunk borders or the thread count. Raises ValueError.
     """
     _kernels.paged_attention(
         query,
@@ -290,10 +292,10 @@ def paged_attention(
 
 
 class ReadProbe:
-    """A range of memory of its own, read to learn how fast this machine can read: the limit of decoding.
+    """A range of memory to measure how fast this machine reads: the limit of decoding.
 
-    size: bytes, rounded up to 2 MiB a thread; in huge pages where the system gives them, first touched by the kernels'
-    threads. Freed with the object. Raises ValueError, MemoryError.
+    size: bytes, rounded up to 2 MiB per thread. In huge pages if the system provides them, first touched by the
+    kernels' threads. Freed with the object. Raises ValueError, MemoryError.
     """
 
     def __init__(self, size: int) -> None:
@@ -309,17 +311,17 @@ class ReadProbe:
     def measure(
         self, *, size: int = 0, threads: int = 0, rounds: int = 1, repeats: int = 3, prefetch: int = 0
     ) -> float:
-        """Bytes a second of the fastest of `repeats` measurements.
+        """Return the bytes per second of the fastest of `repeats` measurements.
 
-        In each, `threads` threads (0: all of the kernels') read an equal contiguous share of the first `size` bytes
-        (0: all), `rounds` times over, with the widest loads of this CPU. `prefetch`: bytes ahead that software asks
-        for; 0 leaves it to the hardware. Raises ValueError.
+        In each, `threads` threads (0: all of the kernels') read an equal contiguous share of the first `size` bytes (0:
+        all), `rounds` times, with the widest loads of this CPU. prefetch: how many bytes ahead software prefetches; 0
+        leaves it to the hardware. Raises ValueError.
         """
         return float(self._probe.measure(size, threads, rounds, repeats, prefetch))
 
 
 def peaks() -> list[tuple[str, str, str]]:
-    """(isa, arithmetic, instruction) of each `peak` that this build and this CPU have.
+    """Return (isa, arithmetic, instruction) of each `peak` that can be measured on this CPU.
 
     isa: "scalar", "avx2", "avxvnni", "avx512", "amx"; arithmetic: "int8", "bf16", "fp32".
     """
@@ -327,9 +329,9 @@ def peaks() -> list[tuple[str, str, str]]:
 
 
 def peak(isa: str, arithmetic: str, *, threads: int = 0, seconds: float = 0.02, repeats: int = 3) -> float:
-    """Operations a second (a multiply-add is two) in registers: the limit of long prompts.
+    """Return the operations per second (a multiply-add counts as two) in registers: the limit of long prompts.
 
-    The fastest of `repeats` measurements of about `seconds` each on `threads` threads (0: all of the kernels').
-    Raises ValueError, naming an instruction set that is unknown, that this CPU lacks or that has no such arithmetic.
+    The fastest of `repeats` measurements of about `seconds` each on `threads` threads (0: all of the kernels'). Raises
+    ValueError that names an instruction set that is unknown, that this CPU lacks, or that has no such arithmetic.
     """
     return float(_kernels.peak(isa, arithmetic, threads, seconds, repeats))

@@ -1,7 +1,7 @@
 """Typed wrapper of the compiled hand-off: a service that runs expert layers on request words in shared memory.
 
-The protocol, the layout of the input and the argument why nobody reads too early are in csrc/handoff/handoff.h.
-Knows no GPU: whoever writes the words may be a stream, a host function or a test.
+csrc/handoff/handoff.h has the protocol, the layout of the input, and the proof that nobody reads too early. Knows no
+GPU: a stream, a host function or a test may write the words.
 """
 
 import weakref
@@ -20,8 +20,8 @@ _TOKENS_AT = 11
 
 
 def request_word(layer: int, tokens: int, *, predicts: bool = False) -> int:
-    """The number, never 0, that names a task. predicts: after the request the GPU writes which experts the next layer
-    will probably use."""
+    """Return the number, never 0, that names a task. predicts: after the request the GPU writes which experts the next
+    layer will probably use."""
     return tokens << _TOKENS_AT | predicts * _PREDICTS | layer + 1
 
 
@@ -37,8 +37,8 @@ class HandoffMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HandoffStatistics:
-    """Since the start. experts_used: different experts of a task, added up; bytes: of their packed weights;
-    predicted: experts that were predicted, predicted_used: of those what the layer then used."""
+    """Totals since the start. experts_used: different experts of each task; bytes: of their packed weights; predicted:
+    predicted experts; predicted_used: how many of these the layer then used."""
 
     tasks: int
     failed: int
@@ -52,9 +52,9 @@ class HandoffStatistics:
 class HandoffService:
     """Runs tasks on `memory`: in a thread that watches the request word (`serve`), in `run`, or in a host function.
 
-    An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two looks. A task that has not ended after
-    `stuck_seconds` breaks the service: all requests are then answered without being run, and `take_error` says so from
-    then on. The memory and the layers are kept alive. Raises ValueError.
+    An idle thread spins for `idle_seconds`, then naps for up to 5 ms between two reads of the word. A task that takes
+    longer than `stuck_seconds` breaks the service: it then answers all requests without running them, and every
+    `take_error` reports this. Keeps the memory and the layers alive. Raises ValueError.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class HandoffService:
             idle_seconds,
             stuck_seconds,
         )
-        # Before the interpreter takes memory away from under the thread.
+        # The thread must end before the interpreter frees its memory.
         self._close = weakref.finalize(self, self._service.close, 1.0)
 
     def add_layer(self, layer: ExpertLayer) -> int:
-        """The number of `layer` in request words. Raises ValueError if its hidden size is another."""
+        """Return the number of `layer` in request words. Raises ValueError if its hidden size differs."""
         return self._service.add_layer(layer.bound)
 
     def x_offset(self, tokens: int) -> int:
-        """Where, in the input of a task of `tokens`, the activations begin; the expert ids begin at 0, the weights
-        right behind them."""
+        """Return where the activations begin in the input of a task of `tokens`. Expert ids begin at 0, their weights
+        follow."""
         return self._service.x_offset(tokens)
 
     def predicted_offset(self, tokens: int) -> int:
-        """Where, in the input of a task of `tokens` that predicts, the ids [tokens, experts_per_token] int64 begin that
-        the next layer will probably get."""
+        """Return where the predicted ids [tokens, experts_per_token] int64 of the next layer begin in the input of a
+        task of `tokens` that predicts."""
         return self._service.predicted_offset(tokens)
 
     def run(self, word: int) -> None:
@@ -105,17 +105,17 @@ class HandoffService:
         return self._service.host_function, self._service.host_task(word)
 
     def take_error(self) -> str | None:
-        """The first error since the last call."""
+        """Return the first error since the last call."""
         return self._service.take_error()
 
     @property
     def statistics(self) -> HandoffStatistics:
-        """Since the start."""
+        """Totals since the start."""
         return HandoffStatistics(*self._service.statistics())
 
     def close(self, seconds: float = 1.0) -> bool:
-        """End the thread; requests not yet served are answered without being run. False if a task did not end within
-        `seconds`: its thread is left behind and its memory with it. A second call does nothing."""
+        """End the thread and answer unserved requests without running them. Returns False if a task did not end within
+        `seconds`: its thread and its memory are then abandoned. A second call does nothing."""
         if not self._close.alive:
             return True
         self._close.detach()

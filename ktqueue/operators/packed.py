@@ -1,4 +1,4 @@
-"""Weights as they lie on disk: quantised rows; of experts, one array each. Knows no kernel and no file."""
+"""Weights in their stored format: quantised rows; for experts, one array each. Knows no kernel and no file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 class PackedMatrix:
     """[rows, columns] weights in GGUF format `quant` (such as "Q4_K").
 
-    data: [rows * row_bytes] uint8; may be a view into a mapped file, any alignment.
+    data: [rows * row_bytes] uint8, any alignment; may be a view of a mapped file.
     """
 
     quant: str
@@ -28,8 +28,8 @@ class PackedMatrix:
 class PackedExperts:
     """One matrix of every expert: [rows, columns] weights in GGUF format `quant` (such as "Q4_K").
 
-    data: one [rows * row_bytes] uint8 array an expert; views into a mapped file, any alignment.
-    bias: [experts, rows] float32, where the family has one.
+    data: one [rows * row_bytes] uint8 array per expert, any alignment; may be views of a mapped file.
+    bias: [experts, rows] float32, or None.
     """
 
     quant: str
@@ -41,7 +41,7 @@ class PackedExperts:
     @property
     def bytes(self) -> int:
         """Bytes of all experts together."""
-        return sum(one.nbytes for one in self.data)
+        return sum(expert.nbytes for expert in self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,25 @@ class ExpertWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the three together."""
+        """Bytes of all three matrices."""
         return self.gate.bytes + self.up.bytes + self.down.bytes
 
 
 class ModuleWeights(Protocol):
-    """The stored weights of one module and all below it, by their names relative to it, such as `q_proj.weight`.
+    """The stored weights of one module and everything below it, by names relative to it, such as `q_proj.weight`.
 
-    Tied parameters can be had under each of their names. All but `has` raise an error that names the file and the
-    tensor where there is no such weight.
+    Tied parameters are found under each of their names. For a missing weight, all methods except `has` raise an error
+    that names the file and the tensor.
     """
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor with that name."""
 
     def matrix(self, name: str) -> PackedMatrix:
-        """A two-dimensional tensor as it is stored, its rows in transformers' order."""
+        """Return a two-dimensional tensor in its stored format, with its rows in transformers' order."""
 
     def vector(self, name: str) -> Floats:
-        """A one-dimensional tensor as float32."""
+        """Return a one-dimensional tensor as float32."""
 
     def experts(self, name: str) -> ExpertWeights:
-        """The routed experts of the experts module `name` ("": of this module)."""
+        """Return the routed experts of the experts module `name` ("": of this module)."""

@@ -1,5 +1,5 @@
-"""Plain torch twins of the operators: what they must compute, written to be read. Oracle of the tests, and the
-attention of every case that the compiled kernels do not cover."""
+"""Plain torch twins of the operators, written to be read. Tests compare the kernels with them. Cases that the compiled
+kernels do not cover use this attention."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,15 @@ Dequantize = Callable[[str, Bytes, int], torch.Tensor]
 
 
 def expert_matrix(packed: PackedExperts, expert: int, dequantize: Dequantize) -> torch.Tensor:
-    """One expert's matrix as [rows, columns]."""
+    """Return one expert's matrix as [rows, columns]."""
     weights = dequantize(packed.quant, packed.data[expert], packed.rows * packed.columns)
     return weights.view(packed.rows, packed.columns)
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, columns] as int8 with a scale for 32 columns says it: round(x / scale) * scale, scale = max |x| / 127.
+    """Round x [tokens, columns] to int8 with a scale per 32 columns: round(x / scale) * scale, scale = max |x| / 127.
 
-    Computed in float32 as the kernels do, so that ties fall alike; returned in the dtype of `x`.
+    Computed in float32 like the kernels, so that ties round alike. Returned in the dtype of `x`.
     """
     columns = x.shape[-1]
     padded = torch.nn.functional.pad(x.float(), (0, -columns % 32)).reshape(*x.shape[:-1], -1, 32)
@@ -31,7 +31,7 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def activate(name: str, gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """What a gate makes of `up`, by native.ActivationName."""
+    """Apply the activation, a native.ActivationName, to `gate` and multiply by `up`."""
     if name == "swiglu_clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
@@ -53,10 +53,10 @@ def experts(
     limit: float = 0.0,
     rounded: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
-    """[tokens, hidden] through the chosen experts, in the dtype of `hidden_states`.
+    """Run [tokens, hidden] through the chosen experts, in the dtype of `hidden_states`.
 
     out[t] = sum over slots s of top_k_weights[t, s] * down(activation(gate x) * (up x)) of expert top_k_index[t, s].
-    `rounded` is applied to what is multiplied with weights: quantize_activations, say.
+    rounded: applied to each input of a matrix, such as quantize_activations.
     """
     out = torch.zeros_like(hidden_states)
     dtype = hidden_states.dtype
@@ -85,11 +85,11 @@ def paged_attention(
     scaling: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention over pages that already hold the step's keys and values.
+    """Attend causally over pages that already hold the step's keys and values.
 
-    query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any type
-    -> [tokens, heads, value_dim] as `query`. A token at position p sees keys max(0, p + 1 - sliding_window) .. p of its
-    row.
+    query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any
+    dtype -> [tokens, heads, value_dim] in the dtype of `query`. A token at position p sees keys max(0, p + 1 -
+    sliding_window) .. p of its row.
     """
     heads, tokens, _ = query.shape
     page_size, groups = keys.shape[1], heads // keys.shape[2]
@@ -104,10 +104,10 @@ def paged_attention(
             for cache in (keys, values)
         )
         position = torch.arange(context - (end - begin), context, device=query.device)[:, None]
-        at = torch.arange(context, device=query.device)[None, :]
-        hidden = at > position
+        key_position = torch.arange(context, device=query.device)[None, :]
+        hidden = key_position > position
         if sliding_window is not None:
-            hidden |= at <= position - sliding_window
+            hidden |= key_position <= position - sliding_window
         scores = (query[:, begin:end] @ k.transpose(1, 2)) * scaling  # [heads, chunk, context]
         weights = scores.masked_fill(hidden, float("-inf")).softmax(
             dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)

@@ -1,12 +1,13 @@
-"""Expert layers of random packed weights, and what their weights mean."""
+"""Random packed weights for expert layers, their decoded values, and the threads of the kernels."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from kernel_types import Exact, MakeWeights, RandomWeights, RunLayer
 
 from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
@@ -20,17 +21,20 @@ def tiles_where_they_are_faster(batch_invariant_kernels: None) -> None:
 
 @pytest.fixture
 def batch_invariant(tiles_where_they_are_faster: None) -> Iterator[None]:
-    """A token is computed alike in every batch."""
+    """A token gets the same bits in every batch."""
     native.set_batch_invariant(True)
     yield
     native.set_batch_invariant(False)
 
 
 @pytest.fixture
-def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWeights]:
-    """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False); `quant`: one or three."""
+def make_weights(random_weights: RandomWeights) -> MakeWeights:
+    """make_weights(quant, experts, hidden, intermediate, seed=0, biased=False). quant: a format, or three for gate, up
+    and down."""
 
-    def make(quant, experts: int, hidden: int, intermediate: int, seed: int = 0, biased: bool = False) -> ExpertWeights:
+    def make(
+        quant: str | Sequence[str], experts: int, hidden: int, intermediate: int, seed: int = 0, biased: bool = False
+    ) -> ExpertWeights:
         seeds = itertools.count(1000 * seed)
         gate, up, down = (quant,) * 3 if isinstance(quant, str) else quant
 
@@ -49,8 +53,8 @@ def make_weights(random_weights: Callable[..., Bytes]) -> Callable[..., ExpertWe
 
 
 @pytest.fixture
-def exact() -> Callable[[str, Bytes, int], torch.Tensor]:
-    """gguf's own decoding, in float64: what the weights mean."""
+def exact() -> Exact:
+    """The values of packed weights, decoded by gguf, in float64."""
 
     def dequantize(quant: str, data: Bytes, count: int) -> torch.Tensor:
         values = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
@@ -61,7 +65,7 @@ def exact() -> Callable[[str, Bytes, int], torch.Tensor]:
 
 
 @pytest.fixture
-def run_layer() -> Callable[..., torch.Tensor]:
+def run_layer() -> RunLayer:
     """run_layer(layer, x, ids, weights) -> [tokens, hidden]."""
 
     def run(layer: native.ExpertLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -74,7 +78,7 @@ def run_layer() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(params=native.ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
-    """Each instruction set that this machine has."""
+    """Each instruction set in turn. Skips those that this CPU lacks."""
     if request.param not in native.isas():
         pytest.skip(f"this CPU has no {request.param}")
     return str(request.param)
@@ -82,7 +86,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Two threads in the kernels' pool whatever the machine; back to one afterwards."""
+    """Two threads in the kernels' pool on any machine; one thread afterwards."""
     native.set_threads(2, torch_threads=1)
     yield
     native.set_threads(1)

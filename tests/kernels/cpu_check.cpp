@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "threads/cpu_budget.h"
+#include "threads/cpus.h"
 #include "threads/thread_placement.h"
 
 using namespace ktqueue;

@@ -10,6 +10,7 @@
 
 #include "isa/cpu_features.h"
 #include "driver/cases.h"
+#include "isa/ladder.h"
 
 namespace ktqueue {
 

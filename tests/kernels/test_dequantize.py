@@ -1,20 +1,24 @@
 """Decoding of every weight format against the gguf package, bit for bit."""
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
+from kernel_types import RandomWeights
 
 from ktqueue.operators import native
+from ktqueue.operators.packed import Bytes
 
 BLOCKS = {q: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[q]]) for q in native.QUANTS}
 BLOCK_QUANTS = [quant for quant, (elements, _) in BLOCKS.items() if elements > 1]
-# Offsets of the halfs in a block; MXFP4's scale is the byte 0.
+# Offsets of the halves in a block; MXFP4's scale is the byte 0.
 HALFS = {"Q4_0": [0], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
 
 
-def assert_equals_gguf(quant, data):
-    """Bit for bit, signs of zeros and infinities too; any NaN equals any other."""
+def assert_equals_gguf(quant: str, data: Bytes) -> None:
+    """Compare bit for bit, including signs of zeros and infinities; all NaN are equal."""
     elements, size = BLOCKS[quant]
     count = data.size // size * elements
     with np.errstate(over="ignore", invalid="ignore"):
@@ -26,13 +30,13 @@ def assert_equals_gguf(quant, data):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_gguf(quant, random_weights):
+def test_equals_gguf(quant: str, random_weights: RandomWeights) -> None:
     assert_equals_gguf(quant, random_weights(quant, 64 * 256))
 
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
-def test_every_bit_counts_for_itself(quant, random_weights):
-    """Blocks with one bit set, with one bit clear, with none and with all, under a scale of 1 (MXFP4: 2^-4)."""
+def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeights) -> None:
+    """Blocks with one bit set, one bit clear, no bit set and all bits set, with a scale of 1 (MXFP4: 2^-4)."""
     size = BLOCKS[quant][1]
     ones = np.eye(8 * size, dtype=np.uint8)
     blocks = np.packbits(np.concatenate([ones, 1 - ones, np.zeros_like(ones[:1]), np.ones_like(ones[:1])]), axis=1)
@@ -45,8 +49,8 @@ def test_every_bit_counts_for_itself(quant, random_weights):
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
 @pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, -np.inf, np.nan])
-def test_extreme_scales(quant, scale, random_weights):
-    """Zero, subnormal, negative, largest and non-finite halfs, each in each place."""
+def test_extreme_scales(quant: str, scale: float, random_weights: RandomWeights) -> None:
+    """Zero, subnormal, negative, largest and non-finite halves as each of the block's scales."""
     elements, size = BLOCKS[quant]
     for offset in HALFS[quant]:
         blocks = random_weights(quant, 16 * elements).reshape(-1, size)
@@ -54,22 +58,22 @@ def test_extreme_scales(quant, scale, random_weights):
         assert_equals_gguf(quant, blocks.reshape(-1))
 
 
-def test_every_exponent_of_mxfp4(random_weights):
+def test_every_exponent_of_mxfp4(random_weights: RandomWeights) -> None:
     blocks = random_weights("MXFP4", 256 * 32).reshape(-1, 17)
     blocks[:, 0] = np.arange(256)
     assert_equals_gguf("MXFP4", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "MXFP4", "F32"])
-def test_gives_back_what_gguf_quantised(quant):
+def test_decodes_what_gguf_quantised(quant: str) -> None:
     values = np.random.default_rng(1).normal(size=1024).astype(np.float32)
     packed = gguf.quantize(values, gguf.GGMLQuantizationType[quant]).view(np.uint8).reshape(-1)
     decoded = native.dequantize(quant, packed, 1024)
     assert np.abs(decoded - values).max() <= {"Q4_0": 0.3, "Q8_0": 0.02, "MXFP4": 1.0, "F32": 0.0}[quant]
 
 
-def test_every_half():
-    """All 65536 halves, subnormal, infinite and NaN ones too."""
+def test_every_half() -> None:
+    """All 65536 halves, including subnormal, infinite and NaN."""
     halves = np.arange(65536, dtype="<u2")
     decoded = native.dequantize("F16", halves.view(np.uint8), 65536)
     np.testing.assert_array_equal(decoded, halves.view(np.float16).astype(np.float32))
@@ -77,20 +81,20 @@ def test_every_half():
 
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("count", [1, 31, 33, 45])
-def test_odd_counts_of_plain_formats(quant, count, random_weights):
+def test_odd_counts_of_plain_formats(quant: str, count: int, random_weights: RandomWeights) -> None:
     data = random_weights(quant, count)
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
     np.testing.assert_array_equal(native.dequantize(quant, data, count), expected)
 
 
-def test_any_alignment_and_read_only_memory(random_weights, tmp_path):
+def test_any_alignment_and_read_only_memory(random_weights: RandomWeights, tmp_path: Path) -> None:
     data = random_weights("Q6_K", 1024)
     (tmp_path / "weights").write_bytes(b"x" + data.tobytes())
     mapped = np.memmap(tmp_path / "weights", np.uint8, mode="r")[1:]
     np.testing.assert_array_equal(native.dequantize("Q6_K", mapped, 1024), native.dequantize("Q6_K", data, 1024))
 
 
-def test_nothing_is_nothing():
+def test_no_weights_give_an_empty_array() -> None:
     assert native.dequantize("Q4_K", np.empty(0, np.uint8), 0).shape == (0,)
 
 
@@ -104,19 +108,19 @@ def test_nothing_is_nothing():
         ("F32", 4, -1, "count must not be negative, got -1"),
     ],
 )
-def test_refuses(quant, size, count, message):
+def test_refuses_sizes_and_formats_that_do_not_fit(quant: str, size: int, count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native.dequantize(quant, np.zeros(size, np.uint8), count)
 
 
-def test_refuses_other_types_of_data():
+def test_refuses_other_types_of_data() -> None:
     with pytest.raises(ValueError, match="data has the wrong element type"):
         native.dequantize("F32", np.zeros(4, np.int8), 1)
     with pytest.raises(ValueError, match="data must be contiguous"):
         native.dequantize("F32", np.zeros(8, np.uint8)[::2], 1)
 
 
-def test_row_bytes():
+def test_row_bytes() -> None:
     sizes = [native.row_bytes(quant, 512) for quant in native.QUANTS]
     assert sizes == [2048, 1024, 1024, 288, 544, 168, 220, 288, 352, 420, 288, 272, 272]
     with pytest.raises(ValueError, match="positive multiple of 1 weights for F32, got 0"):

@@ -1,29 +1,31 @@
-"""The expert layer against float64 mathematics on the decoded weights, and its promises.
+"""The expert layer against float64 arithmetic on the decoded weights, and its promises.
 
-Bounds: with float32 activations the error is that of float32 sums alone. With int8 ones the kernels agree with the
-twin that rounds its activations alike, but for a mid activation now and then that lies on the edge between two steps.
-Where an expert has rows enough for AMX tiles, weights and activations are rounded to bf16 instead.
+Bounds: with float32 activations the error is that of float32 sums. With int8 activations the kernels agree with the
+twin, which rounds the same way, except for a few activations between gate and down that are on the edge between two
+steps. If an expert has enough rows for AMX tiles, weights and activations are rounded to bf16 instead.
 """
 
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_types import Exact, MakeWeights, RunLayer
 
 from ktqueue.operators import native, reference
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 BOUND = 1e-5
 TWIN_BOUND = 2e-3
-WORD_BOUNDS = {"Q4_K": 1e-2}  # scales as integers of 16 bits; a fifth of what the rounding of activations comes to
+WORD_BOUNDS = {"Q4_K": 1e-2}  # its scales are 16-bit integers; a fifth of the error from rounding activations
 TILE_BOUND = 0.02
 PLAIN = ("F32", "F16", "BF16")
 
 
-def route(tokens: int, experts: int, slots: int, seed: int = 0):
+def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, experts, generator=generator).topk(slots).indices
     return ids, torch.rand(tokens, slots, generator=generator)
@@ -34,13 +36,24 @@ def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
 
 
 def tiled(packed: ExpertWeights, isa: str, ids: torch.Tensor) -> bool:
-    """Whether some expert has rows enough for tiles in one of its matrices."""
-    rows = [native.tile_rows(one.quant, isa or native.isa()) for one in (packed.gate, packed.up, packed.down)]
+    """Return whether an expert has enough rows for tiles in one of its matrices."""
+    matrices = (packed.gate, packed.up, packed.down)
+    rows = [native.tile_rows(matrix.quant, isa or native.isa()) for matrix in matrices]
     return any(0 < least <= ids.flatten().bincount().max() for least in rows)
 
 
-def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, isa="", activations="int8", **options) -> None:
-    """`got` is what a layer with those options makes of it."""
+def assert_close(
+    got: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    packed: ExpertWeights,
+    exact: Exact,
+    isa: str = "",
+    activations: str = "int8",
+    **options: Any,
+) -> None:
+    """Compare `got` with the twin of a layer with those options."""
     expected = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
     if activations == "int8" and tiled(packed, isa, ids):
         assert (got - expected).norm() <= TILE_BOUND * expected.norm()
@@ -55,7 +68,15 @@ def assert_close(got: torch.Tensor, x, ids, weights, packed, exact, isa="", acti
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_float64(quant, kept, isa, make_weights, run_layer, exact, two_threads):
+def test_equals_float64(
+    quant: str,
+    kept: native.ActivationType,
+    isa: str,
+    make_weights: MakeWeights,
+    run_layer: RunLayer,
+    exact: Exact,
+    two_threads: None,
+) -> None:
     packed = make_weights(quant, 5, 512, 256)
     layer = native.ExpertLayer(packed, activations=kept, isa=isa)
     for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 128):
@@ -64,7 +85,9 @@ def test_equals_float64(quant, kept, isa, make_weights, run_layer, exact, two_th
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_many_tokens(quant, isa, make_weights, run_layer, exact, two_threads):
+def test_many_tokens(
+    quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
+) -> None:
     packed = make_weights(quant, 3, 256, 256)
     x, (ids, weights) = activations(512, 256), route(512, 3, 2)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
@@ -72,8 +95,8 @@ def test_many_tokens(quant, isa, make_weights, run_layer, exact, two_threads):
 
 @pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_instruction_sets_agree(quant, tokens, make_weights, run_layer):
-    """Vector kernels bit for bit; the portable one to rounding, for its exp is the C library's."""
+def test_instruction_sets_agree(quant: str, tokens: int, make_weights: MakeWeights, run_layer: RunLayer) -> None:
+    """Vector kernels bit for bit; the portable kernel up to rounding, because its exp is the C library's."""
     packed = make_weights(quant, 4, 256, 512)
     x, (ids, weights) = activations(tokens, 256), route(tokens, 4, 2)
     isas = [isa for isa in native.isas() if not tiled(packed, isa, ids)]
@@ -85,17 +108,26 @@ def test_instruction_sets_agree(quant, tokens, make_weights, run_layer):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
-def test_activations_and_biases(activation, biased, isa, make_weights, run_layer, exact):
+def test_activations_and_biases(
+    activation: native.ActivationName,
+    biased: bool,
+    isa: str,
+    make_weights: MakeWeights,
+    run_layer: RunLayer,
+    exact: Exact,
+) -> None:
     packed = make_weights("Q8_0", 4, 96, 64, biased=biased)
     x, (ids, weights) = activations(7, 96), route(7, 4, 2)
-    options = {"activation": activation, "alpha": 1.702, "limit": 0.5}
+    options: dict[str, Any] = {"activation": activation, "alpha": 1.702, "limit": 0.5}
     layer = native.ExpertLayer(packed, activations="float32", isa=isa, **options)
     assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, "float32", **options)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(45, 33), (1, 1), (64, 7), (31, 96)])
 @pytest.mark.parametrize("quant", PLAIN)
-def test_odd_sizes(quant, hidden, intermediate, isa, make_weights, run_layer, exact):
+def test_odd_sizes(
+    quant: str, hidden: int, intermediate: int, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
+) -> None:
     packed = make_weights(quant, 3, hidden, intermediate)
     x, (ids, weights) = activations(9, hidden), route(9, 3, 2)
     layer = native.ExpertLayer(packed, isa=isa)
@@ -104,18 +136,22 @@ def test_odd_sizes(quant, hidden, intermediate, isa, make_weights, run_layer, ex
     assert_close(got, x, ids, weights, packed, exact, isa)
 
 
-def test_formats_may_differ_between_the_three(isa, make_weights, run_layer, exact):
+def test_formats_may_differ_between_the_three(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
+) -> None:
     packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 4, 256, 256)
     x, (ids, weights) = activations(5, 256), route(5, 4, 2)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_tiles_serve_each_row_alike(quant, isa, make_weights, run_layer, exact):
-    """Bit for bit: in another order, among more rows, with 1, 2 and 3 threads; and closer to float64 than int8 is."""
+def test_tiles_give_each_row_the_same_bits(
+    quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
+) -> None:
+    """In another order, among more rows, with 1, 2 and 3 threads. And closer to float64 than int8."""
     packed = make_weights(quant, 3, 256, 512)
     if not native.tile_rows(quant, isa):
-        pytest.skip("no tiles for it")
+        pytest.skip("this format has no tiles here")
     layer = native.ExpertLayer(packed, isa=isa)
     x, (ids, weights) = activations(601, 256), route(601, 3, 2)
     native.set_threads(1)
@@ -130,27 +166,31 @@ def test_tiles_serve_each_row_alike(quant, isa, make_weights, run_layer, exact):
     native.set_threads(1)
 
 
-def test_many_rows(isa, make_weights, run_layer, exact, two_threads):
-    """More rows than one task takes, and a last task with rows that do not fill it."""
+def test_many_rows(isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None) -> None:
+    """More panels than one task takes, and a last task that is not full."""
     packed = make_weights("Q4_0", 2, 96, 416)
     x, (ids, weights) = activations(40, 96), route(40, 2, 2)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-@pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[5, 1], [1, 5], [5, 5]]])
-def test_repeated_and_empty_experts(ids, isa, make_weights, run_layer, exact):
+@pytest.mark.parametrize("chosen", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[5, 1], [1, 5], [5, 5]]])
+def test_repeated_and_empty_experts(
+    chosen: list[list[int]], isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
+) -> None:
     packed = make_weights("Q8_0", 6, 64, 32)
-    x, ids, weights = activations(3, 64), torch.tensor(ids), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
+    x, ids, weights = activations(3, 64), torch.tensor(chosen), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-def test_all_tokens_on_one_expert(isa, make_weights, run_layer, exact, two_threads):
+def test_all_tokens_on_one_expert(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
+) -> None:
     packed = make_weights("Q5_K", 8, 256, 256)
     x, ids, weights = activations(70, 256), torch.full((70, 1), 6), torch.ones(70, 1)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-def test_zero_weights_no_slots_no_tokens(isa, make_weights, run_layer):
+def test_zero_weights_no_slots_no_tokens(isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32), isa=isa)
     ids, weights = route(3, 4, 2)
     assert run_layer(layer, activations(3, 64), ids, weights * 0).eq(0).all()
@@ -159,12 +199,14 @@ def test_zero_weights_no_slots_no_tokens(isa, make_weights, run_layer):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_a_token_does_not_feel_the_others(quant, isa, make_weights, run_layer):
-    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads; but in AMX tiles."""
+def test_tokens_do_not_depend_on_each_other(
+    quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer
+) -> None:
+    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads. Does not hold for AMX tiles."""
     packed = make_weights(quant, 5, 256, 512)
     x, (ids, weights) = activations(33, 256), route(33, 5, 3)
     if tiled(packed, isa, ids):
-        pytest.skip("its rounding depends on how many rows there are")
+        pytest.skip("tiles: rounding depends on the number of rows")
     layer = native.ExpertLayer(packed, isa=isa)
     native.set_threads(1)
     together = run_layer(layer, x, ids, weights)
@@ -180,31 +222,33 @@ def test_a_token_does_not_feel_the_others(quant, isa, make_weights, run_layer):
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_slices_of_nodes_change_nothing(nodes, make_weights, run_layer):
-    """Weights laid out for NUMA nodes that this machine may not have, with sizes that they do not divide."""
+def test_slices_of_nodes_change_nothing(nodes: int, make_weights: MakeWeights, run_layer: RunLayer) -> None:
+    """Weights divided among NUMA nodes that this machine may not have, with sizes that they do not divide evenly."""
     packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 5, 256, 256)
     small = make_weights("F32", 3, 45, 20)
     cases = [(packed, 256, 5), (small, 45, 3)]
     native.set_threads(1)
     inputs = [(activations(9, hidden), *route(9, experts, 2)) for _, hidden, experts in cases]
-    expected = [run_layer(native.ExpertLayer(one), *given) for (one, *_), given in zip(cases, inputs, strict=True)]
+    expected = [
+        run_layer(native.ExpertLayer(weights), *call) for (weights, *_), call in zip(cases, inputs, strict=True)
+    ]
     native.set_threads(4, torch_threads=1, pretend_nodes=nodes)
-    layers = [native.ExpertLayer(one) for one, *_ in cases]
-    for layer, given, wanted in zip(layers, inputs, expected, strict=True):
-        assert torch.equal(run_layer(layer, *given), wanted)
+    layers = [native.ExpertLayer(weights) for weights, *_ in cases]
+    for layer, call, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(run_layer(layer, *call), wanted)
     native.set_threads(1)
-    for layer, given, wanted in zip(layers, inputs, expected, strict=True):
-        assert torch.equal(run_layer(layer, *given), wanted)
+    for layer, call, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(run_layer(layer, *call), wanted)
 
 
-def test_refuses_too_many_slots(make_weights, run_layer):
+def test_refuses_too_many_slots(make_weights: MakeWeights, run_layer: RunLayer) -> None:
     layer = native.ExpertLayer(make_weights("F32", 70, 16, 16))
     x, (ids, weights) = activations(2, 16), route(2, 70, 65)
     with pytest.raises(ValueError, match="a token has at most 64 experts, got 65"):
         run_layer(layer, x, ids, weights)
 
 
-def test_more_tokens_than_a_pass_takes(isa, make_weights, run_layer):
+def test_more_tokens_than_a_pass_takes(isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
     packed = make_weights("Q4_0", 3, 32, 32)
     x, (ids, weights) = activations(1100, 32), route(1100, 3, 2)
     if tiled(packed, isa, ids):
@@ -215,7 +259,7 @@ def test_more_tokens_than_a_pass_takes(isa, make_weights, run_layer):
         assert torch.equal(run_layer(layer, x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0], together[t])
 
 
-def test_a_nan_stays_with_its_token(isa, make_weights, run_layer):
+def test_a_nan_stays_with_its_token(isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
     layer = native.ExpertLayer(make_weights("Q4_K", 4, 256, 256), isa=isa)
     x, (ids, weights) = activations(12, 256), route(12, 4, 2)
     clean = run_layer(layer, x, ids, weights)
@@ -227,14 +271,16 @@ def test_a_nan_stays_with_its_token(isa, make_weights, run_layer):
     assert not dirty[bad].isfinite().any()
 
 
-def test_large_gates_do_not_overflow(isa, make_weights, run_layer, exact):
+def test_large_gates_do_not_overflow(isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact) -> None:
     """silu of +-300 and +-1000: exp must neither overflow to NaN nor lose the sign."""
     packed = make_weights("F32", 1, 32, 32)
     x, ids, weights = activations(4, 32) * 1000, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-def test_weights_are_packed_from_any_alignment_and_not_kept(isa, make_weights, run_layer):
+def test_weights_are_packed_from_any_alignment_and_not_kept(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer
+) -> None:
     packed = make_weights("Q6_K", 3, 256, 256)
     x, (ids, weights) = activations(5, 256), route(5, 3, 2)
     expected = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
@@ -250,34 +296,36 @@ def test_weights_are_packed_from_any_alignment_and_not_kept(isa, make_weights, r
     layer = native.ExpertLayer(moved, isa=isa)
     del moved
     gc.collect()
-    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # lands in memory set free
+    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # overwrites freed memory
     assert torch.equal(run_layer(layer, x, ids, weights), expected)
     assert noise
 
 
-class Copies(Sequence):
-    """Arrays made as they are asked for, which nobody else keeps."""
+class Copies(Sequence[Bytes]):
+    """Arrays that are copied on access, so that nobody else keeps them."""
 
-    def __init__(self, arrays) -> None:
+    def __init__(self, arrays: Sequence[Bytes]) -> None:
         self.arrays = arrays
 
     def __len__(self) -> int:
         return len(self.arrays)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return self.arrays[index].copy()
 
 
-def test_weights_may_be_made_as_they_are_asked_for(make_weights, run_layer):
+def test_weights_may_be_created_on_access(make_weights: MakeWeights, run_layer: RunLayer) -> None:
     packed = make_weights("Q4_0", 3, 64, 64)
-    fleeting = ExpertWeights(*(replace(one, data=Copies(one.data)) for one in (packed.gate, packed.up, packed.down)))
+    fleeting = ExpertWeights(
+        *(replace(matrix, data=Copies(matrix.data)) for matrix in (packed.gate, packed.up, packed.down))
+    )
     x, (ids, weights) = activations(4, 64), route(4, 3, 2)
     expected = run_layer(native.ExpertLayer(packed), x, ids, weights)
     assert torch.equal(run_layer(native.ExpertLayer(fleeting), x, ids, weights), expected)
 
 
 @pytest.mark.parametrize("bad", [-2, 4, 2**40, -(2**63)])
-def test_refuses_expert_ids_out_of_range(bad, make_weights):
+def test_refuses_expert_ids_out_of_range(bad: int, make_weights: MakeWeights) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
     x, (ids, weights) = activations(3, 64), route(3, 4, 2)
     ids[2, 1] = bad
@@ -287,9 +335,9 @@ def test_refuses_expert_ids_out_of_range(bad, make_weights):
     assert (out == 7.0).all()
 
 
-def test_refuses_arrays_that_do_not_fit(make_weights):
+def test_refuses_arrays_that_do_not_fit(make_weights: MakeWeights) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
-    x, (ids, weights) = activations(3, 64).numpy(), (one.numpy() for one in route(3, 4, 2))
+    x, (ids, weights) = activations(3, 64).numpy(), (array.numpy() for array in route(3, 4, 2))
     out = np.empty_like(x)
     for arguments, message in [
         ((x[:, :32].copy(), ids, weights, out), r"hidden_states must have shape \[any, 64\], got \[3, 32\]"),
@@ -305,10 +353,10 @@ def test_refuses_arrays_that_do_not_fit(make_weights):
             layer.forward(*arguments)
 
 
-def test_refuses_weights_that_do_not_fit(make_weights):
+def test_refuses_weights_that_do_not_fit(make_weights: MakeWeights) -> None:
     good = make_weights("Q4_0", 2, 64, 32)
 
-    def gate(quant: str, rows: int, columns: int, data) -> ExpertWeights:
+    def gate(quant: str, rows: int, columns: int, data: Any) -> ExpertWeights:
         return ExpertWeights(PackedExperts(quant, rows, columns, data), good.up, good.down)
 
     for packed, message in [
@@ -330,8 +378,8 @@ def test_refuses_weights_that_do_not_fit(make_weights):
 
 
 @pytest.mark.parametrize(("quant", "offset"), [("Q4_0", 18), ("Q4_K", 2), ("Q6_K", 208), ("F32", 4), ("MXFP4", 17)])
-def test_refuses_scales_that_are_not_finite(quant, offset, make_weights):
-    """An infinite d of the second row (or block), for which no activation would give a number."""
+def test_refuses_scales_that_are_not_finite(quant: str, offset: int, make_weights: MakeWeights) -> None:
+    """An infinite d in the second row (or block), whose products are never finite."""
     packed = make_weights(quant, 2, 256, 256)
     row = packed.up.data[1].reshape(256, -1)[1]
     if quant in ("F32", "MXFP4"):

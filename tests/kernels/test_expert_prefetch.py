@@ -1,13 +1,14 @@
-"""Which bytes are fetched into the caches ahead: those that each thread of the kernels will read first, and no others.
+"""Prefetching fetches the bytes that each thread of the kernels will read first, and no others.
 
-The extension shows the walk that its prefetch makes, thread by thread, without fetching. That forward reads by the same
-walk is shown by csrc's own driver (`make sanitize`, driver/prefetch_case.cpp).
+The extension lists the lines that each thread would fetch, without fetching them. The driver of csrc shows that forward
+reads in the same order (`make sanitize`, driver/prefetch_case.cpp).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
 import pytest
+from kernel_types import MakeWeights, SetPool
 
 from ktqueue.operators import native
 from ktqueue.operators.packed import ExpertWeights
@@ -19,14 +20,14 @@ UNLIMITED = 2**40
 LINE = 64
 """Bytes of a cache line, the unit of fetching."""
 AT_ONCE = 2048
-"""Bytes that a thread asks for between two questions whether to stop."""
+"""Bytes that a thread fetches between two calls of stop()."""
 POOLS = [(1, 1), (2, 1), (3, 1), (2, 2), (5, 2), (7, 3)]
 """(threads, NUMA nodes)"""
 
 
 @pytest.fixture
-def set_pool() -> Iterator[Callable[[int, int], None]]:
-    """set_pool(threads, nodes); back to one thread afterwards."""
+def set_pool() -> Iterator[SetPool]:
+    """set_pool(threads, nodes); one thread afterwards."""
 
     def set_to(threads: int, nodes: int) -> None:
         native.set_threads(threads, torch_threads=1, pretend_nodes=nodes)
@@ -38,13 +39,13 @@ def set_pool() -> Iterator[Callable[[int, int], None]]:
 def walks(
     layer: native.ExpertLayer, experts: list[int], most_bytes: int = UNLIMITED, stop_after: int = UNLIMITED
 ) -> list[Ranges]:
-    """What each thread asks for; neighbours joined."""
+    """Return what each thread fetches, with adjacent lines joined."""
     lines = layer.bound.prefetch_lines(experts, most_bytes, stop_after)
     return [joined([(line, LINE) for line in of_thread]) for of_thread in lines]
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """The same bytes in the same order, a range that begins where the one before ends made one with it."""
+    """Join ranges that are adjacent. The bytes and their order stay the same."""
     result: Ranges = []
     for begin, size in ranges:
         if result and sum(result[-1]) == begin:
@@ -55,12 +56,12 @@ def joined(ranges: Ranges) -> Ranges:
 
 
 def first_bytes(ranges: Ranges, size: int) -> Ranges:
-    """So many bytes from the front, or all if there are fewer."""
+    """Return the first `size` bytes, or all if there are fewer."""
     result: Ranges = []
-    for begin, of_this in ranges:
+    for begin, length in ranges:
         if size > 0:
-            result.append((begin, min(size, of_this)))
-        size -= of_this
+            result.append((begin, min(size, length)))
+        size -= length
     return result
 
 
@@ -69,15 +70,15 @@ def size_of(ranges: Ranges) -> int:
 
 
 def require_each_byte_once(layer: native.ExpertLayer, experts: list[int]) -> None:
-    """All threads together ask for the experts' memory, for each byte once, and for nothing else."""
-    asked = sorted(chain.from_iterable(walks(layer, experts)))
-    assert all(begin + size <= after for (begin, size), (after, _) in pairwise(asked))
+    """Check that all threads together fetch each byte of the experts' memory once, and nothing else."""
+    fetched = sorted(chain.from_iterable(walks(layer, experts)))
+    assert all(begin + size <= after for (begin, size), (after, _) in pairwise(fetched))
     expected = sorted(chain.from_iterable(layer.ranges(expert) for expert in experts))
-    assert joined(asked) == joined(expected)
+    assert joined(fetched) == joined(expected)
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_each_byte_of_the_experts_is_asked_for_once(quant, make_weights, set_pool):
+def test_each_byte_of_the_experts_is_fetched_once(quant: str, make_weights: MakeWeights, set_pool: SetPool) -> None:
     weights = make_weights((quant, "Q8_0", quant), 5, 256, 768)
     for threads, nodes in POOLS:
         set_pool(threads, nodes)
@@ -88,7 +89,9 @@ def test_each_byte_of_the_experts_is_asked_for_once(quant, make_weights, set_poo
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (17, 16), (107, 150), (33, 600), (600, 33)])
-def test_each_byte_is_asked_for_once_in_odd_shapes(hidden, intermediate, make_weights, set_pool):
+def test_each_byte_is_fetched_once_in_odd_shapes(
+    hidden: int, intermediate: int, make_weights: MakeWeights, set_pool: SetPool
+) -> None:
     weights = make_weights(("F32", "F16", "BF16"), 3, hidden, intermediate)
     for threads, nodes in POOLS:
         set_pool(threads, nodes)
@@ -97,7 +100,7 @@ def test_each_byte_is_asked_for_once_in_odd_shapes(hidden, intermediate, make_we
             require_each_byte_once(layer, experts)
 
 
-def test_each_byte_is_asked_for_once_by_other_threads_than_have_packed(make_weights, set_pool):
+def test_each_byte_is_fetched_once_after_the_pool_has_changed(make_weights: MakeWeights, set_pool: SetPool) -> None:
     set_pool(4, 2)
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 160, 320))
     for threads, nodes in POOLS:
@@ -106,9 +109,9 @@ def test_each_byte_is_asked_for_once_by_other_threads_than_have_packed(make_weig
 
 
 def panel_ranges(layer: native.ExpertLayer, expert: int, weights: ExpertWeights) -> tuple[Ranges, Ranges]:
-    """Where an expert's panels lie: (gate's and up's, in pairs), (down's)."""
+    """Return the ranges of an expert's panels: gate and up as pairs, and down."""
     pair, down = (
-        sum(native.packed_bytes(one.quant, 16, one.columns) for one in matrices)
+        sum(native.packed_bytes(matrix.quant, 16, matrix.columns) for matrix in matrices)
         for matrices in ((weights.gate, weights.up), (weights.down,))
     )
     count = -(-weights.gate.rows // 16)
@@ -123,8 +126,8 @@ def panel_ranges(layer: native.ExpertLayer, expert: int, weights: ExpertWeights)
     return panels[:count], panels[count:]
 
 
-def tasks(panels: list[Ranges], nodes: int, step: int) -> list[Ranges]:
-    """Tasks over the experts' `panels` as csrc/experts/node_slices.h numbers them: node by node, expert by expert."""
+def tasks(panels: Sequence[Ranges], nodes: int, step: int) -> list[Ranges]:
+    """Return the tasks over the experts' `panels` in csrc/experts/expert_panels.h's order: by node, then expert."""
     count = len(panels[0])
     edges = [count * node // nodes // 2 * 2 for node in range(nodes)] + [count]
     return [
@@ -135,15 +138,17 @@ def tasks(panels: list[Ranges], nodes: int, step: int) -> list[Ranges]:
     ]
 
 
-def share(of: list[Ranges], thread: int, threads: int) -> Ranges:
-    """What the pool gives to one thread, as csrc/threads/thread_pool.h says."""
-    begin, end = (-(-len(of) * one // threads) for one in (thread, thread + 1))
-    return list(chain.from_iterable(of[begin:end]))
+def share(tasks: list[Ranges], thread: int, threads: int) -> Ranges:
+    """Return the tasks that the pool gives to one thread (csrc/threads/thread_pool.h)."""
+    begin, end = (-(-len(tasks) * index // threads) for index in (thread, thread + 1))
+    return list(chain.from_iterable(tasks[begin:end]))
 
 
 @pytest.mark.parametrize(("threads", "nodes"), POOLS)
-def test_each_thread_asks_for_what_forward_has_it_read_in_that_order(threads, nodes, make_weights, set_pool):
-    """Its share of gate and up, then of down. A task has about 8 KB where there is little to do: 2 pairs, 4 of down."""
+def test_each_thread_fetches_what_it_will_read_in_that_order(
+    threads: int, nodes: int, make_weights: MakeWeights, set_pool: SetPool
+) -> None:
+    """Its share of gate and up, then of down. With little work a task has about 8 KB: 2 pairs, or 4 panels of down."""
     set_pool(threads, nodes)
     weights = make_weights(("F32", "F32", "Q4_0"), 6, 200, 160)
     layer = native.ExpertLayer(weights)
@@ -157,23 +162,27 @@ def test_each_thread_asks_for_what_forward_has_it_read_in_that_order(threads, no
 
 
 @pytest.mark.parametrize(("threads", "nodes"), [(1, 1), (3, 1), (4, 2)])
-def test_no_thread_asks_for_more_than_the_most(threads, nodes, make_weights, set_pool):
+def test_no_thread_fetches_more_than_the_limit(
+    threads: int, nodes: int, make_weights: MakeWeights, set_pool: SetPool
+) -> None:
     set_pool(threads, nodes)
     layer = native.ExpertLayer(make_weights(("Q4_0", "Q8_0", "Q4_0"), 6, 192, 160))
     whole = walks(layer, [1, 4, 5])
     assert min(map(size_of, whole)) > 10 * AT_ONCE
     for most in (0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 9 * AT_ONCE + 64, max(map(size_of, whole)) - 1):
         limited = walks(layer, [1, 4, 5], most)
-        assert limited == [first_bytes(one, most // AT_ONCE * AT_ONCE) for one in whole]
+        assert limited == [first_bytes(walk, most // AT_ONCE * AT_ONCE) for walk in whole]
 
 
 @pytest.mark.parametrize(("threads", "nodes"), [(1, 1), (3, 1), (4, 2)])
-def test_a_thread_that_is_told_to_stop_asks_for_nothing_more(threads, nodes, make_weights, set_pool):
+def test_a_stopped_thread_fetches_nothing_more(
+    threads: int, nodes: int, make_weights: MakeWeights, set_pool: SetPool
+) -> None:
     set_pool(threads, nodes)
     layer = native.ExpertLayer(make_weights(("Q4_0", "Q8_0", "Q4_0"), 6, 192, 160))
     whole = walks(layer, [1, 4, 5])
     for questions in (0, 1, 2, 17, 40):
         stopped = walks(layer, [1, 4, 5], stop_after=questions)
-        assert stopped == [first_bytes(all_of, size_of(one)) for all_of, one in zip(whole, stopped, strict=True)]
-        # Each no was for so many bytes, or for fewer up to the end of a thread's walk.
+        assert stopped == [first_bytes(walk, size_of(part)) for walk, part in zip(whole, stopped, strict=True)]
+        # Each call of stop() that returns false allows AT_ONCE bytes, or fewer at the end of a thread's walk.
         assert (questions - threads) * AT_ONCE < sum(map(size_of, stopped)) <= questions * AT_ONCE

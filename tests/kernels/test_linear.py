@@ -1,19 +1,22 @@
 """Packed matrices times rows: every format, instruction set and size, against float64 mathematics."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_types import Exact, RandomWeights
 
 from ktqueue.operators import native, reference
 
 PLAIN = ("F32", "F16", "BF16")
-TILE_BOUND = 0.002  # where AMX tiles serve them: weights and activations in bf16
-BOUND = 1e-6  # of float32 sums, as a part of the sum of the products' sizes
-# Where scales meet the products as integers of 16 bits. Most of it is seen where minimums leave weights of one sign, as
-# in random bytes and in no model.
+TILE_BOUND = 0.002  # with AMX tiles: weights and activations in bf16
+BOUND = 1e-6  # of float32 sums, relative to the sum of the products' magnitudes
+# For scales that are 16-bit integers. The error is largest if minimums give all weights one sign, which happens in
+# random bytes but in no model.
 WORD_BOUNDS = {"Q4_K": 1e-4}
 
 
@@ -28,7 +31,7 @@ def normal(tokens: int, columns: int) -> torch.Tensor:
 
 
 def sizes(quant: str) -> list[tuple[int, int]]:
-    """Rows and columns: whole panels, one row, a rest of a panel, a rest of a superblock, a rest of a slab."""
+    """Return (rows, columns): whole panels, one row, a partial panel, a partial superblock, a partial slab."""
     if native.row_bytes(quant, 256) * 2 == native.row_bytes(quant, 512) and quant.endswith(("_K", "_XS")):
         return [(48, 512), (1, 256), (33, 768)]
     return [(48, 512), (1, 32), (33, 288), *([(17, 45), (5, 1)] if quant in PLAIN else [])]
@@ -36,7 +39,9 @@ def sizes(quant: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_the_twin(quant, kept, isa, random_weights, exact, two_threads):
+def test_equals_the_twin(
+    quant: str, kept: native.ActivationType, isa: str, random_weights: RandomWeights, exact: Exact, two_threads: None
+) -> None:
     for rows, columns in sizes(quant):
         data = random_weights(quant, rows * columns)
         linear = native.Linear(quant, rows, columns, data, activations=kept, isa=isa)
@@ -57,12 +62,12 @@ def test_equals_the_twin(quant, kept, isa, random_weights, exact, two_threads):
 
 @pytest.mark.parametrize(("d", "dmin"), [(1, 0), (0, 1), (1, 1), (1, 8), (-1, 8), (2**-24, 2**-24), (0, 0)])
 @pytest.mark.parametrize("codes", [0x00, 0xFF, 0x0F])
-def test_q4_k_holds_its_extremes(codes, d, dmin, isa, exact):
-    """All scales and minimums 63, all activations equal, codes 0 or 15: the largest words that there are."""
+def test_q4_k_does_not_overflow(codes: int, d: float, dmin: float, isa: str, exact: Exact) -> None:
+    """All scales and minimums 63, all activations equal, codes 0 or 15: the largest possible words."""
     blocks = np.full((32 * 2, 144), codes, dtype=np.uint8)
     blocks[:, 0:4] = np.array([d, dmin], dtype="<f2").view(np.uint8)
     blocks[:, 4:16] = 0xFF
-    x = torch.tensor([1.0, -1.0, 0.5])[:, None].expand(3, 512).repeat(5, 1).contiguous()  # few rows, and many at once
+    x = torch.tensor([1.0, -1.0, 0.5])[:, None].expand(3, 512).repeat(5, 1).contiguous()  # for few rows and for many
     weights = exact("Q4_K", blocks.reshape(-1), 32 * 512).view(32, 512)
     for tokens in (3, 15):
         got = multiply(native.Linear("Q4_K", 32, 512, blocks.reshape(-1), isa=isa), x[:tokens], 32)
@@ -71,8 +76,8 @@ def test_q4_k_holds_its_extremes(codes, d, dmin, isa, exact):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_int8_stays_close_to_float(quant, random_weights, exact):
-    """Half a percent for normal activations: a scale for 32 of them (facts of actquant: 0.53 %)."""
+def test_int8_stays_close_to_float(quant: str, random_weights: RandomWeights, exact: Exact) -> None:
+    """Half a percent for normal activations with a scale per 32 of them (measured: 0.53 %)."""
     data, x = random_weights(quant, 64 * 512), normal(8, 512)
     expected = x.double() @ exact(quant, data, 64 * 512).view(64, 512).T
     got = multiply(native.Linear(quant, 64, 512, data), x, 64)
@@ -81,8 +86,10 @@ def test_int8_stays_close_to_float(quant, random_weights, exact):
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_instruction_sets_and_batches_agree(quant, kept, random_weights):
-    """Bit for bit, on every instruction set, alone and in company, with one thread and more; but in AMX tiles."""
+def test_instruction_sets_and_batches_agree(
+    quant: str, kept: native.ActivationType, random_weights: RandomWeights
+) -> None:
+    """Bit for bit: on every instruction set, alone and in a batch, with one thread and more. Not with tiles."""
     data, x = random_weights(quant, 40 * 512), normal(45, 512)
     native.set_threads(1)
     isas = [isa for isa in native.isas() if kept == "float32" or not 0 < native.tile_rows(quant, isa) <= 45]
@@ -97,8 +104,10 @@ def test_instruction_sets_and_batches_agree(quant, kept, random_weights):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_batch_invariant_kernels_compute_a_row_alike_in_every_batch(quant, isa, random_weights, batch_invariant):
-    """With AMX too, where many rows would otherwise run on tiles."""
+def test_batch_invariant_kernels_give_a_row_the_same_bits_in_every_batch(
+    quant: str, isa: str, random_weights: RandomWeights, batch_invariant: None
+) -> None:
+    """Also with AMX, which would otherwise use tiles for many rows."""
     data, x = random_weights(quant, 40 * 512), normal(130, 512)
     linear = native.Linear(quant, 40, 512, data, isa=isa)
     together = multiply(linear, x, 40)
@@ -109,7 +118,7 @@ def test_batch_invariant_kernels_compute_a_row_alike_in_every_batch(quant, isa, 
 
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
-def test_bias(kept, isa, random_weights, exact):
+def test_bias(kept: native.ActivationType, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
     bias = np.random.default_rng(1).normal(size=21).astype(np.float32)
     data, x = random_weights("Q8_0", 21 * 64), normal(3, 64)
     without = multiply(native.Linear("Q8_0", 21, 64, data, activations=kept, isa=isa), x, 21)
@@ -118,7 +127,7 @@ def test_bias(kept, isa, random_weights, exact):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_in_its_row(bad, isa, random_weights):
+def test_non_finite_numbers_stay_in_their_row(bad: float, isa: str, random_weights: RandomWeights) -> None:
     data, x = random_weights("Q4_K", 32 * 256), normal(6, 256)
     linear = native.Linear("Q4_K", 32, 256, data, isa=isa)
     clean = multiply(linear, x, 32)
@@ -129,53 +138,57 @@ def test_what_is_not_finite_stays_in_its_row(bad, isa, random_weights):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-31, 1e-20, 1e20, 1e30])
-def test_activations_of_any_size(size, isa, random_weights, exact):
+def test_activations_of_any_size(size: float, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
     data, x = random_weights("Q8_0", 32 * 64), normal(2, 64) * size
     expected = x.double() @ exact("Q8_0", data, 32 * 64).view(32, 64).T
     got = multiply(native.Linear("Q8_0", 32, 64, data, isa=isa), x, 32)
-    assert (got - expected).abs().max() <= max(0.02 * expected.abs().max(), 1e-28)
+    assert float((got - expected).abs().max()) <= max(0.02 * float(expected.abs().max()), 1e-28)
 
 
-def test_packed_size_stays_near_the_file(random_weights):
+def test_packed_size_stays_near_the_file(random_weights: RandomWeights) -> None:
     for quant in native.QUANTS:
         data = random_weights(quant, 64 * 512)
         assert native.Linear(quant, 64, 512, data).bytes <= 1.1 * data.nbytes, quant
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file is behind, as it is resident."""
-    return 1024 * int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])
+    """Return the resident memory of this process that is not mapped from files."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found
+    return 1024 * int(found[1])
 
 
-def test_a_little_more_than_a_huge_page_does_not_take_two(random_weights):
+def test_a_little_more_than_a_huge_page_does_not_take_two(random_weights: RandomWeights) -> None:
     data = random_weights("Q8_0", 2048 * 1024)
     before = anonymous_bytes()
     linears = [native.Linear("Q8_0", 2048, 1024, data) for _ in range(16)]  # 2.125 MiB each
     assert anonymous_bytes() - before <= 1.1 * sum(linear.bytes for linear in linears)
 
 
-def test_sizes_that_wrap_round_are_refused():
+def test_sizes_that_overflow_are_refused() -> None:
     nothing = np.empty(0, np.uint8)
     for rows, columns in [(2**62, 4), (1, 2**62), (2**32, 2**30)]:
         with pytest.raises(ValueError, match="too large"):
             native.Linear("F32", rows, columns, nothing)
 
 
-def test_refuses_what_does_not_fit(random_weights):
+def test_refuses_what_does_not_fit(random_weights: RandomWeights) -> None:
     data = random_weights("Q4_0", 32 * 64)
     linear = native.Linear("Q4_0", 32, 64, data)
     x, out = np.zeros((2, 64), np.float32), np.zeros((2, 32), np.float32)
-    for call, message in [
+    unknown: Any = "int4"
+    refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: native.Linear("Q4_0", 31, 64, data), r"data must have shape \[1116\], got \[1152\]"),
         (lambda: native.Linear("Q4_0", 32, 60, data), "positive multiple of 32 weights for Q4_0, got 60"),
         (
             lambda: native.Linear("Q4_0", 32, 64, data, bias=out[0, :3].copy()),
             r"bias must have shape \[32\], got \[3\]",
         ),
-        (lambda: native.Linear("Q4_0", 32, 64, data, activations="int4"), "activations must be int8 or float32"),
+        (lambda: native.Linear("Q4_0", 32, 64, data, activations=unknown), "activations must be int8 or float32"),
         (lambda: native.Linear("Q4_0", 32, 64, data, isa="neon"), "isa must be one of scalar, .*, got 'neon'"),
         (lambda: linear.forward(x[:, :32].copy(), out), r"x must have shape \[any, 64\], got \[2, 32\]"),
         (lambda: linear.forward(x, out[:1]), r"out must have shape \[2, 32\], got \[1, 32\]"),
-    ]:
+    ]
+    for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()

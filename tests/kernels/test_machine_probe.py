@@ -1,7 +1,8 @@
-"""The probes of the machine's limits: each gives a figure, each refusal a name. No figure is compared."""
+"""The probes of the machine's limits return figures and refuse with a reason. No figure is compared with another."""
 
 import math
 import platform
+from typing import Any
 
 import pytest
 
@@ -18,13 +19,13 @@ ARITHMETIC = {
 
 
 def cpu_flags() -> set[str]:
-    """What Linux says of this CPU."""
+    """Return the CPU flags that Linux reports."""
     with open("/proc/cpuinfo") as file:  # noqa: PTH123
         return set(next((line for line in file if line.startswith("flags")), "").split())
 
 
 def offered() -> dict[str, set[str]]:
-    """Instruction set to its arithmetic, of this machine."""
+    """Return the arithmetic of each instruction set that this machine has."""
     found: dict[str, set[str]] = {}
     for isa, arithmetic, instruction in native.peaks():
         assert instruction
@@ -32,7 +33,7 @@ def offered() -> dict[str, set[str]]:
     return found
 
 
-def test_what_is_offered_is_what_linux_says_of_the_cpu():
+def test_probes_match_the_cpu_flags_of_linux() -> None:
     found = offered()
     assert found == {isa: ARITHMETIC[isa] for isa in found}
     flags = cpu_flags()
@@ -46,7 +47,7 @@ def test_what_is_offered_is_what_linux_says_of_the_cpu():
 
 
 @pytest.mark.parametrize("isa", ARITHMETIC)
-def test_peak_of_each_instruction_set(isa, two_threads):
+def test_peak_of_each_instruction_set(isa: str, two_threads: None) -> None:
     if isa not in offered():
         with pytest.raises(ValueError, match=f"this CPU has no {isa}"):
             native.peak(isa, "int8", seconds=0.001, repeats=1)
@@ -72,15 +73,16 @@ def test_peak_of_each_instruction_set(isa, two_threads):
         (("scalar", "fp32", 0.001, 0, 0), "repeats must be at least 1"),
     ],
 )
-def test_peak_refuses_by_name(arguments, message, two_threads):
-    isa, arithmetic, seconds, threads, repeats = (*arguments, *(0.001, 0, 1)[len(arguments) - 2 :])
+def test_peak_refuses_with_a_reason(arguments: tuple[Any, ...], message: str, two_threads: None) -> None:
+    defaults: tuple[Any, ...] = (0.001, 0, 1)
+    isa, arithmetic, seconds, threads, repeats = (*arguments, *defaults[len(arguments) - 2 :])
     with pytest.raises(ValueError, match=message):
         native.peak(isa, arithmetic, seconds=seconds, threads=threads, repeats=repeats)
 
 
-def test_read_probe(two_threads):
+def test_read_probe(two_threads: None) -> None:
     probe = native.ReadProbe(5 * MIB)
-    assert probe.bytes == 8 * MIB  # 2 MiB for each of two threads, as often as needed
+    assert probe.bytes == 8 * MIB  # a multiple of 2 MiB for each of two threads
     for prefetch in (0, 4096):
         for threads in (0, 1, 2):
             assert probe.measure(threads=threads, prefetch=prefetch) > 0
@@ -97,12 +99,12 @@ def test_read_probe(two_threads):
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
 )
-def test_read_probe_refuses_by_name(arguments, message, two_threads):
+def test_read_probe_refuses_with_a_reason(arguments: dict[str, int], message: str, two_threads: None) -> None:
     with pytest.raises(ValueError, match=message):
         native.ReadProbe(4 * MIB).measure(**arguments)
 
 
-def test_read_probe_of_nothing_and_of_too_much():
+def test_read_probe_refuses_sizes_that_are_too_small_or_too_large() -> None:
     with pytest.raises(ValueError, match="size must be at least 1 byte"):
         native.ReadProbe(0)
     with pytest.raises(MemoryError):

@@ -1,5 +1,8 @@
 """The attention kernel against its torch twin in float64, and its promises."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,50 +13,62 @@ BOUND = 2e-6  # of values of about 1
 
 
 class Case:
-    """A ragged batch with random keys and values; `chunks`: tokens fed per row, `contexts`: keys each row then has."""
+    """A ragged batch with random keys and values. chunks: tokens fed per row; contexts: keys of each row after that."""
 
-    def __init__(self, chunks, contexts, *, heads=4, kv_heads=2, head_dim=16, page_size=16, window=0, seed=0):
+    def __init__(
+        self,
+        chunks: Sequence[int],
+        contexts: Sequence[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        page_size: int = 16,
+        window: int = 0,
+        seed: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.window = page_size, window
-        self.scaling = 1.1 * head_dim**-0.5  # no power of two, so that it rounds
+        self.scaling = 1.1 * head_dim**-0.5  # not a power of two, so that it rounds
         used = [-(-context // page_size) for context in contexts]
         order = (torch.randperm(sum(used), generator=generator) + 1).int()
         self.cache = [torch.randn(sum(used) + 1, page_size, kv_heads, head_dim, generator=generator) for _ in range(2)]
         self.page_table = torch.zeros(len(chunks), max(used) + 1, dtype=torch.int32)
-        for row, pages in enumerate(order.split(used)):
+        for row, pages in enumerate(torch.split(order, used)):
             self.page_table[row, : len(pages)] = pages
         self.contexts = torch.tensor(contexts, dtype=torch.int32)
         self.starts = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32)
         self.slots = torch.tensor(
             [
-                int(self.page_table[row, at // page_size]) * page_size + at % page_size
+                int(self.page_table[row, position // page_size]) * page_size + position % page_size
                 for row, (chunk, context) in enumerate(zip(chunks, contexts, strict=True))
-                for at in range(context - chunk, context)
+                for position in range(context - chunk, context)
             ]
         )
-        # As transformers gives them: [tokens, heads, head_dim] seen as [heads, tokens, head_dim].
+        # As transformers passes them: [tokens, heads, head_dim], transposed to [heads, tokens, head_dim].
         self.query, self.key, self.value = (
             torch.randn(sum(chunks), count, head_dim, generator=generator).transpose(0, 1)
             for count in (heads, kv_heads, kv_heads)
         )
 
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self) -> list[Any]:
         tensors = (self.query, self.key, self.value, *self.cache)
-        return [one.numpy() for one in (*tensors, self.starts, self.contexts, self.page_table, self.slots)]
+        return [tensor.numpy() for tensor in (*tensors, self.starts, self.contexts, self.page_table, self.slots)]
 
     def run(self, isa: str = "") -> torch.Tensor:
         out = torch.full((self.query.shape[1], self.query.shape[0], self.query.shape[2]), torch.nan)
-        options = {"scaling": self.scaling, "sliding_window": self.window, "isa": isa}
-        native.paged_attention(*self.arrays(), out.numpy(), **options)
+        arrays = (*self.arrays(), out.numpy())
+        native.paged_attention(*arrays, scaling=self.scaling, sliding_window=self.window, isa=isa)
         return out
 
     def expected(self) -> torch.Tensor:
-        caches = [one.double() for one in self.cache]
-        for cache, fed in zip(caches, (self.key, self.value), strict=True):
+        keys, values = (cache.double() for cache in self.cache)
+        for cache, fed in ((keys, self.key), (values, self.value)):
             cache.view(-1, *cache.shape[2:])[self.slots] = fed.transpose(0, 1).double()
         return reference.paged_attention(
             self.query.double(),
-            *caches,
+            keys,
+            values,
             self.starts,
             self.contexts,
             self.page_table,
@@ -62,16 +77,16 @@ class Case:
         )
 
     def rows(self, *rows: int) -> "Case":
-        """The same rows alone, on the same pages."""
+        """Return a case of these rows only, on the same pages."""
         part = object.__new__(Case)
         part.__dict__.update(self.__dict__)
-        part.cache = [one.clone() for one in self.cache]
+        part.cache = [cache.clone() for cache in self.cache]
         spans = [range(int(self.starts[row]), int(self.starts[row + 1])) for row in rows]
         tokens = torch.tensor([token for span in spans for token in span])
         part.starts = torch.tensor([0, *np.cumsum([len(span) for span in spans])], dtype=torch.int32)
         part.contexts, part.page_table = self.contexts[list(rows)], self.page_table[list(rows)]
         part.slots = self.slots[tokens]
-        part.query, part.key, part.value = (one[:, tokens] for one in (self.query, self.key, self.value))
+        part.query, part.key, part.value = (states[:, tokens] for states in (self.query, self.key, self.value))
         return part
 
 
@@ -87,16 +102,27 @@ def ragged(seed: int, rows: int = 9) -> tuple[list[int], list[int]]:
     ("heads", "kv_heads", "head_dim", "page_size"),
     [(8, 2, 64, 16), (4, 4, 24, 5), (6, 2, 8, 1), (5, 1, 128, 100), (40, 1, 16, 16), (3, 3, 256, 64)],
 )
-def test_equals_the_twin(heads, kv_heads, head_dim, page_size, window, seed, isa, two_threads):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
-    case = Case(*ragged(seed), **shape, window=window, seed=seed)
+def test_equals_the_twin(
+    heads: int, kv_heads: int, head_dim: int, page_size: int, window: int, seed: int, isa: str, two_threads: None
+) -> None:
+    chunks, contexts = ragged(seed)
+    case = Case(
+        chunks,
+        contexts,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        window=window,
+        seed=seed,
+    )
     expected = case.expected()
     assert (case.run(isa) - expected).abs().max() <= BOUND
 
 
-def test_writes_the_cache_and_nothing_else(isa):
+def test_writes_the_cache_and_nothing_else(isa: str) -> None:
     case = Case([3, 1], [5, 20])
-    before = [one.clone() for one in case.cache]
+    before = [cache.clone() for cache in case.cache]
     case.run(isa)
     for cache, old, fed in zip(case.cache, before, (case.key, case.value), strict=True):
         flat, old = cache.flatten(0, 1), old.flatten(0, 1)
@@ -106,7 +132,7 @@ def test_writes_the_cache_and_nothing_else(isa):
 
 
 @pytest.mark.parametrize("window", [0, 33])
-def test_a_row_does_not_feel_the_others(window, isa):
+def test_a_row_does_not_depend_on_the_others(window: int, isa: str) -> None:
     """Bit for bit: alone, with others, with 1 and 2 threads."""
     case = Case(*ragged(7), heads=8, head_dim=64, window=window)
     native.set_threads(1)
@@ -120,7 +146,7 @@ def test_a_row_does_not_feel_the_others(window, isa):
 
 @pytest.mark.parametrize("heads", [2, 6, 8])
 @pytest.mark.parametrize("window", [0, 33])
-def test_a_token_does_not_feel_its_chunk(window, heads, isa):
+def test_a_token_does_not_depend_on_its_chunk(window: int, heads: int, isa: str) -> None:
     """Bit for bit: a prompt in one chunk, in chunks of 7, and token by token."""
     whole = Case([100], [100], heads=heads, head_dim=64, window=window)
     expected = whole.rows(0).run(isa)
@@ -133,11 +159,13 @@ def test_a_token_does_not_feel_its_chunk(window, heads, isa):
             part.starts = torch.tensor([0, last - first], dtype=torch.int32)
             part.contexts = torch.tensor([last], dtype=torch.int32)
             part.slots = whole.slots[first:last]
-            part.query, part.key, part.value = (one[:, first:last] for one in (whole.query, whole.key, whole.value))
+            part.query, part.key, part.value = (
+                states[:, first:last] for states in (whole.query, whole.key, whole.value)
+            )
             assert torch.equal(part.run(isa), expected[first:last])
 
 
-def test_a_nan_stays_with_its_row(isa):
+def test_a_nan_stays_with_its_row(isa: str) -> None:
     case = Case([1, 4, 1], [30, 9, 64])
     clean = case.rows(0, 1, 2).run(isa)
     case.key[0, 2] = torch.nan  # the second token of the middle row
@@ -146,19 +174,19 @@ def test_a_nan_stays_with_its_row(isa):
     assert dirty[2:5, :2].isnan().all()
 
 
-def test_stale_pages_are_never_read(isa):
+def test_stale_pages_are_never_read(isa: str) -> None:
     case = Case([1, 20], [17, 20])
     expected = case.expected()
     seen = torch.zeros(case.cache[0].shape[:2], dtype=torch.bool).flatten()
     for row, context in enumerate(case.contexts.tolist()):
-        at = torch.arange(context)
-        seen[case.page_table[row].long()[at // 16] * 16 + at % 16] = True
+        position = torch.arange(context)
+        seen[case.page_table[row].long()[position // 16] * 16 + position % 16] = True
     for cache in case.cache:
         cache.flatten(0, 1)[~seen] = torch.nan
     assert (case.run(isa) - expected).abs().max() <= BOUND
 
 
-def test_large_scores(isa):
+def test_large_scores(isa: str) -> None:
     """Scores of +-1e5: one key takes all the weight; nothing overflows."""
     case = Case([10], [50])
     case.scaling *= 1e5
@@ -185,22 +213,22 @@ def test_large_scores(isa):
         (lambda c: setattr(c, "query", c.query.double()), "query has the wrong element type"),
     ],
 )
-def test_refuses_what_does_not_fit(change, message):
+def test_refuses_what_does_not_fit(change: Callable[[Case], None], message: str) -> None:
     case = Case([3, 1], [5, 20])
-    before = [one.clone() for one in case.cache]
+    before = [cache.clone() for cache in case.cache]
     change(case)
     with pytest.raises(ValueError, match=message):
         case.run()
-    assert all(torch.equal(one, old) for one, old in zip(case.cache, before, strict=True))
+    assert all(torch.equal(cache, old) for cache, old in zip(case.cache, before, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [4, 12, 1032])
-def test_refuses_head_dims_it_does_not_compute(head_dim):
+def test_refuses_head_dims_it_does_not_compute(head_dim: int) -> None:
     with pytest.raises(ValueError, match=rf"head_dim must be a multiple of 8 and at most \d+, got {head_dim}"):
         Case([1], [3], head_dim=head_dim).run()
 
 
-def test_refuses_a_strided_last_dimension():
+def test_refuses_a_strided_last_dimension() -> None:
     case = Case([1], [3])
     case.query = torch.empty(1, 32, 4).transpose(0, 2)[:, ::2].transpose(1, 2)
     with pytest.raises(ValueError, match="query must have a dense last dimension"):

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernel_types import MakeWeights, RunLayer
 
 from ktqueue.operators import native
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "csrc" / "threads" / f"{name}.cpp" for name in ("thread_placement", "topology", "cpu_budget")]
+SOURCES = [ROOT / "csrc" / "threads" / f"{name}.cpp" for name in ("thread_placement", "cpus")]
 
 
 def build(name: str, target: Path, *flags: str) -> Path:
-    """Compile tests/kernels/NAME.cpp with what the pool is built on."""
+    """Compile tests/kernels/NAME.cpp with the sources that the pool uses."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -33,7 +34,7 @@ def build(name: str, target: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def cpu_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prints what the kernels make of a machine."""
+    """A program that prints how the kernels see a machine."""
     return build("cpu_check", tmp_path_factory.mktemp("cpus") / "check")
 
 
@@ -48,12 +49,12 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_pool(tmp_path):
+def test_the_checks_of_the_pool_hold(tmp_path: Path) -> None:
     done = run(build("thread_pool_check", tmp_path / "check"))
     assert done.returncode == 0, done.stderr
 
 
-def test_pool_has_no_data_race(tmp_path):
+def test_pool_has_no_data_race(tmp_path: Path) -> None:
     done = run(build("thread_pool_check", tmp_path / "check", "-fsanitize=thread"))
     assert done.returncode == 0, done.stderr
 
@@ -74,7 +75,7 @@ def test_pool_has_no_data_race(tmp_path):
         ("no colons\n", {}, "1e+09"),
     ],
 )
-def test_cgroup_quota(groups, files, cpus, cpu_check, tmp_path):
+def test_cgroup_quota(groups: str, files: dict[str, str], cpus: str, cpu_check: Path, tmp_path: Path) -> None:
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ def test_cgroup_quota(groups, files, cpus, cpu_check, tmp_path):
 
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> Path:
-    """A /sys of 2 nodes of 4 cores of 2 threads: core c has CPUs c and c + 8, node 1 has cores 4 to 7."""
+    """A copy of /sys with 2 nodes of 4 cores of 2 threads. Core c has CPUs c and c + 8; node 2 has cores 4 to 7."""
     (tmp_path / "node").mkdir()
     (tmp_path / "node/has_cpu").write_text("0,2\n")
     for node, cpus in ((0, "0-3,8-11\n"), (2, "4-7,12-15\n")):
@@ -106,11 +107,13 @@ def two_sockets(tmp_path: Path) -> Path:
         ("13", 1, "13/5/2"),
     ],
 )
-def test_cores_and_nodes_are_filled_evenly(cpus, count, expected, cpu_check, two_sockets):
+def test_cores_and_nodes_are_filled_evenly(
+    cpus: str, count: int, expected: str, cpu_check: Path, two_sockets: Path
+) -> None:
     assert run(cpu_check, "spread", two_sockets, cpus, count).stdout.strip() == expected
 
 
-def test_a_machine_that_hides_its_topology_is_one_node_of_single_cores(cpu_check, tmp_path):
+def test_a_machine_that_hides_its_topology_is_one_node_of_single_cores(cpu_check: Path, tmp_path: Path) -> None:
     assert run(cpu_check, "spread", tmp_path, "3,5", 2).stdout.strip() == "3/3/0 5/5/0"
 
 
@@ -130,12 +133,14 @@ def test_a_machine_that_hides_its_topology_is_one_node_of_single_cores(cpu_check
         ("0-15", 1e9, 8, "off", "any"),
     ],
 )
-def test_threads_are_pinned_where_they_have_the_machine(cpus, quota, threads, pin, expected, cpu_check, two_sockets):
+def test_threads_are_pinned_if_they_have_the_machine_for_themselves(
+    cpus: str, quota: float, threads: int, pin: str, expected: str, cpu_check: Path, two_sockets: Path
+) -> None:
     places = run(cpu_check, "place", two_sockets, cpus, quota, threads, pin).stdout.strip()
     assert places == (" ".join(["-1/0"] * threads) if expected == "any" else expected)
 
 
-def test_workers_are_pinned_and_the_caller_is_not():
+def test_workers_are_pinned_and_the_caller_is_not() -> None:
     script = """
 import os, time
 from ktqueue_kernels import _kernels
@@ -153,7 +158,7 @@ print(masks, os.sched_getaffinity(0) == ours, _kernels.nodes() >= 1)
     assert run(sys.executable, "-c", script).stdout.strip() == f"{expected} True True"
 
 
-def test_a_test_may_pretend_nodes():
+def test_a_test_may_pretend_nodes() -> None:
     try:
         native.set_threads(4, torch_threads=1, pretend_nodes=2)
         assert native.nodes() == 2
@@ -162,18 +167,18 @@ def test_a_test_may_pretend_nodes():
     assert native.nodes() == 1
 
 
-def test_pinning_is_one_of_three():
+def test_an_unknown_pinning_is_refused() -> None:
     with pytest.raises(ValueError, match="pin must be auto, on or off, got 'yes'"):
         native.set_threads(1, pin="yes")
 
 
-def test_affinity_lowers_the_threads():
+def test_the_affinity_mask_limits_the_threads() -> None:
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     script += "from ktqueue_kernels import _kernels; print(_kernels.default_threads())"
     assert run(sys.executable, "-c", script).stdout.strip() == "1"
 
 
-def test_set_threads_divides_the_cpus():
+def test_set_threads_divides_the_cpus() -> None:
     before = torch.get_num_threads()
     try:
         for count, torch_threads in [(1, 1), (2, 1), (3, 1), (8, 1), (16, 1)]:
@@ -189,14 +194,14 @@ def test_set_threads_divides_the_cpus():
         torch.set_num_threads(before)
 
 
-def test_calls_from_several_threads(make_weights, run_layer, two_threads):
-    """The interpreter lock is released, and callers do not see each other's workspace."""
+def test_calls_from_several_threads(make_weights: MakeWeights, run_layer: RunLayer, two_threads: None) -> None:
+    """The interpreter lock is released, and callers do not use each other's workspace."""
     layers = [native.ExpertLayer(make_weights("Q4_0", 4, 64, 32 * (1 + i), seed=i)) for i in range(3)]
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(20, 64, generator=generator), torch.rand(20, 2, generator=generator)
     ids = torch.randint(0, 4, (20, 2), generator=generator)
     expected = [run_layer(layer, x, ids, weights) for layer in layers]
-    wrong = []
+    wrong: list[int] = []
 
     def call(i: int) -> None:
         wrong.extend(1 for _ in range(100) if not torch.equal(run_layer(layers[i], x, ids, weights), expected[i]))
@@ -210,13 +215,13 @@ def test_calls_from_several_threads(make_weights, run_layer, two_threads):
 
 
 @pytest.mark.parametrize("cap", native.ISAS)
-def test_environment_caps_the_instruction_set(cap):
+def test_environment_limits_the_instruction_set(cap: str) -> None:
     script = "from ktqueue_kernels import _kernels; print(_kernels.isa())"
     below = [isa for isa in native.isas() if native.ISAS.index(isa) <= native.ISAS.index(cap)]
     assert run(sys.executable, "-c", script, KTQUEUE_ISA=cap).stdout.strip() == below[-1]
 
 
-def test_unknown_instruction_set_is_refused():
+def test_unknown_instruction_set_is_refused() -> None:
     done = run(sys.executable, "-c", "from ktqueue_kernels import _kernels; _kernels.isa()", KTQUEUE_ISA="neon")
     known = ", ".join(native.ISAS)
     assert f"ValueError: KTQUEUE_ISA must be one of {known}, got 'neon'" in done.stderr

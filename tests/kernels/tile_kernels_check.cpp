@@ -7,21 +7,17 @@
 #include <utility>
 #include <vector>
 
-#include "isa/cpu_features.h"
 #include "formats/half.h"
-#include "half_emulated.h"
-#include "kernels/kernel_table.h"
-#include "isa/lanes_avx512.h"
 #include "formats/packed_matrix.h"
+#include "isa/cpu_features.h"
+#include "isa/lanes_avx512.h"
+#include "isa/vector_avx512.h"
+#include "kernels/kernel_table.h"
 #include "kernels/prepared_rows.h"
 #include "tiles_emulated.h"
-#include "isa/vector_avx512.h"
-// What is written in lanes and vectors comes after them.
-#include "kernels/tile_rows.h"
-// Uses the rows.
-#include "kernels/block_tiles.h"
-#include "isa/half_avx512.h"
+// Kernels are written with the lanes and vectors above, so they follow.
 #include "isa/tiles_amx.h"
+#include "kernels/tile_kernels.h"
 
 using namespace ktqueue;
 
@@ -184,7 +180,7 @@ struct Rows {
     void make(const Panels& weights, size_t t) {
         const float* row = values.data() + t * padded;
         uint16_t* out = halves.data() + t * padded;
-        weights.quant == Quant::BF16 ? narrow(row, weights.columns, out)
+        weights.quant == Quant::BF16 ? bf16_row(row, weights.columns, out)
                                      : shuffle(row, weights.columns, weights.unit, out);
     }
 

@@ -14,7 +14,7 @@ from ktqueue.loading.plan import make_plan
 from ktqueue.loading.rehearsal import dummy_values, rehearse_without_weights
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import build_config, build_skeleton
-from ktqueue.operators.base import registry
+from ktqueue.operators.registry import OPERATORS
 
 KEEP = "- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n"
 
@@ -83,7 +83,7 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
     skeleton = build_skeleton(config, torch.bfloat16, "folder")
     (rules := tmp_path / "rules.yaml").write_text(KEEP)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
-    plan = make_plan(modules, load_rules(rules, registry), "cpu")
+    plan = make_plan(modules, load_rules(rules, OPERATORS), "cpu")
     assert rehearse_without_weights(skeleton, plan, kv_layout(config, 1, torch.bfloat16), "folder") == plan
     assert dummy_values(150_000, 5120).untyped_storage().nbytes() < 1 << 20
     assert len(set(dummy_values(160, 5120, 3072)[::16, ::64, ::64].flatten().tolist())) > 400

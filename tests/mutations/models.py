@@ -104,7 +104,7 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/operators/kv_cache.py",
         '    if torch.device(device).type != "cpu":\n',
         "    if True:\n",
-        ("tests/operators/test_kv_cache.py::test_memory_of_the_host_is_taken_as_it_is_written",),
+        ("tests/operators/test_kv_cache.py::test_host_memory_is_allocated_when_it_is_written",),
     ),
     "memory of others counts as free": Mutation(
         "ktqueue fit says yes only where its sums keep within the memory that is free",

@@ -1,9 +1,11 @@
 """Paged attention inside a transformers model: packed ragged batches against the model's own eager attention."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from model_types import MakeConfig, MakeModel
 
 from ktqueue.operators.attention import paged_attention
 from ktqueue.operators.kv_cache import KVCache, KVLayout
@@ -16,15 +18,15 @@ def make_step(kv: KVCache, chunks: list[int], contexts: list[int], first_page: i
     for row in range(len(chunks)):  # eight pages a row, in falling order
         table[row] = torch.arange(first_page + 8 * row + 7, first_page + 8 * row - 1, -1)
     slots = [
-        int(table[row, at // size]) * size + at % size
+        int(table[row, position // size]) * size + position % size
         for row, (chunk, context) in enumerate(zip(chunks, contexts, strict=True))
-        for at in range(context - chunk, context)
+        for position in range(context - chunk, context)
     ]
     starts = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     return StepContext(starts, torch.tensor(contexts, dtype=torch.int32), table, torch.tensor(slots), kv)
 
 
-def cache(config, dtype: torch.dtype = torch.float32) -> KVCache:
+def cache(config: Any, dtype: torch.dtype = torch.float32) -> KVCache:
     layout = KVLayout(
         layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
@@ -37,8 +39,8 @@ def cache(config, dtype: torch.dtype = torch.float32) -> KVCache:
 
 @pytest.mark.parametrize("head_dim", [16, 20])
 @pytest.mark.parametrize("window", [None, 10])
-def test_packed_chunks_equal_the_eager_model(window, head_dim, tiny_model):
-    """Three prompts fed in uneven chunks in packed batches; head_dim 20 takes the torch twin."""
+def test_packed_chunks_equal_the_eager_model(window: int | None, head_dim: int, tiny_model: MakeModel) -> None:
+    """Three prompts, fed in uneven chunks in packed batches. head_dim 20 uses the torch twin."""
     changes = {"head_dim": head_dim, "sliding_window": window, "use_sliding_window": window is not None}
     eager, paged = tiny_model(**changes), tiny_model(paged=True, **changes)
     prompts = [
@@ -47,7 +49,8 @@ def test_packed_chunks_equal_the_eager_model(window, head_dim, tiny_model):
     with torch.no_grad():
         expected = [eager(prompt).logits[0] for prompt in prompts]
         kv = cache(paged.config)
-        fed, got = [0, 0, 0], [[], [], []]
+        fed = [0, 0, 0]
+        got: list[list[torch.Tensor]] = [[], [], []]
         for chunks in [(20, 3, 1), (10, 1, 9), (1, 5, 8)]:
             ids = torch.cat([prompts[row][0, fed[row] : fed[row] + chunk] for row, chunk in enumerate(chunks)])
             positions = torch.cat([torch.arange(fed[row], fed[row] + chunk) for row, chunk in enumerate(chunks)])
@@ -65,13 +68,15 @@ def states(heads: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch
     return noise.to(dtype).transpose(1, 2)  # drawn in float32: the numbers of other types differ between torch versions
 
 
-def call(step: StepContext, dtype: torch.dtype = torch.float32, tokens: int = 4, **options):
-    module = SimpleNamespace(layer_idx=1)
+def call(
+    step: StepContext, dtype: torch.dtype = torch.float32, tokens: int = 4, **options: Any
+) -> tuple[torch.Tensor, None]:
+    module: Any = SimpleNamespace(layer_idx=1)
     arguments = (states(4, tokens, dtype), states(2, tokens, dtype), states(2, tokens, dtype))
     return paged_attention(module, *arguments, options.pop("mask", None), scaling=0.25, step=step, **options)
 
 
-def test_shape_layer_and_cache(tiny_config):
+def test_shape_layer_and_cache(tiny_config: MakeConfig) -> None:
     kv = cache(tiny_config())
     out, weights = call(make_step(kv, [3, 1], [3, 1]))
     assert (out.shape, weights) == ((1, 4, 4, 16), None)
@@ -79,19 +84,19 @@ def test_shape_layer_and_cache(tiny_config):
     assert kv.keys[1].ne(0).any(dim=-1).any(dim=-1).sum() == 4
 
 
-def test_bfloat16_takes_the_twin(tiny_config):
+def test_bfloat16_uses_the_twin(tiny_config: MakeConfig) -> None:
     exact, _ = call(make_step(cache(tiny_config()), [3, 1], [3, 1]))
     got, _ = call(make_step(cache(tiny_config(), torch.bfloat16), [3, 1], [3, 1]), torch.bfloat16)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), exact, rtol=0.05, atol=0.05)
 
 
-def test_refuses_what_it_does_not_compute(tiny_config):
+def test_refuses_what_it_does_not_compute(tiny_config: MakeConfig) -> None:
     step = make_step(cache(tiny_config()), [3, 1], [3, 1])
     with pytest.raises(ValueError, match="attention_mask must be None"):
         call(step, mask=torch.zeros(1))
     for name in ("softcap", "s_aux"):
         with pytest.raises(ValueError, match=f"does not compute {name}"):
-            call(step, **{name: 1.0})
+            call(step, torch.float32, 4, **{name: 1.0})
     with pytest.raises(ValueError, match=r"slot_mapping must have shape \[5\], got \[4\]"):
         call(step, tokens=5)

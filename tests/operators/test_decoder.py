@@ -1,21 +1,25 @@
-"""CpuDecoder beside the transformers model that it replaces: the same logits, whatever shares the step."""
+"""CpuDecoder compared with the transformers model that it replaces: the same logits, whatever else is in the step."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decoder_families import FAMILIES, PAGE, SEQUENCES, VOCAB, YARN, Cache, answers, feed, make_model
+from own_weights import OwnWeights
 from transformers import AttentionInterface
 
 from ktqueue.operators import attention, native
-from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.step import StepContext
 
+MakeDecoder = Callable[..., CpuDecoder]
+"""make_decoder(model, quant="F32", **options)."""
+
 
 @pytest.fixture
-def make_decoder(given_weights):
+def make_decoder(given_weights: type[OwnWeights]) -> MakeDecoder:
     """make_decoder(model, quant="F32", **options) -> the operator with the model's own weights."""
 
     def make(model: Any, quant: str = "F32", **options: str) -> CpuDecoder:
@@ -29,17 +33,17 @@ def make_decoder(given_weights):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_transformers(family, make_decoder):
+def test_equals_transformers(family: str, make_decoder: MakeDecoder) -> None:
     model = make_model(family)
     expected, found = answers(model), feed(make_decoder(model))
     for name, logits in expected.items():
-        assert logits.std() > 0.1  # else equality would say little
+        assert logits.std() > 0.1  # otherwise equality would prove little
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral"])
-def test_paged_attention_in_the_model_of_transformers(family):
-    """The path that models take which the decoder does not know: windows by layer too."""
+def test_paged_attention_in_the_model_of_transformers(family: str) -> None:
+    """The path of models that the decoder does not know, including windows per layer."""
     model = make_model(family)
     expected = answers(model)
     AttentionInterface.register(attention.NAME, attention.paged_attention)
@@ -50,7 +54,9 @@ def test_paged_attention_in_the_model_of_transformers(family):
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
-def test_float32_activations_equal_the_dequantised_twin(quant, make_decoder, given_weights):
+def test_float32_activations_equal_the_dequantised_twin(
+    quant: str, make_decoder: MakeDecoder, given_weights: type[OwnWeights]
+) -> None:
     model = make_model("qwen2_moe")
     twin, weights = copy.deepcopy(model), given_weights(model, quant)
     for name, parameter in twin.named_parameters():
@@ -65,10 +71,10 @@ def test_float32_activations_equal_the_dequantised_twin(quant, make_decoder, giv
                 [
                     torch.stack(
                         [
-                            torch.from_numpy(native.dequantize(quant, one, part.rows * part.columns)).view(
+                            torch.from_numpy(native.dequantize(quant, data, part.rows * part.columns)).view(
                                 part.rows, -1
                             )
-                            for one in part.data
+                            for data in part.data
                         ]
                     )
                     for part in parts
@@ -80,19 +86,19 @@ def test_float32_activations_equal_the_dequantised_twin(quant, make_decoder, giv
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
     rounded = feed(make_decoder(model, quant))
     errors = torch.cat([rounded[name] - logits for name, logits in expected.items()])
-    tiles = quant == "BF16" and native.isa() == "amx"  # they take bf16 activations
+    tiles = quant == "BF16" and native.isa() == "amx"  # which use bf16 activations
     bound = 0.1 if quant.startswith("Q") else 0.01 if tiles else 1e-5
     assert errors.norm() / torch.cat([*expected.values()]).norm() < bound
 
 
 @pytest.mark.parametrize(("quant", "activations"), [("F32", "int8"), ("Q4_0", "int8"), ("Q8_0", "float32")])
-def test_a_token_depends_on_nothing_but_its_sequence(quant, activations, make_decoder):
-    """Bit for bit: alone, in company, in other chunks, on other pages, with other threads."""
+def test_a_token_depends_only_on_its_sequence(quant: str, activations: str, make_decoder: MakeDecoder) -> None:
+    """Bit for bit: alone, in a batch, in other chunks, on other pages, with other threads."""
     native.set_batch_invariant(True)
     decoder = make_decoder(make_model("qwen2_moe"), quant, activations=activations, isa="")
     expected = feed(decoder)
     alone = feed(decoder, [{name: (0, len(ids))} for name, ids in SEQUENCES.items()])
-    turns = [{name: (at, at + 1)} for name, ids in SEQUENCES.items() for at in range(len(ids))]
+    turns = [{name: (token, token + 1)} for name, ids in SEQUENCES.items() for token in range(len(ids))]
     try:
         native.set_threads(2, torch_threads=1)
         others = [
@@ -108,7 +114,7 @@ def test_a_token_depends_on_nothing_but_its_sequence(quant, activations, make_de
         assert all(torch.equal(found[name], expected[name]) for name in SEQUENCES)
 
 
-def test_only_what_is_scored_is_computed_and_equal(make_decoder):
+def test_scoring_fewer_tokens_changes_no_logits(make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model("qwen3_moe with a window"), "Q8_0")
     chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
     whole, last, none = Cache(decoder), Cache(decoder), Cache(decoder)
@@ -117,10 +123,12 @@ def test_only_what_is_scored_is_computed_and_equal(make_decoder):
     assert none.step(chunks, []).shape == (0, VOCAB)
     ends = {name: ids[-1:] for name, ids in SEQUENCES.items()}
     expected = whole.step(ends)
-    assert torch.equal(last.step(ends), expected) and torch.equal(none.step(ends), expected)  # by the cache
+    assert torch.equal(last.step(ends), expected) and torch.equal(
+        none.step(ends), expected
+    )  # the cache is complete too
 
 
-def test_sequences_share_pages_of_a_common_prefix(make_decoder):
+def test_sequences_share_pages_of_a_common_prefix(make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model("mixtral"))
     ids = SEQUENCES["s1"]
     cache = Cache(decoder)
@@ -131,33 +139,33 @@ def test_sequences_share_pages_of_a_common_prefix(make_decoder):
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
 @pytest.mark.parametrize("activations", ["int8", "float32"])
-def test_a_sequence_that_is_not_finite_spoils_itself_alone(family, activations, make_decoder):
+def test_a_non_finite_sequence_spoils_no_other(family: str, activations: str, make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model(family), "Q8_0", activations=activations)
-    sound, sick = Cache(decoder), Cache(decoder)
-    for cache in (sound, sick):
+    healthy, spoiled = Cache(decoder), Cache(decoder)
+    for cache in (healthy, spoiled):
         cache.step({name: ids[:-1] for name, ids in SEQUENCES.items()})
-    sick.kv.values[0][sick.pages["s1"][1], 2, 0, 5] = torch.nan
+    spoiled.kv.values[0][spoiled.pages["s1"][1], 2, 0, 5] = torch.nan
     ends = {name: ids[-1:] for name, ids in SEQUENCES.items()}
-    expected, found = sound.step(ends), sick.step(ends)
+    expected, found = healthy.step(ends), spoiled.step(ends)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-def test_router_picks_valid_experts_for_rows_that_are_not_finite(make_decoder):
+def test_router_picks_valid_experts_for_rows_that_are_not_finite(make_decoder: MakeDecoder) -> None:
     model = make_model("qwen3_moe")
     with torch.no_grad():
-        model.model.layers[0].mlp.gate.weight[2:4] = torch.tensor([[3e38], [-3e38]])  # one of them overflows
+        model.model.layers[0].mlp.gate.weight[2:4] = torch.tensor([[3e38], [-3e38]])  # one of the two overflows
     logits = feed(make_decoder(model))
-    assert all(one.isnan().all() for one in logits.values())
+    assert all(row.isnan().all() for row in logits.values())
 
 
-def test_counts_experts_as_transformers_routes(make_decoder):
+def test_counts_experts_as_transformers_routes(make_decoder: MakeDecoder) -> None:
     model = make_model("qwen3_moe with dense layers")
     decoder = make_decoder(model)
-    expected = []
+    expected: list[int] = []
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.register_forward_pre_hook(lambda _, given: expected.append(given[1].unique().numel()))
+            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: expected.append(inputs[1].unique().numel()))
     with torch.no_grad():
         model(torch.tensor([SEQUENCES["s0"]]))
     feed(decoder, [{"s0": (0, 5)}])
@@ -179,26 +187,30 @@ def test_counts_experts_as_transformers_routes(make_decoder):
         ({"query_starts": torch.tensor([0, 2], dtype=torch.int32)}, "query_starts must run from 0 to the number of"),
     ],
 )
-def test_refuses_what_is_out_of_range(change, message, make_decoder):
+def test_refuses_what_is_out_of_range(change: dict[str, torch.Tensor], message: str, make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model("qwen3"))
     cache = Cache(decoder, pages=2)
-    step = {
+    step: dict[str, Any] = {
         "query_starts": torch.tensor([0, 1], dtype=torch.int32),
         "context_lengths": torch.tensor([1], dtype=torch.int32),
         "page_table": torch.tensor([[0]], dtype=torch.int32),
         "slot_mapping": torch.tensor([0]),
     }
-    given = {"input_ids": torch.tensor([[1]]), "position_ids": torch.tensor([[0]]), "logits_to_keep": torch.tensor([0])}
-    decoder(**given, use_cache=False, step=StepContext(**step, kv=cache.kv))
-    before = [one.clone() for one in cache.kv.keys]
+    inputs: dict[str, torch.Tensor] = {
+        "input_ids": torch.tensor([[1]]),
+        "position_ids": torch.tensor([[0]]),
+        "logits_to_keep": torch.tensor([0]),
+    }
+    decoder(**inputs, use_cache=False, step=StepContext(**step, kv=cache.kv))
+    before = [keys.clone() for keys in cache.kv.keys]
     for name, value in change.items():
-        (step if name in step else given)[name] = value
+        (step if name in step else inputs)[name] = value
     with pytest.raises(ValueError, match=message):
-        decoder(**given, use_cache=False, step=StepContext(**step, kv=cache.kv))
+        decoder(**inputs, use_cache=False, step=StepContext(**step, kv=cache.kv))
     assert all(torch.equal(*pair) for pair in zip(cache.kv.keys, before, strict=True))
 
 
-def test_refuses_models_that_it_does_not_compute(make_decoder):
+def test_refuses_models_that_it_does_not_compute(make_decoder: MakeDecoder) -> None:
     def refused(model: Any, message: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
             CpuDecoder.from_module(model, **options)
@@ -217,10 +229,6 @@ def test_refuses_models_that_it_does_not_compute(make_decoder):
         feed(CpuDecoder.from_module(make_model("qwen3")))
     decoder = make_decoder(make_model("qwen3"))
     cache = Cache(decoder)
-    cache.kv.keys = [one.double() for one in cache.kv.keys]
+    cache.kv.keys = [keys.double() for keys in cache.kv.keys]
     with pytest.raises(ValueError, match="cache has the wrong element type"):
         cache.step({"a": [1]})
-
-
-def test_registry():
-    assert registry["CpuDecoder"] is CpuDecoder

@@ -11,13 +11,13 @@ from ktqueue.operators.kv_cache import KVCache, KVLayout
 LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=8, page_size=4, dtype=torch.float32)
 
 
-def test_page_bytes_are_those_of_the_tensors():
+def test_page_bytes_are_those_of_the_tensors() -> None:
     kv = KVCache(LAYOUT, 5)
     tensors = [*kv.keys, *kv.values]
-    assert LAYOUT.page_bytes * 5 == sum(one.numel() * one.element_size() for one in tensors)
+    assert LAYOUT.page_bytes * 5 == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_write_puts_tokens_at_their_slots():
+def test_write_puts_tokens_at_their_slots() -> None:
     kv = KVCache(LAYOUT, 5)
     key, value = torch.randn(3, 3, 8), torch.randn(3, 3, 8)
     kv.write(1, torch.tensor([19, 4, 6]), key, value)
@@ -28,24 +28,25 @@ def test_write_puts_tokens_at_their_slots():
     assert kv.keys[1].ne(0).sum() == key.numel()
 
 
-def test_other_heads_are_refused_even_where_their_numbers_would_fit():
+def test_other_heads_are_refused_even_if_their_size_would_fit() -> None:
     states = torch.zeros(1, 2, 12)
     with pytest.raises(ValueError, match=r"\[kv_heads, head_dim\] must be \[3, 8\], got \[2, 12\]"):
         KVCache(LAYOUT, 5).write(0, torch.tensor([3]), states, states)
 
 
-def test_copy_page_copies_every_layer_and_leaves_the_rest():
+def test_copy_page_copies_every_layer_and_leaves_the_rest() -> None:
     kv = KVCache(LAYOUT, 3)
-    for one in (*kv.keys, *kv.values):
-        one.normal_()
-    before = [one.clone() for one in (*kv.keys, *kv.values)]
+    tensors = (*kv.keys, *kv.values)
+    for tensor in tensors:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in tensors]
     kv.copy_page(2, 0)
-    for one, old in zip((*kv.keys, *kv.values), before, strict=True):
-        assert torch.equal(one[0], old[2])
-        assert torch.equal(one[1:], old[1:])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[0], old[2])
+        assert torch.equal(tensor[1:], old[1:])
 
 
-def test_float8_keeps_the_nearest_number_it_can():
+def test_float8_stores_the_nearest_number() -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=2, page_size=2, dtype=torch.float8_e4m3fn)
     kv = KVCache(layout, 2)
     kv.write(0, torch.tensor([3]), torch.tensor([[[1e4, -1e4]]], dtype=torch.bfloat16), torch.tensor([[[1.06, 0.0]]]))
@@ -55,16 +56,16 @@ def test_float8_keeps_the_nearest_number_it_can():
     assert kv.keys[0][0, 1, 0].float().tolist() == [448.0, -448.0]
 
 
-def test_a_scratch_page_is_not_counted():
+def test_a_scratch_page_is_not_counted() -> None:
     kv = KVCache(LAYOUT, 3, scratch=True)
     assert kv.pages == kv.scratch_page == 3 and len(kv.keys[0]) == 4
     assert KVCache(LAYOUT, 3).scratch_page is None
 
 
-def test_a_latent_cache_has_one_tensor_a_layer_whose_first_columns_are_the_values():
+def test_the_values_of_a_latent_cache_are_the_first_columns_of_its_keys() -> None:
     layout = KVLayout(layers=2, kv_heads=1, head_dim=12, page_size=4, dtype=torch.float32, latent=8)
     kv = KVCache(layout, 5)
-    assert layout.page_bytes * 5 == sum(one.numel() * one.element_size() for one in kv.keys)
+    assert layout.page_bytes * 5 == sum(keys.numel() * keys.element_size() for keys in kv.keys)
     key = torch.randn(3, 1, 12)
     kv.write(1, torch.tensor([19, 4, 6]), key)
     assert torch.equal(kv.keys[1][4, 3], key[0])
@@ -75,8 +76,8 @@ def test_a_latent_cache_has_one_tensor_a_layer_whose_first_columns_are_the_value
     assert torch.equal(kv.values[1][3, 2], key[2, :, :8])
 
 
-def test_memory_of_the_host_is_taken_as_it_is_written() -> None:
-    """Else each of a fork server's workers would copy it all."""
+def test_host_memory_is_allocated_when_it_is_written() -> None:
+    """Otherwise each worker of a fork server would copy all of it."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

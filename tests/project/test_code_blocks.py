@@ -65,14 +65,13 @@ def test_settings_are_read_by_our_reader(tmp_path: Path) -> None:
 
 def test_rules_are_read_by_our_reader(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    import ktqueue.loading.load  # noqa: F401  # makes the operators known
     from ktqueue.loading.rules import load_rules
-    from ktqueue.operators.base import registry
+    from ktqueue.operators.registry import OPERATORS
 
     for block in of("yaml"):
         path = tmp_path / "rules.yaml"
         path.write_text(block.text)
-        assert load_rules(path, registry), block.place
+        assert load_rules(path, OPERATORS), block.place
 
 
 def commands() -> list[tuple[str, str]]:

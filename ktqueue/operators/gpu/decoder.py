@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ktqueue.operators import native
-from ktqueue.operators.base import Operator, register
+from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
@@ -26,14 +26,12 @@ from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import cosines_and_sines
 from ktqueue.operators.native_handoff import HandoffStatistics
-from ktqueue.operators.options import KernelOptions, kernel_options
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.step import StepContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@register("GpuDecoder")
 class GpuDecoder(Operator):
     """Replaces a causal language model and is called like it, always with a step that has `attention`.
 

@@ -11,7 +11,7 @@ from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
-from ktqueue.operators.latent_shape import LatentShape, absorb, absorbed, make_key, rms_norm, values_of
+from ktqueue.operators.latent_shape import LatentShape, absorb_query, expand_values, make_key, rms_norm, split_up_matrix
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import StepContext
 
@@ -90,7 +90,7 @@ class LatentSelfAttention:
         self._query_up = weights.linear(f"{module}.q_b_proj") if shape.low_rank else None
         self._query_norm = weights.vector(f"{module}.q_a_layernorm.weight") if shape.low_rank else None
         self._latent_norm = weights.vector(f"{module}.kv_a_layernorm.weight")
-        self._key_up, self._value_up = absorbed(weights.matrix(f"{module}.kv_b_proj.weight"), shape)
+        self._key_up, self._value_up = split_up_matrix(weights.matrix(f"{module}.kv_b_proj.weight"), shape)
         self._o = weights.linear(f"{module}.o_proj")
 
     def query(
@@ -112,7 +112,7 @@ class LatentSelfAttention:
         step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
         if self._query_up is not None and self._query_norm is not None:
             query = self._query_up(rms_norm(query, self._query_norm, shape.epsilon))
-        return absorb(query, self._key_up, cosine, sine, shape)
+        return absorb_query(query, self._key_up, cosine, sine, shape)
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads, latent]."""
@@ -122,7 +122,7 @@ class LatentSelfAttention:
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(values_of(attended, self._value_up))
+        return self._o(expand_values(attended, self._value_up))
 
 
 class DenseMlp:

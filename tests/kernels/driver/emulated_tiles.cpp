@@ -1,14 +1,11 @@
 // The AVX-512 kernels with tiles in plain C++ from a few tokens on, so that code for AMX is driven without AMX. Compiled
 // with the flags of AVX-512, so nothing compiled here may be shared with other files.
-#include "../half_emulated.h"
 #include "../tiles_emulated.h"
-#include "kernels/kernel_table.h"
+#include "isa/ladder.h"
 #include "isa/lanes_avx512.h"
 #include "isa/vector_avx512.h"
-// What is written in lanes and vectors comes after them.
-#include "kernels/tile_rows.h"
-// Uses the rows.
-#include "kernels/block_tiles.h"
+// Kernels are written with the lanes and vectors above, so they follow.
+#include "kernels/tile_kernels.h"
 
 namespace ktqueue {
 

@@ -196,7 +196,7 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
             const auto expert = static_cast<size_t>(call.ids[pair]);
             bool tiles[3];
             for (size_t i = 0; i < 3; ++i)
-                tiles[i] = in_order(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
+                tiles[i] = at_constant_distance(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
             const std::vector<Value> one = layer.run(expert, x, tiles);
             const double weight = call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
@@ -260,7 +260,7 @@ void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const
     const size_t pairs = call.tokens * call.slots;
     std::vector<Line> input(shape.input_bytes(call.tokens) / 64 + 1), words(4), result(4 * out.size() / 64 + 1);
     auto* answer = reinterpret_cast<float*>(result.data());
-    Handoff handoff(shape, {{input[0].bytes, answer, &words[0], &words[2]}}, true,
+    Handoff handoff(shape, {input[0].bytes, answer, &words[0], &words[2]}, true,
                     {random.chance(2) ? 0.0 : 1.0, 600.0});
     auto* request = reinterpret_cast<std::atomic<uint32_t>*>(&words[0]);
     auto* done = reinterpret_cast<std::atomic<uint32_t>*>(&words[2]);

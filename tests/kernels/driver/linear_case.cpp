@@ -61,7 +61,7 @@ struct LinearCase {
 
 // Each result against float64 on the decoded weights, and the gaps.
 void LinearCase::check(const Rows& x, const Rows& y) const {
-    const bool tiles = in_order(linear->form(x.tokens));
+    const bool tiles = at_constant_distance(linear->form(x.tokens));
     for (size_t t = 0; t < x.tokens; ++t) {
         const float* row = x.row(t);
         bool finite = true;
@@ -164,7 +164,7 @@ void run_linear(Random& random, const KernelTable& kernels) {
         for (size_t k = 0; k < rows.size(); ++k)
             require(equal(rows[k], alone[k]), cases[k].name() + ": differs in company");
 
-    if (tokens == 0 || in_order(cases[0].linear->form(tokens))) return;
+    if (tokens == 0 || at_constant_distance(cases[0].linear->form(tokens))) return;
     const size_t t = random.number(0, tokens - 1);
     const size_t rows = cases[0].matrix.rows();
     const Rows single = outputs(random, 1, rows, rows);

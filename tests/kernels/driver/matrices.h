@@ -27,7 +27,7 @@ class Matrix {
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
     // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much; it has a
-    // small share of the matrix's largest weight, for weights of 0 in tiles (see kernels/bf16_weights.h).
+    // small share of the matrix's largest weight, for weights of 0 in tiles (see kernels/tile_operands.h).
     struct Product {
         double value, size;
         double

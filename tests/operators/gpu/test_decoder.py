@@ -16,7 +16,6 @@ from decoder_families import (
     make_planner_for,
 )
 
-from ktqueue.operators.base import registry
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import step as hybrid_experts
@@ -261,7 +260,3 @@ def test_what_it_refuses(make_decoder, device):
     if device == "cpu":
         with pytest.raises(ValueError, match=r"step\.attention, which is not given"):
             feed(make_decoder(make_model("qwen3")))
-
-
-def test_registry():
-    assert registry["GpuDecoder"] is GpuDecoder

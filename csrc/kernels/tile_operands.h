@@ -1,32 +1,37 @@
-// A slab of a block format as a tile of bf16: what AMX multiplies. Included only by translation units of one instruction
-// set, after isa/lanes_avx512.h; internal linkage.
+// Both operands of AMX for block formats: a slab of weights as a tile of bf16, and rows of x in the same column order.
+// Included only by translation units of one instruction set, after isa/lanes_avx512.h and isa/vector_avx512.h; internal
+// linkage.
 //
-// AVX-512 has no arithmetic for bf16, but it has some for IEEE halves (FP16), 32 a register. A code becomes a half
-// by its bits alone, is multiplied by its scale, and the half is cut to bf16: its exponent and the upper 7 bits of its
-// mantissa, shifted, are those of a bf16 of 2^-16 times the value. A half of 0 comes out as 2^-15 of the least normal
-// one's unit, 2^-30 of the largest.
+// AVX-512 has no arithmetic for bf16, but AVX512-FP16 has it for IEEE halves, 32 in a register. So a code becomes a
+// half by bit operations, the half is multiplied by its scale, and is then cut to bf16. The exponent of the half and
+// the upper 7 bits of its mantissa, shifted, are those of a bf16 of 2^-16 times the value. A half of 0 becomes 2^-15 of
+// the unit of the smallest normal half, or 2^-30 of the largest.
 //
-// So weights go through halves times 2^16 / unit, a power of two that leaves the largest of the matrix below 2^15
-// (tile_unit()), and x is multiplied by `unit`. Cutting would make weights 0.25 % too small on average; the scales
-// are made larger by that, which nearly amounts to rounding: what bf16 holds exactly stays as it is.
+// Invariants:
+// - Weights in halves are multiplied by 2^16 / unit, a power of two that keeps the largest of the matrix below 2^15
+//   (tile_unit()). x is multiplied by `unit`.
+// - Cutting alone would make weights 0.25 % too small on average, so scales are made larger by that. This is nearly
+//   rounding: what bf16 holds exactly stays as it is.
+// - Columns are in the tile as the bytes of a line give them. The 16-bit words of line l hold columns 4l and 4l + 2 of
+//   a row in their lower bytes, 4l + 1 and 4l + 3 in their upper ones. So each 8 columns are in the order 0, 2, 4, 6,
+//   1, 3, 5, 7, and x uses the same order (kOrder).
 //
-// Columns lie in the tile as the bytes of a line give them: the 16-bit words of line l hold columns 4l and 4l + 2 of a row
-// in their lower bytes, 4l + 1 and 4l + 3 in their upper ones. So of each 8 columns 0, 2, 4, 6 come first, then 1, 3, 5, 7,
-// in x too (kernels/tile_rows.h).
-//
-// `Half` is what has the arithmetic: isa/half_avx512.h.
+// `Half` provides the arithmetic: isa/tiles_amx.h.
 #pragma once
 
+#include "kernels/expert_kernels.h"
 #include "kernels/panel_format.h"
 
 namespace ktqueue {
 namespace {
 
+// ---- weights
+
 constexpr float kAgainstCutting = 1.0025f;
 
 // ---- bits of halves
 
-constexpr uint16_t half_bits(int value) {  // of a small whole number
+constexpr uint16_t half_bits(int value) {  // the half of a small whole number
     const unsigned magnitude = static_cast<unsigned>(value < 0 ? -value : value);
     if (magnitude == 0) return 0;
     unsigned exponent = 0;
@@ -35,7 +40,7 @@ constexpr uint16_t half_bits(int value) {  // of a small whole number
     return static_cast<uint16_t>((value < 0 ? 0x8000u : 0u) | (exponent + 15) << 10 | mantissa);
 }
 
-// What nibbles stand for, twice: the index of a lookup has five bits.
+// The values of nibbles, stored twice because the index of the lookup has five bits.
 struct HalfTable {
     alignas(64) uint16_t halves[32];
     constexpr explicit HalfTable(const int8_t (&values)[16]) : halves() {
@@ -43,7 +48,7 @@ struct HalfTable {
     }
 };
 
-// Formats whose code is a nibble, and that have no minimums: by a table.
+// Formats whose code is a nibble and that have no minimums: decoded by a table.
 constexpr bool has_table(Quant quant) {
     return quant == Quant::Q4_0 || quant == Quant::IQ4_NL || quant == Quant::IQ4_XS || quant == Quant::MXFP4;
 }
@@ -69,7 +74,7 @@ inline __m256i to_halves(Floats a) {
     return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// One half for each row to both of the row's words.
+// Copies one half per row to both words of that row.
 inline __m512i for_rows(__m256i halves) {
     const __m512i wide = _mm512_cvtepu16_epi32(halves);
     return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
@@ -77,7 +82,7 @@ inline __m512i for_rows(__m256i halves) {
 
 // ---- a slab
 
-// The tile of one slab of a superblock of `slabs`: 1 KB at `tile`, on a cache line.
+// Writes the tile of one slab, from a superblock of `slabs` slabs: 1 KB at `tile`, aligned to a cache line.
 template <class Half, class Format>
 void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, uint8_t* tile) {
     constexpr ActivationKind kKind = activation_kind(Format::kQuant);
@@ -100,10 +105,10 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
 #pragma GCC unroll 4
     for (size_t j = 0; j < 4; ++j) {
         const __m512i factor = factors[kKind.halves ? j / 2 : 0];
-        uint8_t* out = tile + 256 * j;  // four rows: lower and upper bytes of even, of odd lines
+        uint8_t* out = tile + 256 * j;  // four rows: lower and upper bytes of even, then of odd lines
         if constexpr (kNibbles) {
             const __m512i codes = load_bytes(block + slab * 256 + j * 64);
-            const auto row = [&](__m512i shifted) {  // a nibble at bits 6 to 9 of a half of 16 to 31
+            const auto row = [&](__m512i shifted) {  // puts a nibble at bits 6 to 9 of a half from 16 to 31
                 return cut_to_bf16(Half::fused(masked_with(shifted, words(0x03c0), words(0x4c00)), factor, offsets[0]));
             };
             store_bytes(out, row(_mm512_slli_epi16(codes, 6)));
@@ -125,7 +130,7 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
             Bytes lines[2];
             format.lines(slab, j, lines[0], lines[1]);
             const __m512i zero =
-                words(0x6400 + kKind.offset);  // 1024 and the offset: a byte is the end of its mantissa
+                words(0x6400 + kKind.offset);  // 1024 plus the offset: the code is the low end of the mantissa
             const auto row = [&](__m512i half) {
                 const __m512i code = Half::minus(half, zero);
                 if constexpr (Format::kMinimums) {
@@ -141,6 +146,52 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
             }
         }
     }
+}
+
+// ---- rows of x: bf16, times a power of two
+
+// Rounds sixteen floats to bf16, in their upper halves; nearest, ties to even. Infinities become NaN, so that no later
+// step clamps them.
+inline __m512i round_to_bf16(Floats x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 bad = _mm512_fpclass_ps_mask(x, 0x99);  // infinities, NaN
+    return _mm512_mask_or_epi32(rounded, bad, bits, _mm512_set1_epi32(0x400000));
+}
+
+inline void shuffle_slab(const float* x, float unit, uint16_t* out) {
+    // Of each 8 columns the order 0, 2, 4, 6, 1, 3, 5, 7: words 2c + 1 of the two registers.
+    alignas(64) static constexpr uint16_t kOrder[32] = {1,  5,  9,  13, 3,  7,  11, 15, 17, 21, 25, 29, 19, 23, 27, 31,
+                                                        33, 37, 41, 45, 35, 39, 43, 47, 49, 53, 57, 61, 51, 55, 59, 63};
+    const __m512i low = round_to_bf16(times(load_floats(x), splat_float(unit)));
+    const __m512i high = round_to_bf16(times(load_floats(x + 16), splat_float(unit)));
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(low, _mm512_load_si512(kOrder), high));
+}
+
+void shuffle(const float* x, size_t columns, float unit, uint16_t* out) {
+    for (size_t c = 0; c < columns; c += kSlab) shuffle_slab(x + c, unit, out + c);
+}
+
+// 1 / (1 + e^-x) with a relative error of at most 1e-4, small compared with bf16's.
+inline Wide quick_sigmoid(Wide x) {
+    const Wide t = multiply(x, splat_wide(-1.44269504f));
+    const Wide n = _mm512_roundscale_ps(t, 8);  // nearest, no exception
+    const Wide f = subtract(t, n);
+    Wide power = splat_wide(0.00961813f);  // 2^f, Taylor's series up to f^4
+    for (const float c : {0.05550411f, 0.24022651f, 0.69314718f, 1.0f}) power = multiply_add(power, f, splat_wide(c));
+    return _mm512_rcp14_ps(add(splat_wide(1.0f), _mm512_scalef_ps(power, n)));
+}
+
+inline void quick_silu(const GateTask& task) {
+    for_lanes(task, [](Wide g, Wide u) { return multiply(multiply(g, quick_sigmoid(g)), u); });
+}
+
+template <GateKernel Gate>
+void mid_tile_rows(const MidTask& task) {
+    mid_rows<Gate>(task, kSlab * sizeof(uint16_t), [&](const float* mid, uint8_t* out) {
+        shuffle_slab(mid, task.unit, reinterpret_cast<uint16_t*>(out));
+    });
 }
 
 }  // namespace

@@ -1,0 +1,50 @@
+"""A module's own weights, in the form in which operators load them."""
+
+import gguf
+import numpy as np
+import torch
+
+from ktqueue.operators.packed import Bytes, ExpertWeights, Floats, PackedExperts, PackedMatrix
+
+
+class OwnWeights:
+    """ModuleWeights of a module that already has its weights. Matrices are packed as `quant`, routers and norms as F32.
+
+    left: names that have not been read.
+    """
+
+    def __init__(self, module: torch.nn.Module, quant: str) -> None:
+        self._state: dict[str, torch.Tensor] = module.state_dict()
+        self._quant = quant
+        self.left = set(self._state)
+
+    def has(self, name: str) -> bool:
+        return name in self._state
+
+    def matrix(self, name: str) -> PackedMatrix:
+        weight = self._take(name)
+        quant = "F32" if name.endswith("gate.weight") else self._quant
+        return PackedMatrix(quant, weight.shape[0], weight.shape[1], quantise(weight, quant))
+
+    def vector(self, name: str) -> Floats:
+        return self._take(name).numpy()
+
+    def experts(self, name: str) -> ExpertWeights:
+        prefix = f"{name}." if name else ""
+        gate, up = self._take(f"{prefix}gate_up_proj").chunk(2, dim=1)
+        return ExpertWeights(*(self._stack(matrix) for matrix in (gate, up, self._take(f"{prefix}down_proj"))))
+
+    def _stack(self, weights: torch.Tensor) -> PackedExperts:
+        packed = [quantise(matrix, self._quant) for matrix in weights]
+        return PackedExperts(self._quant, weights.shape[1], weights.shape[2], packed)
+
+    def _take(self, name: str) -> torch.Tensor:
+        self.left.discard(name)
+        return self._state[name].detach().float()
+
+
+def quantise(weight: torch.Tensor, quant: str) -> Bytes:
+    """Pack a matrix as `quant`."""
+    kind = gguf.GGMLQuantizationType[quant]
+    packed: Bytes = gguf.quantize(np.ascontiguousarray(weight.numpy()), kind).view(np.uint8).reshape(-1)
+    return packed
