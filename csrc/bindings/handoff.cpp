@@ -31,7 +31,7 @@ class BoundHandoff {
     ~BoundHandoff() { close(1); }
 
     size_t add_layer(nb::object layer) {
-        const size_t number = handoff_.add_layer(nb::cast<const BoundLayer&>(layer).layer());
+        const size_t number = handoff_.add_layer(nb::cast<const BoundExpertLayer&>(layer).layer());
         kept_.push_back(std::move(layer));
         return number;
     }
