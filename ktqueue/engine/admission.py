@@ -1,6 +1,6 @@
-"""Turns what a client asks for into a request with its sequences, or refuses it by name.
+"""Turns a prompt and sampling parameters into a request with its sequences, or rejects them.
 
-Knows the limits of this engine; nothing of pages or of who runs when.
+Knows the limits of this engine, but nothing of pages or scheduling.
 """
 
 import secrets
@@ -21,12 +21,12 @@ from ktqueue.engine.sequence import Request, Sequence
 
 
 class Admission:
-    """The limits: ids of the vocabulary, `max_model_len` tokens of prompt and completion, `seats` choices."""
+    """Checks requests: token ids, at most `max_model_len` tokens of prompt and completion, `max_num_seqs` choices."""
 
-    def __init__(self, vocabulary: Vocabulary, *, max_model_len: int, seats: int, page_size: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, max_model_len: int, max_num_seqs: int, page_size: int) -> None:
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len
-        self._seats = seats
+        self._max_num_seqs = max_num_seqs
         self._page_size = page_size
         self._admitted = 0
 
@@ -40,26 +40,29 @@ class Admission:
         arrival: float,
         emitted: Many[EmittedChoice],
     ) -> Request:
-        """The request with a sequence for each choice that had not ended; none has taken up its emitted ids yet.
+        """Make a request with a sequence for each choice that has not finished. Emitted ids are not added yet.
 
         Raises InvalidRequest or ContextLengthExceeded.
         """
         prompt = self._prompt(prompt_token_ids)
-        if sampling.n > self._seats:
+        if sampling.n > self._max_num_seqs:
             raise InvalidRequest(
-                f"n must be at most {self._seats} on this worker, got {sampling.n}",
+                f"n must be at most {self._max_num_seqs} on this worker, got {sampling.n}",
                 param="n",
-                limit=self._seats,
+                limit=self._max_num_seqs,
                 value=sampling.n,
             )
         if len(emitted) > sampling.n:
             raise InvalidRequest(
-                "more choices were emitted than asked for", param="emitted", limit=sampling.n, value=len(emitted)
+                f"{len(emitted)} choices were emitted, but the request has n = {sampling.n}",
+                param="emitted",
+                limit=sampling.n,
+                value=len(emitted),
             )
         self._ids("logit_bias", sampling.logit_bias)
         for choice in emitted:
             self._ids("emitted", choice.token_ids)
-        room = self._max_model_len - len(prompt)
+        max_completion = self._max_model_len - len(prompt)
         eos = frozenset() if sampling.ignore_eos else self._vocabulary.eos_token_ids
         self._admitted += 1
         request = Request(
@@ -70,7 +73,7 @@ class Admission:
             arrival=arrival,
             serial=self._admitted,
             seed=secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed,
-            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            max_tokens=max_completion if sampling.max_tokens is None else min(max_completion, sampling.max_tokens),
             end_ids=eos | frozenset(sampling.stop_token_ids),
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -79,7 +82,7 @@ class Admission:
                 request.emitted_tokens += len(emitted[index].token_ids)
             else:
                 request.sequences.append(self._sequence(request, index, stops))
-        request.open = len(request.sequences)
+        request.unfinished = len(request.sequences)
         return request
 
     def _sequence(self, request: Request, index: int, stops: StopStrings | None) -> Sequence:
@@ -100,7 +103,7 @@ class Admission:
         wrong = array[(array < 0) | (array >= size)]
         if wrong.size:
             raise InvalidRequest(
-                f"{param} has token id {wrong[0]}, the vocabulary has ids 0 to {size - 1}",
+                f"{param} has token id {wrong[0]}, but the vocabulary has ids 0 to {size - 1}",
                 param=param,
                 limit=size - 1,
                 value=int(wrong[0]),

@@ -1,7 +1,7 @@
-"""Rows to tensors: the packed token ids, positions, slots and page tables of one step, on the host.
+"""Builds the input tensors of a step on the host: token ids, positions, cache slots and page tables.
 
-In plain Python as far as it goes: a decode step has a few numbers a row, and a numpy call costs as much as several
-rows. Knows nothing of why these rows, nor of the device that they go to.
+Mostly plain Python, because a decode step has only a few numbers for each row, and one numpy call costs as much as
+several rows. Knows nothing of scheduling or of devices.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from ktqueue.operators.step import StepContext
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward; all tensors are on the CPU.
+    """Input of one step; all tensors are on the CPU.
 
-    input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, places of the tokens whose
-    logits are wanted: the last token of each row that is computed to its end, in row order.
+    input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, indices of the tokens whose logits are needed:
+    the last token of each row that has no known tokens left, in row order.
     """
 
     input_ids: torch.Tensor
@@ -30,40 +30,42 @@ class Batch:
 
     @property
     def decodes(self) -> bool:
-        """Whether each row computes one token and wants its logits."""
+        """Whether each row computes one token and needs its logits."""
         return self.step.context_lengths.shape[0] == self.input_ids.shape[1] == self.scored.shape[0]
 
 
 class BatchBuilder:
-    """Batches whose keys and values go to `kv`."""
+    """Builds batches whose keys and values are written to `kv`."""
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
 
     def build(self, rows: Mapping[Sequence, int]) -> Batch:
-        """The batch that computes the next `rows[sequence]` tokens of each sequence. Where a token is not known yet, as
-        is that of a row to which the next one is promised, `tell` is to be called."""
+        """Build the batch that computes the next `rows[sequence]` tokens of each sequence.
+
+        If a token is not known yet, as in a prepared step, `write_token_ids` adds it later.
+        """
         page_size = self._kv.layout.page_size
-        table = np.zeros((len(rows), max(one.page_count for one in rows)), dtype=np.int32)
+        table = np.zeros((len(rows), max(sequence.page_count for sequence in rows)), dtype=np.int32)
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts, contexts, scored = [0], [], []
-        for row, (one, count) in zip(table, rows.items(), strict=True):
-            row[: one.page_count] = one.pages[: one.page_count]
-            first, context = one.computed, one.computed + count
+        for row, (sequence, count) in zip(table, rows.items(), strict=True):
+            row[: sequence.page_count] = sequence.pages[: sequence.page_count]
+            first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
             if count == 1:
-                input_ids.append(one.tokens[first])
+                input_ids.append(sequence.tokens[first])
                 positions.append(first)
                 slots.append(int(row[first // page_size]) * page_size + first % page_size)
             else:
-                at = np.arange(first, context)
-                input_ids += one.tokens[first:context].tolist()
-                positions += at.tolist()
-                slots += (row[at // page_size] * page_size + at % page_size).tolist()
+                computed = np.arange(first, context)
+                input_ids += sequence.tokens[first:context].tolist()
+                positions += computed.tolist()
+                slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
             starts.append(len(input_ids))
             contexts.append(context)
-            if context >= one.length:
+            if context >= sequence.length:
                 scored.append(len(input_ids) - 1)
         return Batch(
             input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
@@ -79,6 +81,6 @@ class BatchBuilder:
         )
 
     @staticmethod
-    def tell(batch: Batch, rows: Mapping[Sequence, int]) -> None:
-        """Write the token of each row into `batch`, which was built for these rows of one token each."""
-        batch.input_ids.numpy()[0] = [one.tokens[one.computed] for one in rows]
+    def write_token_ids(batch: Batch, rows: Mapping[Sequence, int]) -> None:
+        """Write the next token of each row into `batch`, which was built for these rows with one token each."""
+        batch.input_ids.numpy()[0] = [sequence.tokens[sequence.num_computed_tokens] for sequence in rows]

@@ -1,10 +1,9 @@
-"""Incremental text of one choice: never half a character, never a character that may be a stop string's.
+"""Incremental text of one choice. It never gives out half a character, or text that may belong to a stop string.
 
-Bytes that can't become UTF-8 turn into U+FFFD as soon as that is decided (codecs' "replace", the
-Unicode practice of one mark for each maximal part). Text that may be the beginning of a stop string
-is held back until decided. The result depends on the tokens alone, not on how text is cut into
-them: a stop string is seen at its last character, and of several that end there the longest wins.
-Knows nothing of sampling or of end tokens.
+Bytes that are not valid UTF-8 become U+FFFD, one for each maximal invalid part, as Unicode recommends (the error
+handler "replace" of Python's codecs). Text that may be the beginning of a stop string is held back until that is
+decided. The result depends on the text alone, not on how it is cut into tokens: a stop string is found at its last
+character, and if several end there, the longest one wins. Knows nothing of sampling or end tokens.
 """
 
 import codecs
@@ -35,7 +34,7 @@ def _failure_table(text: str) -> list[int]:
 
 
 class Detokenizer:
-    """Bytes in, decided text out. `stopped` once a stop string was seen; nothing comes after it.
+    """Turns token ids into text. `stopped` is set once a stop string was found, after which there is no more text.
 
     `emitted` counts the characters given out so far.
     """
@@ -46,14 +45,14 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._stops = stops
         self._utf8 = _decoder("replace")
-        self._open = False  # the decoder holds part of a character
+        self._open = False  # whether the decoder holds part of a character
         self._held = ""
         self._matched = [0] * len(stops.texts) if stops else []
         self.emitted = 0
         self.stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """The text that this token decides. With `may_stop` False a stop string that ends in it is plain text."""
+        """Add a token and return the text that is certain now. With `may_stop` False, stop strings are plain text."""
         data = self._token_bytes(token_id)
         if not self._open and data.isascii():
             text = data.decode("ascii")
@@ -63,7 +62,7 @@ class Detokenizer:
         return self._advance(text, may_stop)
 
     def finish(self) -> str:
-        """The rest: held back text is plain text now, half a character is U+FFFD. Call it once, at the end."""
+        """Return the text that was held back; half a character becomes U+FFFD. Call it once, at the end."""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
         if not self.stopped:
             text += self._held

@@ -1,8 +1,7 @@
-"""The engine: add requests, abort them, step. A step schedules, runs the model once, and commits.
+"""The engine: add requests, abort them, step. A step schedules, runs the model once, samples and postprocesses.
 
-Synchronous, one thread at a time; knows no asyncio and no Redis. Whatever the model raises goes to
-the caller and leaves the engine unusable (its worker is crash-only); what is wrong with one
-sequence ends that one alone.
+It is synchronous, used by one thread at a time, and knows neither asyncio nor Redis. An error of the model is passed
+to the caller and leaves the engine unusable: the worker then exits. An error of one sequence ends only that sequence.
 """
 
 import logging
@@ -27,10 +26,10 @@ from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import PreparedStep
 from ktqueue.engine.runner import Model
-from ktqueue.engine.scheduler import Plan, Scheduler
-from ktqueue.engine.sequence import Request, Sequence, Status
+from ktqueue.engine.scheduler import Scheduler, StepPlan
+from ktqueue.engine.sequence import Request, Sequence, SequenceStatus
 from ktqueue.engine.step_profile import Profile, StepRecord
-from ktqueue.engine.token_selector import Selection
+from ktqueue.engine.token_selector import TokenSelection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 
@@ -40,10 +39,10 @@ log = logging.getLogger(__name__)
 class Engine:
     """Continuous batching of requests through one model.
 
-    `model` is called as `Runner` says. `num_pages` pages of `layout` are allocated at once. A prompt
-    and its completion hold at most `max_model_len` tokens. `planner` is of the attention on a device; without one all
-    is done on the CPU. `progress` is told while decode steps are captured; they then hold `graph_bytes` of the device's
-    memory. `clock` gives the time of `arrival` (seconds); `profile_path` takes one JSON line a step.
+    `model` is called as described in `runner.Model`. `num_pages` pages of `layout` are allocated at once. A prompt and
+    its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
+    runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
+    memory. `clock` gives the default `arrival` in seconds. `profile_path` is a file that gets one JSON line per step.
     """
 
     def __init__(
@@ -73,7 +72,10 @@ class Engine:
             batch_floor=config.batch_floor(config.max_num_seqs),
         )
         self._admission = Admission(
-            vocabulary, max_model_len=max_model_len, seats=self._scheduler.seats, page_size=layout.page_size
+            vocabulary,
+            max_model_len=max_model_len,
+            max_num_seqs=self._scheduler.max_num_seqs,
+            page_size=layout.page_size,
         )
         self._builder = BatchBuilder(parts.kv)
         self._model = device_model(model)
@@ -82,7 +84,7 @@ class Engine:
         self.graph_bytes = parts.graph_bytes
         self._requests: dict[str, Request] = {}
         self._prepared: PreparedStep | None = None
-        self._early: list[SequenceOutput] = []  # of resumed choices that had ended
+        self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._out_of_memory = 0
@@ -91,19 +93,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._early)
-
-    @property
-    def free_seqs(self) -> int:
-        """Sequences that could be added and get a seat at once."""
-        return max(0, self._scheduler.seats - self._scheduler.seats_taken - self._scheduler.waiting)
+        return bool(self._requests or self._early_outputs)
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
         scheduler, profile = self._scheduler, self.profile
         return EngineStats(
-            running=scheduler.seats_taken,
-            waiting=scheduler.waiting,
+            running=scheduler.rows_taken,
+            waiting=scheduler.num_waiting,
             free_pages=scheduler.pages.available,
             total_pages=scheduler.pages.total,
             prompt_tokens=self._prompt_tokens,
@@ -122,11 +119,11 @@ class Engine:
         )
 
     def model_stats(self) -> Mapping[str, float]:
-        """What the model counts itself, by name."""
+        """The model's own counters by name."""
         return self._model.statistics()
 
     def check(self) -> None:
-        """Raise AssertionError where the books don't balance. For tests: slow."""
+        """Raise AssertionError if the state is inconsistent. For tests: slow."""
         self._scheduler.check()
 
     def add(
@@ -139,14 +136,16 @@ class Engine:
         arrival: float | None = None,
         emitted: Many[EmittedChoice] = (),
     ) -> None:
-        """Take a request in. `emitted[index]` is what an earlier worker journaled of that choice.
+        """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
 
-        A resumed choice goes on at the next position: its emitted tokens count for limits, penalties,
-        noise and stop strings, and none is generated again. For that `sampling.seed` must be set.
-        Raises InvalidRequest or ContextLengthExceeded; nothing has changed then.
+        A resumed choice continues at the next position. Its emitted tokens count for limits, penalties, noise and stop
+        strings, and are not generated again, for which `sampling.seed` must be set. Raises InvalidRequest or
+        ContextLengthExceeded, and then nothing has changed.
         """
         if request_id in self._requests:
-            raise InvalidRequest(f"request {request_id!r} is here already", param="request_id", value=request_id)
+            raise InvalidRequest(
+                f"request {request_id!r} is already in the engine", param="request_id", value=request_id
+            )
         request = self._admission.admit(
             request_id,
             prompt_token_ids,
@@ -160,143 +159,113 @@ class Engine:
             choice = emitted[sequence.index] if sequence.index < len(emitted) else EmittedChoice()
             finish = sequence.resume(choice.token_ids, choice.text_length)
             if finish is not None:
-                self._early.append(self._output(sequence, (), "", finish))
-        unfinished = [one for one in request.sequences if one.status is not Status.FINISHED]
+                self._early_outputs.append(self._output(sequence, (), "", finish))
+        unfinished = [choice for choice in request.sequences if choice.status is not SequenceStatus.FINISHED]
         if unfinished:
             leader, *leader.forks = unfinished
             self._scheduler.add(leader)
         elif not request.sequences:
             del self._requests[request_id]
             usage = self._usage(request)
-            self._early.append(
+            self._early_outputs.append(
                 SequenceOutput(request_id=request_id, index=sampling.n - 1, request_done=True, usage=usage)
             )
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; its pages come back at once. An unknown id is no error."""
+        """Drop a request and free its pages at once. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
-        self._early = [one for one in self._early if one.request_id != request_id]
+        self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         if request is not None:
             for sequence in request.sequences:
                 self._scheduler.remove(sequence)
 
-    def step(self, go_on: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
-        """Run the model once over what the scheduler picks; the news of every sequence that got on.
+    def step(self, launch_next: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
+        """Run the model once on the rows that the scheduler picks. Returns what each sequence gained.
 
-        `go_on` is asked at the end, where the next step is at hand: whether to launch it at once, so that the device
-        need not wait for the caller. Who is added from then on joins a step later than else.
+        `launch_next` is called once the next step is ready and says whether to launch it now, so that the device need
+        not wait for the caller. Requests added after that join one step later.
         """
-        outputs, self._early = self._early, []
-        began = time.perf_counter()
-        plan, batch, logits = self._next()
-        for sequence in plan.hopeless:
-            outputs.append(self._fail(sequence, self._too_long(sequence)))
+        outputs, self._early_outputs = self._early_outputs, []
+        started = time.perf_counter()
+        plan, batch, logits = self._schedule()
+        outputs += [self._fail(sequence, self._too_long(sequence)) for sequence in plan.can_never_run]
         if batch is None:
             return outputs
-        planned = time.perf_counter()
-        if logits is None and (logits := self._execute(batch, plan)) is None:
+        scheduled = time.perf_counter()
+        if logits is None and (logits := self._run_model(batch, plan)) is None:
             (sequence,) = plan.rows
-            outputs.append(self._fail(sequence, EngineFailure("the device has no memory for this sequence alone")))
-            return outputs
-        ran = time.perf_counter()
-        # From here to the wait in `select` the device is at work, and the host does what needs no token: books, the
-        # sampler's numbers, the next step.
-        ready = self._commit_pages(plan.rows)
-        selection = self._select(logits, ready)
+            fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
+            return [*outputs, self._fail(sequence, fault)]
+        launched = time.perf_counter()
+        # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
+        # pages, collects the sampler's numbers and prepares the next step.
+        ready = self._commit_computed_tokens(plan)
+        selection = self._sample(logits, ready)
         self._model.after_step()
         sampled = time.perf_counter()
-        for row, (_, sequence) in enumerate(ready):
-            if selection.finite[row]:
-                outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
-            else:
-                fault = EngineFailure("the model gave logits that are not finite numbers for this sequence")
-                outputs.append(self._fail(sequence, fault))
-        prepared = self._prepared
-        if prepared is not None and prepared.quick and prepared.holds(self._scheduler.changes) and go_on():
-            self._builder.tell(prepared.batch, prepared.plan.rows)
-            prepared.logits = self._runner.execute(prepared.batch)
+        outputs += self._postprocess(ready, selection)
+        self._launch_prepared_step(launch_next)
         self.profile.record(
             StepRecord(
-                schedule=planned - began,
-                forward=ran - planned + selection.waited,
-                sample=sampled - ran - selection.waited,
+                schedule=scheduled - started,
+                forward=launched - scheduled + selection.waited,
+                sample=sampled - launched - selection.waited,
                 commit=time.perf_counter() - sampled,
                 rows=len(plan.rows),
                 sampled=len(ready),
-                tokens=sum(plan.rows.values()),
+                tokens=plan.tokens,
             )
         )
         return outputs
 
     def close(self) -> None:
-        """Close the profile, and what the model holds on a device."""
+        """Close the profile and release what the model has on a device. No step follows."""
         if self._prepared is not None and self._prepared.logits is not None:
             self._runner.wait()
         self._model.close()
         self.profile.close()
 
-    def _next(self) -> tuple[Plan, Batch | None, torch.Tensor | None]:
-        """What to run now: the prepared step if it still holds, else what the scheduler says. Without a batch there are
-        no rows; with logits it is launched."""
+    def _schedule(self) -> tuple[StepPlan, Batch | None, torch.Tensor | None]:
+        """The prepared step if it is still valid, else a new plan.
+
+        The batch is None if no sequence runs. The logits are given if the step is launched already.
+        """
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.holds(self._scheduler.changes):
+        if prepared is not None and prepared.is_next(self._scheduler.schedule_version):
             self._prepared_steps += 1
             if prepared.logits is None:
-                self._builder.tell(prepared.batch, prepared.plan.rows)
+                self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
             return prepared.plan, prepared.batch, prepared.logits
         plan = self._scheduler.schedule()
         return plan, self._builder.build(plan.rows) if plan.rows else None, None
 
-    def _prepare(self) -> None:
-        """Make the next step as far as it can be known, while the device is at this one."""
-        plan = self._scheduler.ahead()
-        if plan is not None:
-            batch = self._builder.build(plan.rows)
-            quick = self._runner.prepare(batch)
-            self._prepared = PreparedStep(plan, batch, self._scheduler.changes, quick)
+    def _run_model(self, batch: Batch, plan: StepPlan) -> torch.Tensor | None:
+        """Run the model, and halve the rows while the device is out of memory.
 
-    def _execute(self, batch: Batch, plan: Plan) -> torch.Tensor | None:
-        """Run the model. While the device has too little memory for it, with half of the rows; None: not even for one,
-        which is all that is left in the plan."""
+        Returns the logits, or None if one row is still too much. That row is then the only one in `plan`.
+        """
         while True:
             try:
                 return self._runner.execute(batch)
             except torch.OutOfMemoryError as error:
-                log.warning("a step of %d rows and %d tokens: %s", len(plan.rows), plan.tokens, error)
-            # Only here, where the exception no longer holds the tensors of the step, can their memory be had.
+                log.warning("out of memory in a step of %d rows and %d tokens: %s", len(plan.rows), plan.tokens, error)
+            # Outside the handler: the exception kept the tensors of the step alive.
             self._out_of_memory += 1
             torch.cuda.empty_cache()
             if not self._scheduler.shrink(plan):
                 return None
             batch = self._builder.build(plan.rows)
 
-    def _select(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> Selection:
-        """Tokens for those that get one, in halves while the device has too little memory."""
-        if not ready:
-            began = time.perf_counter()
-            self._runner.wait()
-            return Selection([], [], {}, time.perf_counter() - began)
-        try:
-            rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
-            return self._selector.select(logits, rows, sequences, self._prepare)
-        except torch.OutOfMemoryError as error:
-            if len(ready) == 1:
-                raise
-            log.warning("choosing %d tokens: %s", len(ready), error)
-        self._out_of_memory += 1
-        torch.cuda.empty_cache()
-        half = len(ready) // 2
-        return self._select(logits, ready[:half]).joined(self._select(logits, ready[half:]))
-
-    def _commit_pages(self, rows: dict[Sequence, int]) -> list[tuple[int, Sequence]]:
-        """Book what was computed; the sequences that get a token now, each with its row of the logits."""
+    def _commit_computed_tokens(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Record which tokens the step computes. Returns the sequences that get a token, with their rows of logits."""
         ready = []
         row = 0
-        for sequence, count in rows.items():
-            if sequence.status is not Status.RUNNING:  # aborted since the step was launched, in which it decodes
+        for sequence, count in plan.rows.items():
+            if sequence.status is not SequenceStatus.RUNNING:  # aborted after the launch of a decode step
                 row += 1
                 continue
-            self._prompt_tokens += max(0, min(count, len(sequence.request.prompt) - sequence.computed))
+            uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
+            self._prompt_tokens += max(0, min(count, uncomputed_prompt))
             forks = self._scheduler.commit(sequence, count)
             if sequence.remaining == 0:
                 ready.append((row, sequence))
@@ -304,10 +273,56 @@ class Engine:
                 row += 1
         return ready
 
-    def _advance(self, sequence: Sequence, token_id: int, told: PositionLogprobs | None) -> SequenceOutput:
+    def _sample(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> TokenSelection:
+        """Choose a token for each ready sequence, in halves while the device is out of memory."""
+        if not ready:
+            started = time.perf_counter()
+            self._runner.wait()
+            return TokenSelection([], [], {}, time.perf_counter() - started)
+        try:
+            rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
+            return self._selector.select(logits, rows, sequences, self._prepare_next_step)
+        except torch.OutOfMemoryError as error:
+            if len(ready) == 1:
+                raise
+            log.warning("out of memory while sampling %d tokens: %s", len(ready), error)
+        self._out_of_memory += 1
+        torch.cuda.empty_cache()
+        half = len(ready) // 2
+        return self._sample(logits, ready[:half]).joined(self._sample(logits, ready[half:]))
+
+    def _prepare_next_step(self) -> None:
+        """Build the next step without its token ids, while the device computes this one."""
+        plan = self._scheduler.plan_next_step()
+        if plan is not None:
+            batch = self._builder.build(plan.rows)
+            launches_at_once = self._runner.prepare(batch)
+            self._prepared = PreparedStep(plan, batch, self._scheduler.schedule_version, launches_at_once)
+
+    def _postprocess(self, ready: Many[tuple[int, Sequence]], selection: TokenSelection) -> list[SequenceOutput]:
+        """Add the new tokens to their sequences, finish those that end, and make the outputs."""
+        outputs = []
+        for row, (_, sequence) in enumerate(ready):
+            if selection.finite[row]:
+                outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
+            else:
+                fault = EngineFailure("the model computed logits that are not finite numbers for this sequence")
+                outputs.append(self._fail(sequence, fault))
+        return outputs
+
+    def _launch_prepared_step(self, launch_next: Callable[[], bool]) -> None:
+        """Launch the prepared step if it is valid, costs no time, and the caller agrees."""
+        prepared = self._prepared
+        if prepared is None or not prepared.launches_at_once:
+            return
+        if prepared.is_next(self._scheduler.schedule_version) and launch_next():
+            self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
+            prepared.logits = self._runner.execute(prepared.batch)
+
+    def _advance(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> SequenceOutput:
         self._generation_tokens += 1
         text, finish = sequence.advance(token_id)
-        return self._output(sequence, (token_id,), text, finish, () if told is None else (told,))
+        return self._output(sequence, (token_id,), text, finish, () if logprobs is None else (logprobs,))
 
     def _output(
         self,
@@ -315,7 +330,7 @@ class Engine:
         token_ids: tuple[int, ...],
         text: str,
         finish: FinishReason | None,
-        told: tuple[PositionLogprobs, ...] = (),
+        logprobs: tuple[PositionLogprobs, ...] = (),
     ) -> SequenceOutput:
         if sequence.resumed_text:
             text = sequence.resumed_text + text
@@ -329,7 +344,7 @@ class Engine:
             index=sequence.index,
             token_ids=token_ids,
             text=text,
-            logprobs=told,
+            logprobs=logprobs,
             finish_reason=finish,
             request_done=done,
             usage=self._usage(request) if done else None,
@@ -347,11 +362,11 @@ class Engine:
         )
 
     def _end(self, sequence: Sequence) -> bool:
-        """The choice has ended. Whether its request is done by that."""
+        """Remove a finished choice. Returns whether its request is done."""
         request = sequence.request
         self._scheduler.remove(sequence)
-        request.open -= 1
-        if request.open:
+        request.unfinished -= 1
+        if request.unfinished:
             return False
         del self._requests[request.id]
         return True
@@ -366,7 +381,7 @@ class Engine:
     def _too_long(self, sequence: Sequence) -> EngineFailure:
         capacity = self._scheduler.pages.total * self._page_size
         return EngineFailure(
-            f"this sequence has {sequence.length} tokens, the whole cache of this worker holds {capacity}",
+            f"this sequence has {sequence.length} tokens, but the whole cache of this worker has room for {capacity}",
             limit=capacity,
             value=sequence.length,
         )

@@ -1,4 +1,4 @@
-"""Which runner, selector and cache an engine has: those of the host, or those of a device."""
+"""The runner, token selector and cache of an engine: those for the CPU, or those for a device."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.gpu.device_selector import DeviceSelector
-from ktqueue.engine.gpu.graph_capture import Again, GraphCapturer
+from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.token_selector import HostSelector, Selector
@@ -16,8 +16,8 @@ from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What of an engine depends on the device. `graph_bytes`: device memory that captured steps hold."""
+class EngineParts:
+    """The parts of an engine that depend on the device. `graph_bytes`: device memory of captured steps."""
 
     kv: KVCache
     runner: Runner
@@ -34,19 +34,19 @@ def make_parts(
     max_model_len: int,
     planner: AttentionPlanner | None,
     progress: Progress | None,
-) -> Parts:
-    """Those of the host where there is no `planner` of attention, else those of `config.device`, which may be a CPU:
-    then captured steps are called again instead of replayed.
+) -> EngineParts:
+    """Make the parts for the CPU if there is no attention `planner`, else those for `config.device`.
 
-    Raises ValueError for a GPU without a planner.
+    The device may be a CPU too, for tests. Captured steps are then called again instead of replayed. Raises ValueError
+    for a GPU without a planner.
     """
     device = config.device
     on_gpu = torch.device(device).type != "cpu"
     if planner is None:
         if on_gpu:
-            raise ValueError(f"an engine on {device} needs a planner of attention")
+            raise ValueError(f"an engine on {device} needs an attention planner")
         runner = HostRunner(model, vocabulary.size)
-        return Parts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
+        return EngineParts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
     kv = KVCache(layout, num_pages, device, scratch=True)
     rows = min(config.max_num_seqs, config.step_tokens)
     graphs = GraphRunner(
@@ -54,10 +54,10 @@ def make_parts(
         vocabulary.size,
         kv,
         planner,
-        GraphCapturer(device) if on_gpu else Again(),
+        GraphCapturer(device) if on_gpu else RepeatedCall(),
         device=device,
         buckets=buckets_up_to(rows) if config.cuda_graphs else [],
         max_pages=-(-max_model_len // layout.page_size),
         progress=progress,
     )
-    return Parts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)
+    return EngineParts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)

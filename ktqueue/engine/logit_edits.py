@@ -1,9 +1,11 @@
-"""Edits of the logits before sampling: bias, least length, penalties. In vLLM's order and meaning.
+"""Edits of the logits before sampling, in the order and with the meaning that vLLM gives them:
 
-1. `logit_bias` is added. 2. End tokens are -inf until `min_tokens` were generated. 3. Tokens of the
-prompt or the output: logits above 0 are divided by `repetition_penalty`, others multiplied by it.
-4. Tokens of the output: minus `frequency_penalty` times their count, minus `presence_penalty`.
-Rows without edits cost nothing. Knows nothing of how a token is drawn.
+1. `logit_bias` is added.
+2. End tokens are -inf until `min_tokens` tokens are generated.
+3. For tokens of the prompt or the output, logits above 0 are divided by `repetition_penalty`, others multiplied by it.
+4. For tokens of the output, `frequency_penalty` times their count and `presence_penalty` are subtracted.
+
+Rows without edits cost nothing. Knows nothing of sampling.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +21,7 @@ Integers = NDArray[np.int64]
 
 
 class LogitEdits:
-    """The edits of one choice, and the counts they need. `observe` every generated token."""
+    """The edits of one choice, and the token counts that they need. Call `observe` for every generated token."""
 
     def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], end_ids: Iterable[int], vocab: int) -> None:
         self._min_tokens = sampling.min_tokens
@@ -38,7 +40,7 @@ class LogitEdits:
 
     @staticmethod
     def needed(sampling: SamplingParams) -> bool:
-        """Whether these parameters edit logits at all."""
+        """Whether these parameters edit any logits."""
         return bool(
             sampling.min_tokens
             or sampling.logit_bias
@@ -49,16 +51,16 @@ class LogitEdits:
 
     @property
     def masked_ids(self) -> Integers:
-        """Ids that may not come next."""
+        """Token ids that must not come next, [ids] int64."""
         return self._end_ids if self._generated < self._min_tokens else self._end_ids[:0]
 
     @property
     def counted(self) -> tuple[Integers, Floats]:
-        """Ids that penalties touch, and how often each was generated. [ids], [ids]"""
+        """Token ids that penalties apply to, [ids] int64, and how often each was generated, [ids] float32."""
         return self._ids[: self._size], self._counts[: self._size]
 
     def observe(self, token_id: int) -> None:
-        """A token was generated."""
+        """Count a generated token."""
         self._generated += 1
         if not self._penalised:
             return
@@ -77,7 +79,7 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class FlatEdits:
-    """The edits of several rows in one list each: entry i is of the logit of `*_ids[i]` in row `*_rows[i]`."""
+    """The edits of several rows as flat arrays. Entry i changes the logit of `*_ids[i]` in row `*_rows[i]`."""
 
     bias_rows: Integers
     bias_ids: Integers
@@ -93,29 +95,29 @@ class FlatEdits:
 
 
 def flat_edits(rows: Sequence[int], edits: Sequence[LogitEdits]) -> FlatEdits:
-    """The edits of one step: `edits[i]` belongs to row `rows[i]`; no row comes twice."""
-    at = np.array(rows, dtype=np.int64)
-    bias_rows, bias_ids = _flat(at, [one.bias_ids for one in edits])
-    masked_rows, masked_ids = _flat(at, [one.masked_ids for one in edits])
-    counted = [one.counted for one in edits]
-    counted_rows, counted_ids = _flat(at, [one[0] for one in counted])
-    sizes = [len(one[0]) for one in counted]
+    """Flatten the edits of a step. `edits[i]` belongs to row `rows[i]`; each row appears once."""
+    row_numbers = np.array(rows, dtype=np.int64)
+    bias_rows, bias_ids = _flat(row_numbers, [row.bias_ids for row in edits])
+    masked_rows, masked_ids = _flat(row_numbers, [row.masked_ids for row in edits])
+    counted = [row.counted for row in edits]
+    counted_rows, counted_ids = _flat(row_numbers, [ids for ids, _ in counted])
+    sizes = [len(ids) for ids, _ in counted]
 
-    def each(values: list[float]) -> Floats:
+    def repeat(values: list[float]) -> Floats:
         return np.repeat(np.array(values, dtype=np.float32), sizes)
 
     return FlatEdits(
         bias_rows=bias_rows,
         bias_ids=bias_ids,
-        bias=np.concatenate([one.bias for one in edits]),
+        bias=np.concatenate([row.bias for row in edits]),
         masked_rows=masked_rows,
         masked_ids=masked_ids,
         counted_rows=counted_rows,
         counted_ids=counted_ids,
-        counts=np.concatenate([one[1] for one in counted]),
-        repetition=each([one.repetition for one in edits]),
-        frequency=each([one.frequency for one in edits]),
-        presence=each([one.presence for one in edits]),
+        counts=np.concatenate([counts for _, counts in counted]),
+        repetition=repeat([row.repetition for row in edits]),
+        frequency=repeat([row.frequency for row in edits]),
+        presence=repeat([row.presence for row in edits]),
     )
 
 
@@ -134,5 +136,5 @@ def edit(logits: Floats, edits: FlatEdits) -> None:
 
 
 def _flat(rows: Integers, ids: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """Row and id of every entry of a ragged list."""
-    return np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)
+    """Row and id of every entry of a ragged list, both [entries] int64."""
+    return np.repeat(rows, [len(row_ids) for row_ids in ids]), np.concatenate(ids)

@@ -1,4 +1,4 @@
-"""Log probabilities that are told to the client: of the model's own distribution, before any edit or temperature."""
+"""Log probabilities for the client, of the model's own distribution: before logit edits and temperature."""
 
 from collections.abc import Callable
 
@@ -7,34 +7,40 @@ from numpy.typing import NDArray
 
 from ktqueue.core.events import PositionLogprobs, TokenLogprob
 
-_LEAST = -9999.0  # in place of -inf, which JSON can't carry
+_LOWEST = -9999.0  # instead of -inf, which JSON does not have
 
 
 def logprobs(
     logits: NDArray[np.float32], chosen: int, alternatives: int, token_bytes: Callable[[int], bytes]
 ) -> PositionLogprobs:
-    """For one position: the chosen token and the likeliest `alternatives`, best first. `logits` [vocab], not edited."""
+    """The chosen token and the `alternatives` most likely tokens of one position, best first.
+
+    `logits`: [vocab] float32, not edited.
+    """
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= np.log(np.exp(wide).sum())
     alternatives = min(alternatives, len(wide))
     top = np.argpartition(-wide, alternatives - 1)[:alternatives] if alternatives else np.empty(0, dtype=np.int64)
-    return told_logprobs(chosen, float(wide[chosen]), top, wide[top], alternatives, token_bytes)
+    return position_logprobs(chosen, float(wide[chosen]), top, wide[top], alternatives, token_bytes)
 
 
-def told_logprobs(
+def position_logprobs(
     chosen: int,
-    own: float,
+    chosen_logprob: float,
     ids: NDArray[np.int64],
     values: NDArray[np.float64],
     alternatives: int,
     token_bytes: Callable[[int], bytes],
 ) -> PositionLogprobs:
-    """For one position: the chosen token with its log probability `own`, and the likeliest `alternatives` of `ids` with
-    their log probabilities `values`. Among equals the lowest id comes first."""
+    """The chosen token and the `alternatives` most likely tokens of `ids`, whose log probabilities are `values`.
 
-    def one(token_id: int, value: float) -> TokenLogprob:
-        return TokenLogprob(token_id, token_bytes(token_id), max(value, _LEAST))
+    Of equally likely tokens, the lowest id comes first.
+    """
+
+    def token(token_id: int, value: float) -> TokenLogprob:
+        return TokenLogprob(token_id, token_bytes(token_id), max(value, _LOWEST))
 
     order = np.lexsort((ids, -values))[:alternatives].tolist()
-    return PositionLogprobs(one(chosen, own), tuple(one(int(ids[at]), float(values[at])) for at in order))
+    alternative_tokens = tuple(token(int(ids[place]), float(values[place])) for place in order)
+    return PositionLogprobs(token(chosen, chosen_logprob), alternative_tokens)

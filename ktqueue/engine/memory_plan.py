@@ -1,6 +1,6 @@
-"""What the memory of a GPU is for, and how many pages of the cache that leaves. Pure: no device is asked.
+"""Divides the memory of a GPU, and says how many cache pages fit into the rest. Uses no device.
 
-Before loading the parts are estimates (`ktqueue inspect`), in a worker most are measured.
+`ktqueue inspect` passes estimates; a worker passes measured values where it has them.
 """
 
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 
-CONTEXT_BYTES = 600 << 20  # CUDA's own, kernels included, measured on an H200
+CONTEXT_BYTES = 600 << 20  # of the CUDA context with its kernels, measured on an H200
 _LIBRARY_BYTES = 512 << 20  # workspaces of matrix and attention libraries
-_GRAPH_BYTES = 16 << 20  # a captured step: nodes and arguments of some hundred kernels
-_ACTIVATIONS = 10  # float32 rows of the hidden size that a token has at once, beside those of its experts
+_GRAPH_BYTES = 16 << 20  # of a captured step: nodes and arguments of some hundred kernels
+_ACTIVATIONS = 10  # float32 rows of the hidden size that a token needs at once, without those of its experts
 ROW_TOKENS = 4096
-"""Of the cache, for each sequence that may run: more than most requests have, less than most models can attend to."""
-_LOGITS = 8  # float32 rows of the vocabulary that a sampled row has at once
+"""Tokens of cache for each row: more than most requests have, and less than the context length of most models."""
+_LOGITS = 8  # float32 rows of the vocabulary that a sampled row needs at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """Bytes of a GPU that are taken before there is a cache.
+    """GPU memory in bytes that is used before the cache is allocated.
 
-    weights: dense ones, and all else that was taken before. experts: of those placed here, with all else that the
-    model prepares. workspaces: of the largest step and of libraries. graphs: of captured steps.
+    weights: dense weights, and everything else that was allocated before. experts: experts in GPU memory, and
+    everything else that the model prepares. workspaces: for the largest step and for libraries. graphs: captured steps.
     """
 
     weights: int
@@ -32,13 +32,13 @@ class DeviceUse:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.experts + self.workspaces + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """`device_bytes` of memory, of which `limit_bytes` may be used; `pages` of `page_bytes` each are the cache."""
+    """Of `device_bytes` of memory, `limit_bytes` may be used. The cache has `pages` pages of `page_bytes` each."""
 
     device_bytes: int
     limit_bytes: int
@@ -47,7 +47,7 @@ class MemoryPlan:
     pages: int
 
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for; the last is what nobody touches."""
+        """Bytes by purpose; the last entry is unused memory."""
         cache = self.pages * self.page_bytes
         return {
             "weights": self.use.weights,
@@ -68,9 +68,9 @@ def plan_memory(
     cache_bytes: int | None = None,
     num_pages: int | None = None,
 ) -> MemoryPlan:
-    """Give the cache what is left of `utilization` of the memory; or `cache_bytes` of it, or `num_pages`.
+    """Give the cache the rest of `utilization` of the memory, or only `cache_bytes` of it, or only `num_pages`.
 
-    Raises ConfigError naming setting, limit and value where nothing is left, or less than asked for.
+    Raises ConfigError with the setting, limit and value if the rest is too small.
     """
     limit = int(device_bytes * utilization)
     left = limit - use.total
@@ -118,25 +118,28 @@ def host_cache_bytes(
     asked: int | None,
     utilization: float,
 ) -> int:
-    """Bytes that the cache on a CPU takes of `available` bytes, which are free once weights are loaded: enough for
-    ROW_TOKENS tokens of each of `rows` sequences, or their whole `context` where that is shorter, and for one sequence
-    of `asked` tokens; never more than `utilization` of what is free.
+    """Size of the cache on a CPU in bytes. `available`: bytes that are free once the weights are loaded.
+
+    It has room for ROW_TOKENS tokens of each of `rows` sequences, or for the whole `context` if that is shorter, and
+    for one sequence of `asked` tokens. It never takes more than `utilization` of the free memory.
     """
     tokens = max(rows * min(context, ROW_TOKENS), asked or 0)
     return min(tokens * token_bytes, int(available * utilization))
 
 
 def estimate_step(tokens: int, rows: int, *, hidden: int, vocabulary: int, experts_per_token: int) -> int:
-    """Bytes that a step of `tokens` tokens, `rows` of them scored, needs on the device; generous."""
+    """Device memory in bytes for a step of `tokens` tokens, `rows` of them scored. A generous estimate."""
     return 4 * (tokens * hidden * (_ACTIVATIONS + experts_per_token) + rows * vocabulary) + _LIBRARY_BYTES
 
 
 def estimate_selection(rows: int, vocabulary: int) -> int:
-    """Bytes that choosing tokens for `rows` rows needs on the device, in the worst case."""
+    """Device memory in bytes to sample `rows` rows, in the worst case."""
     return 4 * rows * vocabulary * _LOGITS
 
 
 def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int) -> int:
-    """Bytes of so many captured steps, the largest of `rows` rows, whose tensors all share; a step of `tokens` tokens
-    needs `step_bytes`."""
+    """Device memory in bytes of `steps` captured steps, which share their tensors.
+
+    The largest has `rows` rows. A step of `tokens` tokens needs `step_bytes`.
+    """
     return steps * _GRAPH_BYTES + step_bytes * rows // tokens if steps else 0

@@ -1,6 +1,6 @@
-"""The noise of sampling: a pure function of (seed, choice index, position), so that it can be repeated anywhere.
+"""The noise of sampling: a pure function of seed, choice index and position, so that every worker can repeat it.
 
-splitmix64 (Steele, Lea, Flood 2014; constants from Vigna's public-domain splitmix64.c) over the three numbers.
+It is splitmix64 over the three numbers (Steele, Lea, Flood 2014; constants from Vigna's public-domain splitmix64.c).
 """
 
 import numpy as np
@@ -20,12 +20,12 @@ def _mix(x: int) -> int:
 
 
 def stream(seed: int, index: int) -> int:
-    """The 64 bits that stand for one choice of a request; `seed` is a signed 64-bit integer."""
+    """64 bits that identify one choice of a request. `seed` is a signed 64-bit integer."""
     return _mix(_mix(seed & _MASK) ^ index)
 
 
 def uniform(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) a row, of 53 random bits. Arguments and result are [rows]."""
+    """A number in [0, 1) with 53 random bits for each row. Arguments and result are [rows]."""
     x = (streams ^ positions.astype(np.uint64)) + np.uint64(_GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)

@@ -1,4 +1,4 @@
-"""What goes into the engine beside a prompt, and what comes out of a step. Plain data."""
+"""Plain data that enters the engine beside a prompt, and that a step returns."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,9 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmittedChoice:
-    """What an earlier worker journaled of one choice, so that this one goes on at the next token.
+    """What an earlier worker wrote to the journal for one choice. This worker continues at the next token.
 
-    `text_length` is the number of characters that were journaled; `finish_reason` is set when the
-    choice had ended already.
+    `text_length`: number of characters in the journal. `finish_reason` is set if the choice had finished.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -21,12 +20,14 @@ class EmittedChoice:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceOutput:
-    """News of one choice of one request.
+    """What one step added to one choice of a request.
 
-    `token_ids` are new ids, also those whose `text` is still held back. A choice ends with
-    `finish_reason` or with `error`; the request's last output has `request_done` and `usage`.
-    A resumed request whose choices had all ended gives one output with `request_done` alone. Not frozen: one is made a
-    row a step while the device waits, and a frozen one takes three times as long to make.
+    `token_ids` are the new ids, including those whose `text` is still held back. A choice finishes with
+    `finish_reason` or with `error`. The last output of a request has `request_done` and `usage`. A resumed request
+    whose choices had all finished gives one output with only these two.
+
+    Not frozen, because every step makes one for each row while the device waits, and a frozen dataclass takes three
+    times as long to make.
     """
 
     request_id: str
@@ -42,13 +43,12 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. `running` and `waiting` count sequences; the rest from `prompt_tokens` on only grows.
+    """Counters and gauges of an engine. `running` and `waiting` count sequences; from `prompt_tokens` on values grow.
 
-    `prompt_tokens` are computed (not cached) prompt tokens, recomputed ones included;
-    `prefix_queries` and `prefix_hits` are tokens looked up in, and served from, the prefix cache.
-    `out_of_memory` counts the steps that were made smaller because the device had no memory for them, `replayed_steps`
-    those that replayed a captured graph, `prepared_steps` those that were made while the device was at the one before.
-    Seconds are wall time spent in each part of all steps so far.
+    prompt_tokens: computed prompt tokens, including recomputed ones but not cached ones. prefix_queries, prefix_hits:
+    tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller because the
+    device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps: steps that were
+    built while the device computed the step before. Seconds are wall time of each part of all steps so far.
     """
 
     running: int

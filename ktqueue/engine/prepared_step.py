@@ -1,31 +1,31 @@
-"""PreparedStep: the next step, made while the device is still at the last one. See docs/adr/0025."""
+"""The next step, built while the device still computes the current one. See docs/adr/0025."""
 
 from dataclasses import dataclass
 
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.scheduler import Plan
-from ktqueue.engine.sequence import Status
+from ktqueue.engine.scheduler import StepPlan
+from ktqueue.engine.sequence import SequenceStatus
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A step in which all rows go on by the token that the last step gives them, which `batch` has to be told.
+    """A decode step whose token ids are not known yet: `BatchBuilder.write_token_ids` adds them to `batch`.
 
-    It may be launched while `changes` is what the scheduler counts: then nobody came, ended, was aborted or preempted
-    since, and `schedule` would plan the same. Otherwise it is dropped, which costs nothing: pages taken for it are the
-    sequences'. `quick`: launching it takes no time and no memory. `logits`: of the step once it is launched.
+    While the scheduler's version is still `schedule_version`, it would plan exactly this step. Otherwise the step is
+    dropped, which wastes nothing: pages allocated for it belong to the sequences. `launches_at_once`: launching it
+    takes no time and no memory. `logits`: the result, once the step is launched.
     """
 
-    plan: Plan
+    plan: StepPlan
     batch: Batch
-    changes: int
-    quick: bool
+    schedule_version: int
+    launches_at_once: bool
     logits: torch.Tensor | None = None
 
-    def holds(self, changes: int) -> bool:
-        """Whether it is the next step. A launched one is, unless all its rows were aborted since."""
+    def is_next(self, schedule_version: int) -> bool:
+        """Whether this is the next step. A launched step is, unless all its sequences were aborted since."""
         if self.logits is None:
-            return self.changes == changes
-        return any(one.status is Status.RUNNING for one in self.plan.rows)
+            return self.schedule_version == schedule_version
+        return any(sequence.status is SequenceStatus.RUNNING for sequence in self.plan.rows)

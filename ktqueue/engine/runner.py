@@ -1,4 +1,4 @@
-"""Runs the model over one batch. Knows only how a transformers causal language model is called."""
+"""Runs the model on one batch. Knows only how to call a causal language model of transformers."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,30 +13,33 @@ Model = Callable[..., Any]
 
 
 class Runner(Protocol):
-    """The engine's way to the model, on whatever device."""
+    """Calls the model, on any device."""
 
     @property
     def replayed(self) -> int:
-        """Steps that replayed a captured one."""
+        """Number of steps that replayed a captured step."""
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
 
-        They may still be in the making when this returns. They are good until the next call, and the caller may write
-        to them. Columns beyond the vocabulary (models pad theirs) are cut off. Whatever the model raises is raised.
+        The device may still be computing them when this returns. They are valid until the next call, and the caller
+        may overwrite them. Columns beyond the vocabulary, which models pad, are cut off. Errors of the model are
+        passed on.
         """
 
     def prepare(self, batch: Batch) -> bool:
-        """Do what can be done for the `execute` of this very batch before its token ids are known. The device may still
-        be at the last step: what is launched comes behind it, and its logits stay good. Another batch may be executed
-        instead. Whether `execute` will do nothing but a launch, which takes no memory."""
+        """Do what is possible for `execute(batch)` before the batch's token ids are known.
+
+        The device may still compute the last step: new work is queued behind it, and its logits stay valid. Another
+        batch may be executed instead. Returns whether `execute` will only have to launch, which takes no memory.
+        """
 
     def wait(self) -> None:
-        """Return once the device has done all that it was given."""
+        """Block until the device has finished all queued work."""
 
 
 class HostRunner:
-    """Runner of a model on the CPU, with tokens of ids below `vocab`."""
+    """Runner of a model on the CPU. Token ids are below `vocab`."""
 
     replayed = 0
 
@@ -45,7 +48,7 @@ class HostRunner:
         self._vocab = vocab
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """As Runner says; done when it returns."""
+        """See Runner. The logits are complete when this returns."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(
                 input_ids=batch.input_ids,
@@ -57,8 +60,8 @@ class HostRunner:
             return logits[0, :, : self._vocab].float()
 
     def prepare(self, batch: Batch) -> bool:
-        """Nothing can be done."""
+        """See Runner. Nothing can be prepared on the CPU."""
         return False
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """See Runner. Nothing is ever queued on the CPU."""

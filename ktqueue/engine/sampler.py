@@ -1,13 +1,13 @@
-"""Chooses one token a row, all rows at once.
+"""Samples one token for each row of logits, on the CPU.
 
-Order of the filters as vLLM has it: temperature, then min_p (relative to the likeliest token), then
-top_k, then top_p over what top_k left. A token as likely as the last one kept is kept too, so float
-noise between equals decides nothing. The draw walks the kept tokens in vocabulary order (inverse of
-the cumulative distribution) with one uniform number a row.
+The filters have vLLM's order: temperature, then min_p (relative to the most likely token), then top_k, then top_p over
+the tokens that top_k left. Tokens as likely as the last one kept are kept too, so rounding does not decide between
+equals. The draw takes one uniform number for each row and inverts the cumulative distribution of the kept tokens, in
+vocabulary order.
 
-Passes over the whole vocabulary take all rows at once; the few candidates that are left of a row
-with top_k or top_p are handled by themselves, which is faster than padding them to a matrix.
-Knows nothing of requests. Each row's result depends on that row alone.
+Passes over the whole vocabulary handle all rows at once. Rows with top_k or top_p have few candidates left and are
+finished one by one, which is faster than padding them to a matrix. Each row's result depends on that row only. Knows
+nothing of requests.
 """
 
 import math
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from ktqueue.engine.noise import uniform
 
-GREEDY_BELOW = 1e-5  # a smaller temperature is greedy
-_GUESS = np.float32(1e-3)  # candidates of top_p: tokens at least so likely, relative to the likeliest
+GREEDY_BELOW = 1e-5  # a lower temperature means greedy
+_GUESS = np.float32(1e-3)  # first candidates of top_p: tokens at least so likely, relative to the most likely one
 _BLOCK = 64  # columns summed at a time
-_IN_CACHE = 1 << 18  # logits that are worked on at a time
+_IN_CACHE = 1 << 18  # number of logits that fit into the CPU cache together
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -30,9 +30,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of the rows, each [rows]; meanings as in SamplingParams.
+    """Parameters of the rows, each [rows], named as in SamplingParams.
 
-    `stream` is `noise.stream` of seed and choice; `position` counts generated tokens from 0.
+    `stream`: `noise.stream` of seed and choice. `position`: number of generated tokens.
     """
 
     temperature: Doubles
@@ -43,7 +43,7 @@ class SamplingRows:
     position: Integers
 
     def take(self, rows: Integers) -> "SamplingRows":
-        """The parameters of some rows."""
+        """The parameters of `rows` only."""
         return SamplingRows(
             self.temperature[rows],
             self.top_k[rows],
@@ -55,16 +55,16 @@ class SamplingRows:
 
 
 def greedy(logits: Floats) -> tuple[Integers, NDArray[np.bool_]]:
-    """Likeliest token of each row of `logits` [rows, vocab], and which rows have a finite one.
+    """The most likely token of each row of `logits` [rows, vocab] as [rows] int64, and which rows are finite as bool.
 
-    A row with a NaN or +inf anywhere, or with -inf everywhere, is not finite.
+    A row is not finite if it has a NaN or +inf, or only -inf.
     """
     chosen = logits.argmax(axis=1)  # the first NaN counts as the greatest
     return chosen, np.isfinite(logits[np.arange(len(chosen)), chosen])
 
 
 class Sampler:
-    """Draws tokens; keeps the memory that it works in."""
+    """Draws tokens. Reuses its buffer between calls."""
 
     def __init__(self) -> None:
         self._scratch: Floats = np.empty(0, dtype=np.float32)
@@ -83,7 +83,7 @@ class Sampler:
         with np.errstate(over="ignore", under="ignore"):
             np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
             weights *= (1.0 / rows.temperature).astype(np.float32)[:, None]
-            np.exp(weights, out=weights)  # 1 at the likeliest token
+            np.exp(weights, out=weights)  # 1 for the most likely token
         noise = uniform(rows.stream, rows.position)
         few = (rows.top_k > 0) | (rows.top_p < 1.0)
         chosen = np.empty(len(logits), dtype=np.int64)
@@ -94,13 +94,13 @@ class Sampler:
         if few.any():
             totals = _block_sums(padded).sum(axis=1).tolist()
             top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
-            each = noise.tolist()
+            noises = noise.tolist()
             for row in np.flatnonzero(few).tolist():
-                chosen[row] = _draw_from_few(weights[row], top_k[row], top_p[row], min_p[row], totals[row], each[row])
+                chosen[row] = _draw_from_few(weights[row], top_k[row], top_p[row], min_p[row], totals[row], noises[row])
         return chosen
 
     def _buffer(self, shape: tuple[int, ...]) -> Floats:
-        """[rows, vocab rounded up to whole blocks] with zeros in the columns beyond the vocabulary."""
+        """The buffer as [rows, vocab rounded up to whole blocks], with zeros in the columns beyond the vocabulary."""
         rows, vocab = shape
         columns = -(-vocab // _BLOCK) * _BLOCK
         if self._scratch.size < rows * columns:
@@ -111,7 +111,7 @@ class Sampler:
 
 
 def _draw_from_all(weights: Floats, min_p: Doubles, noise: Doubles) -> Integers:
-    """Draw from whole rows; only min_p filters. Two strides: to the block of columns, then within it."""
+    """Draw from whole rows, filtered by min_p only. Finds the block of columns first, then the column in it."""
     if min_p.any():
         weights[weights < min_p.astype(np.float32)[:, None]] = 0.0
     blocks = _block_sums(weights).cumsum(axis=1)
@@ -126,11 +126,10 @@ def _draw_from_all(weights: Floats, min_p: Doubles, noise: Doubles) -> Integers:
 
 
 def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, total: float, noise: float) -> int:
-    """Draw from one row, looking only at the candidates of at least a certain weight.
+    """Draw from one row, and look only at candidates above a minimum weight.
 
-    With top_k or min_p that weight is exact. With top_p alone it is a guess; where the candidates hold
-    too little it is done again with a weight that can't fail: what lies below (1 - top_p) / vocab of
-    the total holds less than 1 - top_p of it.
+    With top_k or min_p the minimum is exact. With top_p alone it is a guess. If the candidates' weight is too small, a
+    second minimum is safe: tokens below (1 - top_p) / vocab of the total weigh less than 1 - top_p of it together.
     """
     floor = np.float32(min_p)
     if 0 < top_k < len(weights):
@@ -141,10 +140,10 @@ def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, tota
         order, cumulative = _ordered(kept)
         wanted = top_p * (total if guessed else float(cumulative[-1]))
         if guessed and cumulative[-1] < wanted:
-            spare = 0.5 * (1.0 - top_p) * total / len(weights)  # half of it: sums are rounded
+            spare = 0.5 * (1.0 - top_p) * total / len(weights)  # half of it, because sums are rounded
             ids, kept = _candidates(weights, np.float32(spare if top_p < 0.9999 else 0.0))
             order, cumulative = _ordered(kept)
-        last = min(int(cumulative.searchsorted(wanted)), len(order) - 1)  # the first with which top_p is reached
+        last = min(int(cumulative.searchsorted(wanted)), len(order) - 1)  # the first token with which top_p is reached
         kept[kept < order[last]] = 0.0
     cumulative = kept.cumsum()
     weight = float(cumulative[-1])
@@ -153,18 +152,18 @@ def _draw_from_few(weights: Floats, top_k: int, top_p: float, min_p: float, tota
 
 
 def _candidates(weights: Floats, floor: np.float32) -> tuple[Integers, Doubles]:
-    """Tokens of at least `floor`, in vocabulary order, and their weights."""
+    """Tokens with a weight of at least `floor`, in vocabulary order, and their weights."""
     ids: Integers = (weights >= floor).nonzero()[0]
     return ids, weights[ids].astype(np.float64)
 
 
 def _ordered(kept: Doubles) -> tuple[Doubles, Doubles]:
-    """Greatest first, and their running sum."""
+    """The weights in falling order, and their running sums."""
     order = np.sort(kept)[::-1]
     return order, order.cumsum()
 
 
 def _block_sums(weights: Floats) -> Doubles:
-    """Sums over blocks of columns, [rows, blocks]."""
+    """Sums over blocks of columns, [rows, blocks] float64."""
     sums: Floats = np.einsum("rbc->rb", weights.reshape(len(weights), -1, _BLOCK))
     return sums.astype(np.float64)

@@ -1,16 +1,28 @@
-"""Who runs next, with how many tokens, on which pages.
+"""Continuous batching: decides before each step which sequences run, on how many tokens, in which pages.
 
-A step has a token budget and a number of seats. Decode rows come first, then prefill chunks, then
-waiting sequences, each in order of rank: class, arrival, order of coming. The first few of the batch
-class rank as interactive: they have the seats that are batch's own. Pages are taken as tokens come.
-When they are short, the sequence of lowest rank is preempted: it gives all its pages back and is
-computed again later; one that nobody needs pages from only stands still. The first in rank can take
-pages from all others, so it always gets on, and everybody becomes the first in time: nothing starves.
+A *waiting* sequence has no pages. A *running* sequence has pages and computes tokens in (almost) every step. New
+sequences join between two steps, and finished ones leave, so the batch never has to drain.
 
-A seat is held by each running sequence and by each sibling that waits for a running leader's
-prompt. A waiting sequence is let in when the pages for all its known tokens are there, which
-reserves nothing: it keeps out what would be preempted at once. It may preempt running ones of a
-lower class only. Knows nothing of sampling or of tensors.
+**A step.** `schedule` fills a token budget (`max_num_batched_tokens`) in three rounds. First every running sequence
+that decodes gets one token. Then running sequences whose prompt is not in the cache yet get a chunk of it (*prefill*).
+What is left of the budget goes to waiting sequences. So a long prompt never delays the tokens of others: it is
+computed in chunks beside them.
+
+**Order.** Each round goes by rank: the interactive class before the batch class, then the earlier arrival. The
+first `batch_floor` sequences of the batch class rank as interactive, so batch jobs always make progress.
+
+**Rows.** A running sequence takes one of `max_num_seqs` rows. Siblings that wait for its prompt take one each.
+
+**Pages and preemption.** Pages are allocated when tokens need them, not in advance. If none is available, the running
+sequence of the lowest rank is *preempted*: it loses all its pages, waits again, and is computed again later, mostly
+from the prefix cache. A sequence that would have to preempt itself skips the step. A waiting sequence is admitted
+only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
+it, only sequences of a lower class are preempted.
+
+**Nothing starves.** The first sequence in rank can take pages from all others, so it always progresses. Ranks do not
+change with time, so every sequence becomes the first one.
+
+This module knows nothing of sampling or tensors.
 """
 
 from bisect import insort
@@ -19,21 +31,25 @@ from heapq import nsmallest
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.sequence import Sequence, Status
+from ktqueue.engine.sequence import Sequence, SequenceStatus
 
 Rank = tuple[int, float, int, int]
+"""Class, arrival, admission number, choice. The lowest goes first."""
 
 
 @dataclass(slots=True)
-class Plan:
-    """One step: tokens to compute for each sequence, in the order of the batch; sequences that can never run."""
+class StepPlan:
+    """The rows of one step: the number of tokens to compute for each sequence, in the order of the batch.
+
+    `can_never_run`: sequences that need more pages than the cache has.
+    """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
-    hopeless: list[Sequence] = field(default_factory=list)
+    can_never_run: list[Sequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Tokens planned so far."""
+        """Number of tokens planned so far."""
         return sum(self.rows.values())
 
 
@@ -42,7 +58,10 @@ def _arrival(sequence: Sequence) -> tuple[float, int, int]:
 
 
 class Scheduler:
-    """Owns the waiting and running sequences and their pages. `batch_floor` seats are batch's while it needs them."""
+    """Owns the waiting and running sequences and their pages.
+
+    `batch_floor` rows are reserved for the batch class while it needs them.
+    """
 
     def __init__(
         self,
@@ -55,108 +74,113 @@ class Scheduler:
         batch_floor: int,
     ) -> None:
         self.pages = pages
-        self.seats = min(max_num_seqs, max_num_batched_tokens)  # a budget smaller than the rows would starve some
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # every decode row must fit into the budget
         self.running: list[Sequence] = []
-        self.changes = 0
-        """Counts whatever makes another plan possible than that all who run go on: who comes, goes, stops or forks."""
+        self.schedule_version = 0
+        """Grows when a sequence arrives, finishes, is aborted, is preempted or forks. A step that was prepared for an
+        older version is stale."""
         self.preemptions = 0
         self.prefix_queries = 0  # tokens
         self.prefix_hits = 0  # tokens
-        self._waiting: dict[JobClass, list[Sequence]] = {kind: [] for kind in JobClass}
+        self._waiting: dict[JobClass, list[Sequence]] = {job_class: [] for job_class in JobClass}
         self._page_size = page_size
-        self._budget = max_num_batched_tokens
+        self._token_budget = max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._batch_floor = batch_floor
-        self._kept: set[Sequence] = set()  # of the batch class, but ranked as interactive
-        self._ranked = -1  # the `changes` for which `running` is in order of rank
+        self._promoted: set[Sequence] = set()  # sequences of the batch class that rank as interactive
+        self._sorted_version = -1  # the `schedule_version` for which `running` is sorted by rank
 
     @property
-    def waiting(self) -> int:
-        """Waiting sequences, those included that wait for a waiting leader."""
-        return sum(_seats(one) for queue in self._waiting.values() for one in queue)
+    def num_waiting(self) -> int:
+        """Number of waiting sequences, including those that wait for a waiting sibling's prompt."""
+        return sum(_rows(sequence) for queue in self._waiting.values() for sequence in queue)
 
     @property
-    def seats_taken(self) -> int:
-        """Seats of running sequences and of those that wait for a running one's prompt."""
-        return sum(_seats(one) for one in self.running)
+    def rows_taken(self) -> int:
+        """Rows of running sequences and of the siblings that wait for their prompts."""
+        return sum(_rows(sequence) for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
-        self.changes += 1
-        sequence.status = Status.WAITING
+        self.schedule_version += 1
+        sequence.status = SequenceStatus.WAITING
         insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands; its pages come back. Siblings that wait for it go on without it."""
-        self.changes += 1
-        if sequence.status is Status.RUNNING:
+        """Remove a sequence in any state and free its pages. If siblings wait for its prompt, one takes it over."""
+        self.schedule_version += 1
+        if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-        elif sequence.status is Status.WAITING:
+        elif sequence.status is SequenceStatus.WAITING:
             self._waiting[sequence.request.job_class].remove(sequence)
-        sequence.status = Status.FINISHED
-        self._release(sequence)
-        if sequence.forks:  # the next sibling computes the prompt for the others
+        sequence.status = SequenceStatus.FINISHED
+        self._free_pages(sequence)
+        if sequence.forks:
             first, *others = sequence.forks
             sequence.forks, first.forks = [], others
             self.add(first)
 
-    def schedule(self) -> Plan:
-        """Plan a step."""
+    def schedule(self) -> StepPlan:
+        """Plan a step: decode rows, then prefill chunks, then waiting sequences."""
         self._sort()
-        plan = Plan()
-        decoding = [one for one in self.running if one.remaining == 1]
-        filling = [one for one in self.running if one.remaining > 1]
+        plan = StepPlan()
+        decoding = [sequence for sequence in self.running if sequence.remaining == 1]
+        prefilling = [sequence for sequence in self.running if sequence.remaining > 1]
         for sequence in decoding:
-            self._plan(sequence, plan)
-        for sequence in filling:
-            if plan.tokens < self._budget:
-                self._plan(sequence, plan)
-        for sequence in plan.hopeless:
+            self._plan_row(sequence, plan)
+        for sequence in prefilling:
+            if plan.tokens < self._token_budget:
+                self._plan_row(sequence, plan)
+        for sequence in plan.can_never_run:
             self.remove(sequence)
-        while plan.tokens < self._budget and (head := self._head()) is not None and self._admit(head, plan):
-            self._plan(head, plan)
+        while plan.tokens < self._token_budget and (first := self._first_waiting()) and self._admit(first, plan):
+            self._plan_row(first, plan)
         return plan
 
-    def ahead(self) -> Plan | None:
-        """What `schedule` will plan if each running sequence gets one token now and `changes` stays as it is.
+    def plan_next_step(self) -> StepPlan | None:
+        """Plan the step after the current one, assuming that each running sequence gets one token now.
 
-        None if that is known to be otherwise, or would take more than available pages. Called when the computed tokens
-        are booked; the sequences keep the pages that they get here, since each needs its own whenever it goes on.
+        The plan is valid while `schedule_version` stays the same. Returns None if the next step will be a different
+        one, or if it needs more pages than are available. Call it after `commit`. The sequences keep the pages that
+        they are given here, because each needs its page in any case.
         """
         self._sort()
-        head = self._head()
-        if head is not None and (self._is_hopeless(head) or self._has_seat(head)):
+        first = self._first_waiting()
+        if first is not None and (self._can_never_run(first) or self._has_room_for(first)):
             return None
-        plan = Plan()
+        plan = StepPlan()
         missing = 0
-        for one in self.running:
-            place = one.computed // self._page_size
-            if one.remaining or one.ends_next:
+        for sequence in self.running:
+            place = sequence.num_computed_tokens // self._page_size
+            if sequence.remaining or sequence.ends_next:
                 return None
-            if place == one.page_count:
+            if place == sequence.page_count:
                 missing += 1
-            elif self.pages.is_shared(int(one.pages[place])):
+            elif self.pages.is_shared(int(sequence.pages[place])):
                 return None
-            plan.rows[one] = 1
+            plan.rows[sequence] = 1
         if missing > self.pages.available:
             return None
-        for one in plan.rows:
-            self._make_room(one, 1, plan)
+        for sequence in plan.rows:
+            self._allocate(sequence, 1, plan)
         return plan if plan.rows else None
 
-    def shrink(self, plan: Plan) -> bool:
-        """Preempt the lower half in rank of a planned step that could not be made. False: it had one row."""
+    def shrink(self, plan: StepPlan) -> bool:
+        """Preempt the half of the planned rows that ranks lower. Returns False if the plan had only one row."""
         ranked = sorted(plan.rows, key=self._rank)
         for victim in ranked[(len(ranked) + 1) // 2 :]:
             self._preempt(victim, plan)
         return len(ranked) > 1
 
     def commit(self, sequence: Sequence, count: int) -> list[Sequence]:
-        """`count` tokens were computed. Name full pages; the siblings that now share the prompt, running."""
-        sequence.computed += count
-        self._name_pages(sequence)
+        """Record that `count` tokens of a sequence were computed, and register its full pages in the prefix cache.
+
+        Returns the siblings that start to run now, because the prompt that they share is complete.
+        """
+        sequence.num_computed_tokens += count
+        self._register_pages(sequence)
         forks = sequence.forks
-        if not forks or sequence.computed < len(sequence.request.prompt):
+        if not forks or sequence.num_computed_tokens < len(sequence.request.prompt):
             return []
         sequence.forks = []
         for fork in forks:
@@ -164,168 +188,176 @@ class Scheduler:
         return forks
 
     def check(self) -> None:
-        """Raise AssertionError where the books don't balance. For tests."""
+        """Raise AssertionError if the state is inconsistent. For tests."""
         self.pages.check()
-        assert self.seats_taken <= self.seats, "more rows than seats"
-        for one in self.running:
-            assert one.status is Status.RUNNING, "a sequence runs that should not"
-            assert one.computed <= one.page_count * self._page_size, "tokens without a page"
-            assert 0 <= one.computed < one.length, "a running sequence has nothing to compute"
+        assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
+        for sequence in self.running:
+            assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
+            assert sequence.num_computed_tokens <= sequence.page_count * self._page_size, "tokens without a page"
+            assert 0 <= sequence.num_computed_tokens < sequence.length, "a running sequence has nothing to compute"
         for queue in self._waiting.values():
             assert queue == sorted(queue, key=_arrival), "the queue is out of order"
-            assert all(one.page_count == 0 and one.status is Status.WAITING for one in queue), "a waiting one has pages"
+            for sequence in queue:
+                assert sequence.page_count == 0, "a waiting sequence has pages"
+                assert sequence.status is SequenceStatus.WAITING, "a sequence waits that should not"
 
-    def _plan(self, sequence: Sequence, plan: Plan) -> None:
-        """Give a sequence its part of the step, if it still runs and pages can be had. Decode rows always fit in."""
-        if sequence.status is Status.RUNNING:
-            count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._budget - plan.tokens)
-            if self._make_room(sequence, count, plan):
+    def _plan_row(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Add a running sequence to the step if it gets its pages. Decode rows always fit into the token budget."""
+        if sequence.status is SequenceStatus.RUNNING:
+            count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._token_budget - plan.tokens)
+            if self._allocate(sequence, count, plan):
                 plan.rows[sequence] = count
 
     def _rank(self, sequence: Sequence) -> Rank:
         request = sequence.request
-        return self._class(sequence), request.arrival, request.serial, sequence.index
+        return self._class_rank(sequence), request.arrival, request.serial, sequence.index
 
-    def _class(self, sequence: Sequence) -> int:
-        return int(sequence.request.job_class is JobClass.BATCH and sequence not in self._kept)
+    def _class_rank(self, sequence: Sequence) -> int:
+        """0 for the interactive class and for promoted sequences, 1 for the rest of the batch class."""
+        return int(sequence.request.job_class is JobClass.BATCH and sequence not in self._promoted)
 
     def _sort(self) -> None:
-        """Put the running in order of rank, if anything has changed since."""
-        if self._ranked != self.changes:
-            batch = [one for one in self.running if one.request.job_class is JobClass.BATCH]
-            self._kept = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
+        """Sort `running` by rank, if the schedule has changed since the last time."""
+        if self._sorted_version != self.schedule_version:
+            batch = [sequence for sequence in self.running if sequence.request.job_class is JobClass.BATCH]
+            self._promoted = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
             self.running.sort(key=self._rank)
-            self._ranked = self.changes
+            self._sorted_version = self.schedule_version
 
-    def _head(self) -> Sequence | None:
+    def _first_waiting(self) -> Sequence | None:
         heads = [queue[0] for queue in self._waiting.values() if queue]
         return min(heads, key=self._rank, default=None)
 
-    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
-        """Give the first waiting one a seat, or find that it can never run. False: it has to wait."""
-        if self._is_hopeless(sequence):
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Start the first waiting sequence, or find that it can never run. Returns False if it has to wait."""
+        if self._can_never_run(sequence):
             self.remove(sequence)
-            plan.hopeless.append(sequence)
+            plan.can_never_run.append(sequence)
             return True
-        if not self._has_seat(sequence):
+        if not self._has_room_for(sequence):
             return False
-        while self.seats_taken + _seats(sequence) > self.seats:
-            self._preempt_below(sequence, plan)
-        needed, found = self._pages_for(sequence.length), self._lookup(sequence)
-        while self.pages.available - self.pages.idle_among(found) < needed - len(found):
-            if not self._preempt_below(sequence, plan):
+        while self.rows_taken + _rows(sequence) > self.max_num_seqs:
+            self._preempt_lower_class(sequence, plan)
+        needed, cached = self._pages_for(sequence.length), self._cached_prefix(sequence)
+        while self.pages.available - self.pages.count_idle(cached) < needed - len(cached):
+            if not self._preempt_lower_class(sequence, plan):
                 return False
-        self.changes += 1
+        self.schedule_version += 1
         self._waiting[sequence.request.job_class].remove(sequence)
         self.running.append(sequence)
-        sequence.status = Status.RUNNING
-        for page in found:
+        sequence.status = SequenceStatus.RUNNING
+        for page in cached:
             self.pages.share(page)
-        sequence.pages[: len(found)] = found
-        sequence.page_count = sequence.named = len(found)
-        sequence.computed = len(found) * self._page_size
+        sequence.pages[: len(cached)] = cached
+        sequence.page_count = sequence.registered_pages = len(cached)
+        sequence.num_computed_tokens = len(cached) * self._page_size
         self._count_hits(sequence)
         return True
 
-    def _is_hopeless(self, sequence: Sequence) -> bool:
+    def _can_never_run(self, sequence: Sequence) -> bool:
         return self._pages_for(sequence.length) > self.pages.total
 
-    def _has_seat(self, sequence: Sequence) -> bool:
-        """Whether a waiting one can get seats, those of lower classes included."""
-        lower = sum(_seats(one) for one in self.running if self._class(one) > self._class(sequence))
-        return self.seats_taken - lower + _seats(sequence) <= self.seats
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence can get rows, including those that lower classes would lose to it."""
+        class_rank = self._class_rank(sequence)
+        lower = sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank)
+        return self.rows_taken - lower + _rows(sequence) <= self.max_num_seqs
 
-    def _preempt_below(self, sequence: Sequence, plan: Plan) -> bool:
-        """Preempt the last of the running, if it is of a lower class than `sequence`."""
+    def _preempt_lower_class(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt the running sequence of the lowest rank if its class is lower than that of `sequence`."""
         victim = max(self.running, key=self._rank, default=None)
-        if victim is None or self._class(victim) <= self._class(sequence):
+        if victim is None or self._class_rank(victim) <= self._class_rank(sequence):
             return False
         self._preempt(victim, plan)
         return True
 
-    def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Pages for the next `count` tokens, own ones where it writes. False: it stands still in this step."""
+    def _allocate(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
+        """Allocate pages for the next `count` tokens, copying a shared page before it is written.
+
+        Preempts sequences of lower rank if necessary. Returns False if there are no pages; the sequence then skips
+        this step.
+        """
         pages = self.pages
-        if self._is_hopeless(sequence):
-            plan.hopeless.append(sequence)
+        if self._can_never_run(sequence):
+            plan.can_never_run.append(sequence)
             return False
-        first = sequence.computed // self._page_size
+        first = sequence.num_computed_tokens // self._page_size
         while True:
-            splits = first < sequence.page_count and pages.is_shared(int(sequence.pages[first]))
-            missing = self._pages_for(sequence.computed + count) - sequence.page_count
-            if pages.available >= missing + splits:
+            copies = first < sequence.page_count and pages.is_shared(int(sequence.pages[first]))
+            missing = self._pages_for(sequence.num_computed_tokens + count) - sequence.page_count
+            if pages.available >= missing + copies:
                 break
             victim = max(self.running, key=self._rank)
             if victim is sequence:
                 return False
             self._preempt(victim, plan)
-        if splits:
-            sequence.pages[first] = pages.split(int(sequence.pages[first]))
+        if copies:
+            sequence.pages[first] = pages.copy_shared(int(sequence.pages[first]))
         elif first < sequence.page_count:
-            pages.unname(int(sequence.pages[first]))  # a sibling that has ended may have filled it with its own tokens
+            pages.unregister(int(sequence.pages[first]))  # a finished sibling may have filled and registered it
         for _ in range(missing):
-            sequence.pages[sequence.page_count] = pages.take()
+            sequence.pages[sequence.page_count] = pages.allocate()
             sequence.page_count += 1
         return True
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         plan.rows.pop(victim, None)
         self.running.remove(victim)
-        self._release(victim)
+        self._free_pages(victim)
         self.preemptions += 1
         self.add(victim)
 
-    def _release(self, sequence: Sequence) -> None:
-        # The last page first: of a cached prefix the tail must be evicted before the head.
+    def _free_pages(self, sequence: Sequence) -> None:
+        # The last page first: the end of a cached prefix must be evicted before its beginning.
         for page in reversed(sequence.pages[: sequence.page_count].tolist()):
             self.pages.release(page)
-        sequence.page_count = sequence.computed = 0
+        sequence.page_count = sequence.num_computed_tokens = 0
 
     def _fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Let `fork` share the pages of the prompt that `leader` has computed.
+        """Start `fork` on the pages of the prompt that `leader` has computed.
 
-        Where the leader has logits for the prompt's end, they are the fork's too (`remaining` 0).
+        If the leader's logits are those of the prompt's last token, they serve the fork too (its `remaining` is 0).
         """
-        self.changes += 1
+        self.schedule_version += 1
         prompt = len(leader.request.prompt)
         count = self._pages_for(prompt)
         fork.pages[:count] = leader.pages[:count]
         for page in leader.pages[:count].tolist():
             self.pages.share(page)
         fork.page_count = count
-        fork.computed = prompt if leader.length == prompt else min(prompt, fork.length - 1)
-        fork.named = min(leader.named, fork.computed // self._page_size)
-        fork.digests = leader.digests[: prompt // self._page_size]
-        fork.status = Status.RUNNING
+        fork.num_computed_tokens = prompt if leader.length == prompt else min(prompt, fork.length - 1)
+        fork.registered_pages = min(leader.registered_pages, fork.num_computed_tokens // self._page_size)
+        fork.known_digests = leader.known_digests[: prompt // self._page_size]
+        fork.status = SequenceStatus.RUNNING
         self.running.append(fork)
 
-    def _lookup(self, sequence: Sequence) -> list[int]:
-        """Cached pages of its tokens; never all of them, since the last token's logits are wanted."""
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached pages of the sequence's tokens. The last token is always computed, because its logits are needed."""
         if not self._prefix_caching:
             return []
         full = (sequence.length - 1) // self._page_size
-        return self.pages.find(sequence.page_digests(full, self._page_size))
+        return self.pages.find_prefix(sequence.page_digests(full, self._page_size))
 
     def _count_hits(self, sequence: Sequence) -> None:
         request = sequence.request
         if self._prefix_caching:
             self.prefix_queries += sequence.length
-            self.prefix_hits += sequence.computed
+            self.prefix_hits += sequence.num_computed_tokens
         if request.cached_tokens is None:
-            request.cached_tokens = min(sequence.computed, len(request.prompt))
+            request.cached_tokens = min(sequence.num_computed_tokens, len(request.prompt))
 
-    def _name_pages(self, sequence: Sequence) -> None:
-        full = sequence.computed // self._page_size
-        if not self._prefix_caching or full <= sequence.named:
+    def _register_pages(self, sequence: Sequence) -> None:
+        full = sequence.num_computed_tokens // self._page_size
+        if not self._prefix_caching or full <= sequence.registered_pages:
             return
         digests = sequence.page_digests(full, self._page_size)
-        for place in range(sequence.named, full):
-            self.pages.name(int(sequence.pages[place]), digests[place])
-        sequence.named = full
+        for place in range(sequence.registered_pages, full):
+            self.pages.register(int(sequence.pages[place]), digests[place])
+        sequence.registered_pages = full
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
 
-def _seats(sequence: Sequence) -> int:
+def _rows(sequence: Sequence) -> int:
     return 1 + len(sequence.forks)

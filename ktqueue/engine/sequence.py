@@ -1,6 +1,6 @@
-"""One choice of one request as the engine sees it: its tokens, its pages, where it stands.
+"""Requests and sequences. A sequence is one choice of a request: its tokens, its pages and its text so far.
 
-Knows nothing of who runs when, of tensors, or of how tokens are chosen.
+Knows nothing of scheduling, of tensors or of sampling.
 """
 
 from collections.abc import Sequence as Many
@@ -19,8 +19,8 @@ from ktqueue.engine.pages import page_digest
 _ROOT = b""
 
 
-class Status(Enum):
-    """Where a sequence stands. FORKING: new, or it waits for a sibling to compute the prompt that they share."""
+class SequenceStatus(Enum):
+    """State of a sequence. FORKING: it is new, or waits for a sibling that computes the prompt for both."""
 
     WAITING = 1
     FORKING = 2
@@ -29,7 +29,10 @@ class Status(Enum):
 
 
 class Request:
-    """What the choices of one request share. `seed` is resolved; `serial` breaks ties of `arrival` (seconds)."""
+    """What the choices of one request share.
+
+    `arrival` is in seconds; `serial` counts admitted requests and breaks ties. `seed` is never None here.
+    """
 
     __slots__ = (
         "arrival",
@@ -39,12 +42,12 @@ class Request:
         "id",
         "job_class",
         "max_tokens",
-        "open",
         "prompt",
         "sampling",
         "seed",
         "sequences",
         "serial",
+        "unfinished",
     )
 
     def __init__(
@@ -67,38 +70,42 @@ class Request:
         self.arrival = arrival
         self.serial = serial
         self.seed = seed
-        self.max_tokens = max_tokens  # per choice, bounded by the context
-        self.end_ids = end_ids  # stop ids, and end-of-text ids unless ignored
-        self.sequences: list[Sequence] = []  # those that were unfinished when the request came
-        self.open = 0  # choices that have not ended
-        self.emitted_tokens = 0  # of choices that had ended before the request came here
-        self.cached_tokens: int | None = None  # None until the first lookup
+        self.max_tokens = max_tokens  # of each choice, limited by the context length
+        self.end_ids = end_ids  # stop ids, and the end-of-text ids unless the request ignores them
+        self.sequences: list[Sequence] = []  # choices that were not finished when the request arrived
+        self.unfinished = 0  # number of choices that have not finished
+        self.emitted_tokens = 0  # of choices that had finished before the request arrived
+        self.cached_tokens: int | None = None  # None until the first lookup in the prefix cache
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens of all choices, those of earlier workers included."""
-        return self.emitted_tokens + sum(one.generated for one in self.sequences)
+        """Number of generated tokens of all choices, including those of earlier workers."""
+        return self.emitted_tokens + sum(sequence.generated for sequence in self.sequences)
 
 
 class Sequence:
-    """Tokens [0, computed) have their keys and values in `pages[:page_count]`; the rest is to be computed."""
+    """One choice of a request.
+
+    The keys and values of tokens [0, num_computed_tokens) are in `pages[:page_count]`. The tokens from there to
+    `length` are known, but not computed.
+    """
 
     __slots__ = (
-        "computed",
         "detokenizer",
-        "digests",
         "edits",
         "forks",
         "generated",
         "index",
+        "known_digests",
         "length",
-        "named",
+        "noise_stream",
+        "num_computed_tokens",
         "page_count",
         "pages",
+        "registered_pages",
         "request",
         "resumed_text",
         "status",
-        "stream",
         "tokens",
     )
 
@@ -115,32 +122,32 @@ class Sequence:
         self.index = index
         self.detokenizer = detokenizer
         self.edits = edits
-        self.stream = stream(request.seed, index)
+        self.noise_stream = stream(request.seed, index)
         self.tokens = np.empty(capacity, dtype=np.int32)
         self.tokens[: len(request.prompt)] = request.prompt
-        self.length = len(request.prompt)  # tokens known
+        self.length = len(request.prompt)  # number of known tokens
         self.generated = 0
-        self.computed = 0
+        self.num_computed_tokens = 0
         self.pages = np.zeros(-(-capacity // page_size), dtype=np.int32)
         self.page_count = 0
-        self.digests: list[bytes] = []  # names of the full pages of tokens[:length], as far as asked for
-        self.named = 0  # pages whose name was registered or taken from the cache
-        self.forks: list[Sequence] = []  # siblings that wait for this one's prompt
-        self.status = Status.FORKING
-        self.resumed_text = ""  # decided from journaled ids, but not journaled as text
+        self.known_digests: list[bytes] = []  # digests of full pages of tokens[:length], computed so far
+        self.registered_pages = 0  # pages that were registered in the prefix cache, or found there
+        self.forks: list[Sequence] = []  # siblings that wait for the prompt, which this sequence computes
+        self.status = SequenceStatus.FORKING
+        self.resumed_text = ""  # text of journaled token ids that is not in the journal yet
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled; 1 when decoding."""
-        return self.length - self.computed
+        """Number of tokens to compute before the next one can be sampled; 1 when decoding."""
+        return self.length - self.num_computed_tokens
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next token is the last that it may have."""
+        """Whether the next token is the last one that `max_tokens` allows."""
         return self.generated + 1 >= self.request.max_tokens
 
     def append(self, token_id: int) -> None:
-        """One more generated token."""
+        """Add a generated token."""
         self.tokens[self.length] = token_id
         self.length += 1
         self.generated += 1
@@ -148,7 +155,7 @@ class Sequence:
             self.edits.observe(token_id)
 
     def advance(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """Append a generated token; the text that it decides, and whether the choice has ended by it."""
+        """Add a generated token. Returns the text that is certain now, and the reason if the choice has finished."""
         request = self.request
         self.append(token_id)
         finish: FinishReason | None = None
@@ -168,7 +175,10 @@ class Sequence:
         return text, finish
 
     def resume(self, token_ids: Many[int], text_length: int) -> FinishReason | None:
-        """Take up ids that were journaled with `text_length` characters; whether the choice has ended by them."""
+        """Add token ids from the journal, whose text there has `text_length` characters.
+
+        Returns the finish reason if the choice finishes with them.
+        """
         finish = None
         text = []
         for token_id in token_ids:
@@ -180,8 +190,8 @@ class Sequence:
         return finish
 
     def page_digests(self, pages: int, page_size: int) -> list[bytes]:
-        """Names of the first `pages` full pages."""
-        digests = self.digests
+        """Digests of the first `pages` full pages."""
+        digests = self.known_digests
         while len(digests) < pages:
             start = len(digests) * page_size
             parent = digests[-1] if digests else _ROOT

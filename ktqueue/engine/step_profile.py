@@ -1,4 +1,4 @@
-"""Where the time of a step goes. Sums always; one JSON line a step when a path is given."""
+"""Measures where the time of steps goes: sums, and one JSON line per step if a path is given."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,19 +10,19 @@ from ktqueue.core.codec import dumps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. Seconds of wall time in each part; `rows` ran, of which `sampled` got a token, over `tokens` tokens."""
+    """One step: seconds of wall time in each part, and its number of rows, of sampled rows and of computed tokens."""
 
-    schedule: float  # plan and index building
+    schedule: float  # plan the step and build the batch
     forward: float
     sample: float
-    commit: float  # text, stops, pages
+    commit: float  # text, stop strings, pages, launch of the next step
     rows: int
     sampled: int
     tokens: int
 
 
 class Profile:
-    """Adds records up, and writes them to `path` as JSON lines. Raises OSError if it can't be written."""
+    """Sums up records, and appends them to `path` as JSON lines. Raises OSError if the file cannot be written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.steps = 0
@@ -33,7 +33,7 @@ class Profile:
         self._file: BinaryIO | None = path.open("ab") if path is not None else None
 
     def record(self, step: StepRecord) -> None:
-        """Take in one step."""
+        """Add one step."""
         self.steps += 1
         self.schedule_seconds += step.schedule
         self.forward_seconds += step.forward

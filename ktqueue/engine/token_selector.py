@@ -1,6 +1,6 @@
-"""From logits to the next token of each sequence: edits, greedy or drawn, with log probabilities where wanted.
+"""Chooses the next token of each sequence from the logits: edits, greedy or random choice, log probabilities.
 
-Knows nothing of pages or of what becomes of the token.
+Knows nothing of pages, nor of text.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from ktqueue.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """The outcome for each row, in order. Where `finite` is False the token id means nothing.
+class TokenSelection:
+    """The chosen tokens by row. Where `finite` is False, the token id has no meaning.
 
-    `waited`: seconds in which the host had nothing to do for this step, since the device was at it.
+    `logprobs` has entries for the rows that asked for them. `waited`: seconds that the host waited for the device.
     """
 
     token_ids: list[int]
@@ -30,84 +30,86 @@ class Selection:
     logprobs: dict[int, PositionLogprobs]
     waited: float = field(default=0.0, compare=False)
 
-    def joined(self, other: "Selection") -> "Selection":
-        """This one's rows, then the other's."""
-        behind = len(self.token_ids)
-        return Selection(
+    def joined(self, other: "TokenSelection") -> "TokenSelection":
+        """These rows, followed by the other's rows."""
+        offset = len(self.token_ids)
+        return TokenSelection(
             self.token_ids + other.token_ids,
             self.finite + other.finite,
-            self.logprobs | {behind + row: told for row, told in other.logprobs.items()},
+            self.logprobs | {offset + row: logprobs for row, logprobs in other.logprobs.items()},
             self.waited + other.waited,
         )
 
 
 Meanwhile = Callable[[], None]
-"""What the host may do while a device is at work: launches there what comes behind, and waits for nothing of it."""
+"""Work for the host while the device computes. It may queue work on the device, but not wait for it."""
 
 
-def nothing() -> None:
-    """A Meanwhile."""
+def do_nothing() -> None:
+    """A Meanwhile without work."""
 
 
 class Selector(Protocol):
-    """Chooses tokens, on whatever device the logits are."""
+    """Chooses tokens on the device that has the logits."""
 
     def select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = nothing
-    ) -> Selection:
-        """A token for each of `sequences` from row `rows[i]` of `logits` [scored, vocab] float32, which may be written
-        to. Several sequences may share a row. Returns when the tokens are on the host; `meanwhile` is called before the
-        wait for them, or not at all where there is none."""
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing
+    ) -> TokenSelection:
+        """Choose a token for `sequences[i]` from row `rows[i]` of `logits` [scored, vocab] float32.
+
+        The logits may be overwritten. Several sequences may share a row. Returns when the tokens are on the host. If
+        the host has to wait for the device, `meanwhile` is called before.
+        """
 
 
 class HostSelector:
-    """Selector for logits on the CPU. `token_bytes` names the tokens of log probabilities."""
+    """Selector for logits on the CPU. `token_bytes` gives the bytes of a token for log probabilities."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._sampler = Sampler()
 
     def select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = nothing
-    ) -> Selection:
-        """As Selector says; there is no wait."""
+        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing
+    ) -> TokenSelection:
+        """See Selector. The CPU never waits, so `meanwhile` is not called."""
         array = logits.numpy()
         if len(rows) > len(array):
-            array = array[list(rows)]  # choices that share their prompt's last logits
-        samplings = [one.request.sampling for one in sequences]
-        told = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
-        raw = array[told] if told else array
+            array = array[list(rows)]  # choices that share the last logits of their prompt
+        samplings = [sequence.request.sampling for sequence in sequences]
+        with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+        unedited = array[with_logprobs] if with_logprobs else array
         chosen, finite = greedy(array)
-        edited = [row for row, one in enumerate(sequences) if one.edits is not None and finite[row]]
+        edited = [row for row, sequence in enumerate(sequences) if sequence.edits is not None and finite[row]]
         if edited:
             edit(array, flat_edits(edited, [edits for row in edited if (edits := sequences[row].edits) is not None]))
             chosen[edited], finite[edited] = greedy(array[edited])
-        drawn = [row for row, one in enumerate(samplings) if one.temperature >= GREEDY_BELOW and finite[row]]
+        drawn = [row for row, params in enumerate(samplings) if params.temperature >= GREEDY_BELOW and finite[row]]
         if drawn:
             part = array if len(drawn) == len(sequences) else array[drawn]
             chosen[drawn] = self._sampler.sample(part, sampling_rows([sequences[row] for row in drawn]))
         tokens = chosen.tolist()
-        return Selection(
+        return TokenSelection(
             token_ids=tokens,
             finite=finite.tolist(),
             logprobs={
-                row: logprobs(raw[place], tokens[row], samplings[row].logprobs or 0, self._token_bytes)
-                for place, row in enumerate(told)
+                row: logprobs(unedited[place], tokens[row], samplings[row].logprobs or 0, self._token_bytes)
+                for place, row in enumerate(with_logprobs)
                 if finite[row]
             },
         )
 
 
 def sampling_rows(sequences: Many[Sequence]) -> SamplingRows:
-    """The parameters with which the next token of each sequence is drawn."""
+    """The sampling parameters for the next token of each sequence."""
     numbers = np.array(
-        [(s.temperature, s.top_k, s.top_p, s.min_p) for s in (one.request.sampling for one in sequences)]
+        [(s.temperature, s.top_k, s.top_p, s.min_p) for s in (sequence.request.sampling for sequence in sequences)]
     )
     return SamplingRows(
         temperature=numbers[:, 0],
         top_k=numbers[:, 1].astype(np.int64),
         top_p=numbers[:, 2],
         min_p=numbers[:, 3],
-        stream=np.array([one.stream for one in sequences], dtype=np.uint64),
-        position=np.array([one.generated for one in sequences], dtype=np.int64),
+        stream=np.array([sequence.noise_stream for sequence in sequences], dtype=np.uint64),
+        position=np.array([sequence.generated for sequence in sequences], dtype=np.int64),
     )

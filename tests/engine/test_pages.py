@@ -25,13 +25,13 @@ class PagesMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         if self.pages.available:
-            page = self.pages.take()
+            page = self.pages.allocate()
             assert page not in self.holds
             self.holds.append(page)
         else:
             assert len(set(self.holds)) == self.TOTAL
             with pytest.raises(IndexError):
-                self.pages.take()
+                self.pages.allocate()
 
     @rule(which=st.integers(0, 100))
     def share(self, which: int) -> None:
@@ -47,7 +47,7 @@ class PagesMachine(RuleBasedStateMachine):
             place = which % len(self.holds)
             page = self.holds[place]
             if self.holds.count(page) > 1:
-                self.holds[place] = self.pages.split(page)
+                self.holds[place] = self.pages.copy_shared(page)
                 assert self.copies[-1] == (page, self.holds[place])
                 assert self.holds.count(self.holds[place]) == 1
 
@@ -58,8 +58,8 @@ class PagesMachine(RuleBasedStateMachine):
             if page not in self.names.values():
                 self.count += 1
                 digest = self.count.to_bytes(4, "big")
-                self.pages.name(page, digest)
-                if self.pages.find([digest]) == [page]:
+                self.pages.register(page, digest)
+                if self.pages.find_prefix([digest]) == [page]:
                     self.names[digest] = page
 
     @rule(which=st.integers(0, 100))
@@ -72,8 +72,8 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(1, 200))
     def find(self, which: int) -> None:
-        for page in self.pages.find([which.to_bytes(4, "big")]):
-            idle = self.pages.idle_among([page])
+        for page in self.pages.find_prefix([which.to_bytes(4, "big")]):
+            idle = self.pages.count_idle([page])
             before = self.pages.available
             self.pages.share(page)
             assert self.pages.available == before - idle
@@ -86,7 +86,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.check()
         assert self.pages.available == self.TOTAL - len(set(self.holds))
         for digest, page in self.names.items():
-            assert self.pages.find([digest]) == [page], "a held page lost its name"
+            assert self.pages.find_prefix([digest]) == [page], "a held page lost its name"
 
 
 TestPages = PagesMachine.TestCase
@@ -95,45 +95,45 @@ TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 def test_idle_pages_go_least_recently_used_first():
     pages = Pages(4, lambda source, target: None)
-    held = [pages.take() for _ in range(4)]
+    held = [pages.allocate() for _ in range(4)]
     for i, page in enumerate(held):
-        pages.name(page, bytes([i]))
+        pages.register(page, bytes([i]))
     for i in (2, 0, 3, 1):
         pages.release(held[i])
     pages.share(held[0])  # used again: it is the youngest now
     pages.release(held[0])
     assert pages.available == 4
-    assert [pages.take() for _ in range(4)] == [held[2], held[3], held[1], held[0]]
-    assert pages.find([bytes([0])]) == []
+    assert [pages.allocate() for _ in range(4)] == [held[2], held[3], held[1], held[0]]
+    assert pages.find_prefix([bytes([0])]) == []
 
 
 def test_free_pages_go_before_idle_ones():
     pages = Pages(2, lambda source, target: None)
-    named, plain = pages.take(), pages.take()
-    pages.name(named, b"x")
+    named, plain = pages.allocate(), pages.allocate()
+    pages.register(named, b"x")
     pages.release(named)
     pages.release(plain)
-    assert pages.take() == plain
-    assert pages.find([b"x"]) == [named]
+    assert pages.allocate() == plain
+    assert pages.find_prefix([b"x"]) == [named]
 
 
 def test_first_page_of_a_name_keeps_it():
     pages = Pages(2, lambda source, target: None)
-    first, second = pages.take(), pages.take()
-    pages.name(first, b"x")
-    pages.name(second, b"x")
+    first, second = pages.allocate(), pages.allocate()
+    pages.register(first, b"x")
+    pages.register(second, b"x")
     pages.check()
-    assert pages.find([b"x", b"y"]) == [first]
+    assert pages.find_prefix([b"x", b"y"]) == [first]
     pages.release(second)
-    assert pages.take() == second
+    assert pages.allocate() == second
 
 
 def test_find_ends_at_the_first_gap():
     pages = Pages(3, lambda source, target: None)
-    a, b = pages.take(), pages.take()
-    pages.name(a, b"a")
-    pages.name(b, b"c")
-    assert pages.find([b"a", b"b", b"c"]) == [a]
+    a, b = pages.allocate(), pages.allocate()
+    pages.register(a, b"a")
+    pages.register(b, b"c")
+    assert pages.find_prefix([b"a", b"b", b"c"]) == [a]
 
 
 def test_digest_names_the_whole_prefix():

@@ -111,7 +111,7 @@ def test_nobody_can_tell(make_crowded, monkeypatch, seed, pages):
     for ahead in (True, False):
         engine = make_crowded(seed, pages)
         if not ahead:
-            monkeypatch.setattr(engine, "_prepare", lambda: None)
+            monkeypatch.setattr(engine, "_prepare_next_step", lambda: None)
         told = lives(engine, workload(seed))
         stats = engine.stats()
         answers.append((told, stats.steps, stats.preemptions, stats.prefix_hits))

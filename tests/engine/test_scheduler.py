@@ -73,7 +73,7 @@ def test_random_lives(make_model, vocabulary, make_engine, run, gather_outputs, 
         assert steps < 3000, "somebody starves"
     stats = engine.stats()
     assert stats.free_pages == stats.total_pages == pages
-    assert stats.running == stats.waiting == 0 and engine.free_seqs == min(seats, budget)
+    assert stats.running == stats.waiting == 0
     assert max(tokens for _, tokens in model.steps) <= budget and max(rows for rows, _ in model.steps) <= seats
     for name, (prompt, sampling, count) in asked.items():
         if name in aborted:
@@ -224,14 +224,14 @@ def test_a_big_prompt_is_not_overtaken_for_ever(model, vocabulary, make_engine, 
     raise AssertionError("the big prompt starved")
 
 
-def test_room_is_counted_in_choices(model, vocabulary, make_engine, run):
+def test_each_choice_takes_a_row(model, vocabulary, make_engine, run):
     engine = make_engine(model, vocabulary, max_num_seqs=8)
-    assert engine.free_seqs == 8 and not engine.has_work
+    assert not engine.has_work
     engine.add("a", [1], SamplingParams(n=3, max_tokens=4, ignore_eos=True))
-    assert engine.free_seqs == 5 and engine.has_work
+    assert engine.has_work
     engine.step()
-    assert engine.free_seqs == 5 and engine.stats().running == 3
+    assert engine.stats().running == 3
     engine.add("b", [1], SamplingParams(n=6, max_tokens=4, ignore_eos=True))
-    assert engine.free_seqs == 0 and engine.stats().waiting == 6
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (3, 6)
     run(engine)
-    assert engine.free_seqs == 8

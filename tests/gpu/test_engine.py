@@ -19,7 +19,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.gpu.staging import Fetcher
+from ktqueue.engine.gpu.staging import ResultFetcher
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
 from ktqueue.workers.startup.build import build, cache_dtype
@@ -212,13 +212,13 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, enable_prefix_caching=False))
     fetches = []
-    fetch = Fetcher.fetch
+    fetch = ResultFetcher.fetch
 
-    def counted(self: Fetcher, values: torch.Tensor, meanwhile: Callable[[], None]) -> Any:
+    def counted(self: ResultFetcher, values: torch.Tensor, meanwhile: Callable[[], None]) -> Any:
         fetches.append(1)
         return fetch(self, values, meanwhile)
 
-    monkeypatch.setattr(Fetcher, "fetch", counted)
+    monkeypatch.setattr(ResultFetcher, "fetch", counted)
     for drawn in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 1, "logprobs": 2}):
         for i in range(rows):
             engine.add(f"{drawn}{i}", [i, 2, 3], SamplingParams(max_tokens=9, **drawn))

@@ -204,8 +204,8 @@ MUTATIONS: dict[str, Mutation] = {
     "leaked page": Mutation(
         "what a sequence held is free after it",
         "ktqueue/engine/pages.py",
-        "        if self._holders[page] == 0:\n            if self._digest_of[page] is None:\n",
-        "        if self._holders[page] == 0 and page % 3:\n            if self._digest_of[page] is None:\n",
+        "        if self._users[page] == 0:\n            if self._digest_of[page] is None:\n",
+        "        if self._users[page] == 0 and page % 3:\n            if self._digest_of[page] is None:\n",
         (
             f"{GENERATION}::test_cancel_while_it_decodes",
             "tests/engine/test_engine.py::test_abort_gives_everything_back_at_once",

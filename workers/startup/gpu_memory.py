@@ -13,7 +13,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.gpu.device_model import device_model
-from ktqueue.engine.gpu.graph_capture import Again
+from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
@@ -156,7 +156,7 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
         model.card_facts.vocab_size,
         kv,
         planner,
-        Again(),
+        RepeatedCall(),
         device=config.device,
         buckets=[],
         max_pages=batch.step.page_table.shape[1],

@@ -1,7 +1,7 @@
-"""Bucket: a decode step of a fixed number of rows, captured on tensors that never move.
+"""A decode step with a fixed number of rows, captured on tensors that never move.
 
-Rows that pad a batch to its bucket compute token 0 at position 0 of the scratch page, which nobody owns; `live_tokens`
-tells the model how many rows are real.
+A smaller batch is padded to the bucket. Padding rows compute token 0 at position 0 of the scratch page, which no
+sequence uses. `live_tokens` tells the model how many rows are real.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepContext], torch.Tensor]
-"""(input_ids, position_ids, scored, step) -> logits, all on the device."""
+"""(input_ids, position_ids, scored, step) -> logits [scored, vocab], all on the device."""
 
 
-class Bucket:
-    """Decode steps of `rows` rows: their fixed tensors, their attention, their replay."""
+class DecodeBucket:
+    """A captured decode step of `rows` rows: its fixed tensors, its attention plan, its replay."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Bucket:
         self._scratch_page = kv.scratch_page
         page_size = kv.layout.page_size
         self._scratch_slots = kv.scratch_page * page_size + np.arange(rows) % page_size
-        # Token ids are the last to be known, so they go alone. Copies come behind the step before, which reads the same
-        # tensors; each is done before that step's successor begins, so that the host seldom waits to write again.
+        # Token ids are known last, so they have a copy of their own. A copy is queued behind the step before, which
+        # reads the same tensors, and is done before the next step starts. So the host seldom waits to write again.
         self._tokens = FixedStaging({"input_ids": ((1, rows), np.int64)}, device)
         self._staging = FixedStaging(
             {
@@ -65,14 +65,14 @@ class Bucket:
         self._replay = self._capture(forward, capturer)
 
     def prepare(self, batch: Batch) -> None:
-        """Send all of the batch but its token ids, behind what the device was given."""
+        """Copy everything but the token ids to the device, behind the work that is queued there."""
         self._staging.open()
         self._fill(batch)
         self._plan.update(self._host_step)
         self._staging.send()
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Logits of the real rows of a batch that was prepared."""
+        """Run a prepared batch. Returns the logits of its real rows, [rows, vocab]."""
         live = batch.scored.shape[0]
         ids = self._tokens.open()["input_ids"]
         ids[0, :live] = batch.input_ids[0].numpy()
@@ -81,7 +81,7 @@ class Bucket:
         return self._replay()[:live]
 
     def _capture(self, forward: Forward, capturer: Capturer) -> Function:
-        """Capture the step with padding alone."""
+        """Capture the step with padding rows only."""
         self._staging.open()
         self._fill(None)
         self._staging.send()
@@ -92,11 +92,11 @@ class Bucket:
         return capturer.capture(lambda: forward(input_ids, position_ids, scored, step))
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:
-        """The step that reads these tensors, without its attention."""
+        """A step that reads these tensors, without its attention plan."""
         return StepContext(tensors["starts"], tensors["contexts"], tensors["pages"], tensors["slots"], self._kv)
 
     def _fill(self, batch: Batch | None) -> None:
-        """Write the batch without its token ids, and the padding; None: padding alone."""
+        """Write the batch without its token ids, and the padding rows. None: padding rows only."""
         arrays = self._staging.arrays
         live = 0
         width = 1

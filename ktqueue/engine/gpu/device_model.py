@@ -1,4 +1,4 @@
-"""What a model may want of the engine beside being called: memory on a device, a moment after each step, an end."""
+"""What the engine calls on a model beside the forward pass: preparation, the end of a step, statistics, close."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -9,23 +9,23 @@ from ktqueue.operators.gpu.settings import GpuSettings
 
 @runtime_checkable
 class DeviceModel(Protocol):
-    """A model with parts of its own on a device, in threads or in pinned memory."""
+    """A model that has device memory, threads or pinned memory of its own."""
 
     def prepare_device(self, settings: GpuSettings) -> None:
-        """Take what steps of these sizes need. Called once, before the first step."""
+        """Allocate what steps of these sizes need. Called once, before the first step."""
 
     def after_step(self) -> None:
-        """The results of a step are on the host, and nothing of it is under way. Raises what went wrong in it."""
+        """Called when a step is complete and its results are on the host. Raises the errors of the step."""
 
     def statistics(self) -> Mapping[str, float]:
-        """Counts and shares of its own by name, for whoever watches the worker."""
+        """The model's own counters by name, for metrics."""
 
     def close(self) -> None:
-        """There will be no step more."""
+        """Release everything. No step follows."""
 
 
-class _Plain:
-    """A model that wants nothing."""
+class _PlainModel:
+    """A model without anything to prepare or release."""
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass
@@ -41,5 +41,5 @@ class _Plain:
 
 
 def device_model(model: Model) -> DeviceModel:
-    """The model itself if it is a DeviceModel, else one that does nothing."""
-    return model if isinstance(model, DeviceModel) else _Plain()
+    """The model itself if it is a DeviceModel, else a stand-in that does nothing."""
+    return model if isinstance(model, DeviceModel) else _PlainModel()

@@ -1,12 +1,12 @@
-"""The sampler's choices on a device: the same filters, the same noise, the same tokens as engine/sampler.py.
+"""The sampler on a device, with the same filters, noise and tokens as engine/sampler.py.
 
-Every function is a chain of torch calls without a wait for the device and without memory access that depends on a
-logit being finite. Sums over weights are float64. The host adds blocks of 64 weights up in float32, and exp may differ
-in its last bit between a device and numpy: a draw that lands within such a rounding (about 1e-7 of the total weight) of
-the border between two tokens may fall to the other side; everything else is equal.
+Every function is a chain of torch calls that never waits for the device, and whose memory accesses are safe for logits
+that are not finite. Sums of weights are float64, while the host sums blocks of 64 weights in float32, and exp may
+differ in the last bit between a device and numpy. So a draw that is very close to the border between two tokens (about
+1e-7 of the total weight) may choose the other one. Everything else is equal.
 
-No row is ever sorted whole: rows with top_k or top_p look at their likeliest `candidates` tokens, and say where these
-do not suffice.
+No row is sorted as a whole: rows with top_k or top_p look at their `candidates` most likely tokens, and report if
+these do not suffice.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ _BLOCK = 64  # columns summed at a time, as the host does
 
 @dataclass(frozen=True, slots=True)
 class DrawnRows:
-    """Parameters of rows on the device, each [rows]; meanings as in sampler.SamplingRows.
+    """Parameters of rows on the device, each [rows], named as in sampler.SamplingRows.
 
-    `inverse_temperature`, `min_p`: float32. `top_k`: int64, 0 for rows without. `top_p`, `noise`: float64.
+    `inverse_temperature`, `min_p`: float32. `top_k`: int64, 0 for none. `top_p`, `noise`: float64.
     """
 
     inverse_temperature: torch.Tensor
@@ -32,19 +32,19 @@ class DrawnRows:
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Likeliest token of each row of `logits` [rows, vocab] as int64, and which rows have a finite one as bool."""
+    """The most likely token of each row of `logits` [rows, vocab] as int64, and which rows are finite as bool."""
     chosen = logits.argmax(dim=1)
     return chosen, logits.gather(1, chosen[:, None])[:, 0].isfinite()
 
 
 def weigh(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
-    """[rows, vocab] float32: 1 for the likeliest token of each row. `logits` is left as it is."""
+    """Weights [rows, vocab] float32, with 1 for the most likely token of each row. `logits` is not changed."""
     weights = logits - logits.amax(dim=1, keepdim=True)
     return weights.mul_(rows.inverse_temperature[:, None]).exp_()
 
 
 def draw_from_all(weights: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
-    """Draw from whole rows; only min_p filters. [rows] int64."""
+    """Draw from whole rows, filtered by min_p only. Returns [rows] int64."""
     count, vocab = weights.shape
     weights = _without(weights, rows.min_p)
     padded = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK)).view(count, -1, _BLOCK)
@@ -61,10 +61,10 @@ def draw_from_all(weights: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
 def draw_from_few(
     weights: torch.Tensor, rows: DrawnRows, candidates: int = CANDIDATES
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from rows with top_k or top_p, looking at the `candidates` likeliest tokens of each.
+    """Draw from rows with top_k or top_p, looking at the `candidates` most likely tokens of each.
 
-    The token of each row, [rows] int64, and whether the candidates sufficed, [rows] bool; where they did not the token
-    means nothing. As many candidates as the vocabulary has always do.
+    Returns the tokens, [rows] int64, and whether the candidates sufficed, [rows] bool. Where they did not, the token
+    has no meaning. The whole vocabulary always suffices.
     """
     vocab = weights.shape[1]
     candidates = min(candidates, vocab)
@@ -73,17 +73,19 @@ def draw_from_few(
     limited = (rows.top_k > 0) & (rows.top_k < vocab)
     kth = values.gather(1, (rows.top_k - 1).clamp_(0, candidates - 1)[:, None])[:, 0]
     floor = torch.where(limited, torch.maximum(rows.min_p, kth), rows.min_p)
-    kept = _without(values, floor).double()  # greatest first, zeros at the end
+    kept = _without(values, floor).double()  # in falling order, with zeros at the end
     cumulative = kept.cumsum(dim=1)
     everywhere = _without(weights, floor).sum(dim=1, dtype=torch.float64)
     wanted = rows.top_p * torch.where(limited, cumulative[:, -1], everywhere)
     last = (cumulative < wanted[:, None]).sum(dim=1, keepdim=True).clamp_(max=candidates - 1)
-    cut = torch.where(rows.top_p < 1.0, kept.gather(1, last)[:, 0], 0.0)  # of the first with which top_p is reached
+    cut = torch.where(
+        rows.top_p < 1.0, kept.gather(1, last)[:, 0], 0.0
+    )  # the weight of the token with which top_p is reached
     kept = torch.where(kept >= cut[:, None], kept, 0.0)
-    # A token beyond the candidates is not kept if it has no weight, or less than what is kept.
+    # Candidates suffice if all other tokens have no weight, or less weight than the tokens that are kept.
     bound = torch.maximum(floor.double(), cut)
     enough = (least <= 0.0) | ((least < bound) & ~(limited & (rows.top_k > candidates)))
-    order = ids.argsort(dim=1)  # the draw goes through the tokens in vocabulary order
+    order = ids.argsort(dim=1)  # the draw walks through the tokens in vocabulary order
     cumulative = kept.gather(1, order).cumsum(dim=1)
     target = _below(rows.noise * cumulative[:, -1], cumulative[:, -1])
     place = (cumulative <= target[:, None]).sum(dim=1, keepdim=True).clamp_(max=candidates - 1)
@@ -91,17 +93,17 @@ def draw_from_few(
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab] float64: the logarithm of the softmax of each row."""
+    """The logarithm of each row's softmax, [rows, vocab] float64."""
     wide = logits.double()
     wide -= wide.amax(dim=1, keepdim=True)
     return wide.sub_(wide.exp().sum(dim=1, keepdim=True).log_())
 
 
 def _without(weights: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """The weights of at least the row's floor, else 0."""
+    """The weights, with 0 for those below the row's floor."""
     return torch.where(weights >= floor[:, None], weights, 0.0)
 
 
 def _below(target: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """The target, less than the end though the product that made it rounds up."""
+    """The target, but below the end even if the product that made it was rounded up."""
     return torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))

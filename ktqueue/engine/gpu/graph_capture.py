@@ -1,4 +1,4 @@
-"""How a function of fixed tensors is done again: by replaying a CUDA graph, or by calling it once more."""
+"""Makes a function of fixed tensors repeatable: as a CUDA graph, or by calling it again."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,53 +6,55 @@ from typing import Protocol
 import torch
 
 Function = Callable[[], torch.Tensor]
-"""Reads and writes the same tensors each time."""
+"""A function that reads and writes the same tensors each time."""
 
-WARM_UPS = 2  # calls before the capture: kernels are compiled and loaded in them
+WARM_UPS = 2  # calls before the capture, in which kernels are compiled and loaded
 
 
 class Capturer(Protocol):
-    """Makes functions repeatable."""
+    """Captures functions for later calls."""
 
     def capture(self, function: Function) -> Function:
-        """`function`, to be called at any later time on the same device. Its result is good until the next call of any
-        function captured here."""
+        """Return a function that repeats `function` on the same device.
 
-    def used(self) -> int:
-        """Bytes of the device's memory that are taken, by whomever."""
+        Its result is valid until the next call of any function captured here.
+        """
+
+    def used_bytes(self) -> int:
+        """Device memory in use by all processes, in bytes."""
 
 
-class Again:
-    """Calls the function again: for a CPU."""
+class RepeatedCall:
+    """Calls the function again. For CPUs."""
 
     def capture(self, function: Function) -> Function:
         """The function itself."""
         return function
 
-    def used(self) -> int:
-        """Nothing is ever taken."""
+    def used_bytes(self) -> int:
+        """See Capturer. Nothing is measured on a CPU."""
         return 0
 
 
 class GraphCapturer:
-    """Captures CUDA graphs that share one pool of memory: only one of them runs at a time."""
+    """Captures CUDA graphs that share one memory pool, because only one of them runs at a time."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Function) -> Function:
-        """A replay of what `function` does on the GPU now; its work on the host is not repeated.
+        """Capture what `function` does on the GPU now. Its work on the host is not repeated.
 
-        Raises what CUDA says of work that cannot be captured.
+        Raises the CUDA error if the work cannot be captured.
         """
         current = torch.cuda.current_stream(self._device)
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
+        side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(current)
+        with torch.cuda.stream(side_stream):
             for _ in range(WARM_UPS):
                 function()
-        current.wait_stream(beside)
+        current.wait_stream(side_stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -64,8 +66,8 @@ class GraphCapturer:
 
         return replay
 
-    def used(self) -> int:
-        """By this and all other processes."""
+    def used_bytes(self) -> int:
+        """See Capturer."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)

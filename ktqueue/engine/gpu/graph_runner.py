@@ -1,7 +1,7 @@
-"""GraphRunner: a model on a device. Decode steps replay a captured function on fixed tensors; all others run eagerly.
+"""Runs a model on a device. Decode steps replay a captured step, all other steps run eagerly.
 
-A captured step has a fixed number of rows, its bucket (bucket.py). The planner of the attention is told of each step on
-the host, before the step is launched.
+A captured step has a fixed number of rows: see decode_bucket.py. Before each launch, the attention planner plans the
+step on the host.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.gpu.decode_bucket import Bucket
+from ktqueue.engine.gpu.decode_bucket import DecodeBucket
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.runner import Model
@@ -18,23 +18,23 @@ from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
 Progress = Callable[[int, int, str], None]
-"""progress(done, total, what)"""
+"""progress(done, total, description)"""
 
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _BUCKET_STEP = 64  # beyond them
 
 
 def buckets_up_to(rows: int) -> list[int]:
-    """Row counts that decode steps are padded to, rising; the last is `rows`."""
+    """The row counts that decode steps are padded to, in rising order. The last is `rows`."""
     below = [*_FIRST_BUCKETS, *range(_FIRST_BUCKETS[-1] + _BUCKET_STEP, rows, _BUCKET_STEP)]
-    return [one for one in below if one < rows] + [rows]
+    return [count for count in below if count < rows] + [rows]
 
 
 class GraphRunner:
-    """Runner (see there) of a model on `device`, whose steps attend as `planner` says.
+    """Runner of a model on `device`, with attention by `planner`.
 
-    `buckets`: row counts to capture, the largest first; none: every step runs eagerly. `kv` has a scratch page where
-    there are buckets. `max_pages`: of a row. `progress` is called after each capture.
+    `buckets`: row counts to capture, the largest first. Without any, every step runs eagerly; with any, `kv` needs a
+    scratch page. `max_pages`: the most pages of a row. `progress` is called after each capture.
     """
 
     def __init__(
@@ -56,19 +56,21 @@ class GraphRunner:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._prepared: Batch | None = None
-        self._graphs: list[Bucket] = []  # rising
-        self.replayed = 0  # steps
-        before = capturer.used() if buckets else 0
+        self.buckets: list[DecodeBucket] = []  # in rising order
+        self.replayed = 0
+        before = capturer.used_bytes() if buckets else 0
         with torch.inference_mode():
             for done, rows in enumerate(sorted(buckets, reverse=True), start=1):
-                self._graphs.insert(0, Bucket(rows, max_pages, kv, planner, self._forward, capturer, device))
+                self.buckets.insert(0, DecodeBucket(rows, max_pages, kv, planner, self._forward, capturer, device))
                 if progress is not None:
                     progress(done, len(buckets), "decode graphs")
-        self.graph_bytes = max(0, capturer.used() - before) if buckets else 0  # something else may have been freed
-        """Device memory that the captured steps hold."""
+        self.graph_bytes = (
+            max(0, capturer.used_bytes() - before) if buckets else 0
+        )  # other memory may have been freed meanwhile
+        """Device memory of the captured steps, in bytes."""
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """As Runner says."""
+        """See Runner."""
         with torch.inference_mode():
             prepared, self._prepared = self._prepared, None
             bucket = self._bucket(batch)
@@ -80,7 +82,7 @@ class GraphRunner:
             return bucket.run(batch)
 
     def prepare(self, batch: Batch) -> bool:
-        """As Runner says. Eager steps are not prepared."""
+        """See Runner. Eager steps are not prepared."""
         with torch.inference_mode():
             bucket = self._bucket(batch)
             if bucket is None:
@@ -90,20 +92,20 @@ class GraphRunner:
             return True
 
     def wait(self) -> None:
-        """As Runner says."""
+        """See Runner."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _bucket(self, batch: Batch) -> Bucket | None:
-        """The one that `batch` is replayed with; None: it runs eagerly."""
+    def _bucket(self, batch: Batch) -> DecodeBucket | None:
+        """The smallest bucket for `batch`, or None if it runs eagerly."""
         rows = batch.scored.shape[0]
-        return next((one for one in self._graphs if one.rows >= rows), None) if batch.decodes else None
+        return next((bucket for bucket in self.buckets if bucket.rows >= rows), None) if batch.decodes else None
 
     def _eager(self, batch: Batch) -> torch.Tensor:
         host = batch.step
         tensors = [batch.input_ids, batch.position_ids, batch.scored, host.query_starts, host.context_lengths]
         tensors += [host.page_table, host.slot_mapping]
-        staged = self._staging.put([one.numpy() for one in tensors])
+        staged = self._staging.put([tensor.numpy() for tensor in tensors])
         input_ids, position_ids, scored, starts, contexts, table, slots = staged
         step = StepContext(starts, contexts, table, slots, host.kv, attention=self._planner.plan(host))
         return self._forward(input_ids, position_ids, scored, step)

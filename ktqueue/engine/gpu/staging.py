@@ -1,7 +1,7 @@
-"""Host arrays to the device, and results back, without the host ever waiting for a copy to the device.
+"""Copies host arrays to the device and results back. The host never waits for a copy to the device.
 
-A step's arrays are written side by side into one pinned buffer, copied in one piece, and seen on the device as views of
-one buffer there. On a CPU "device" the same is done with plain memory. Knows nothing of what the arrays mean.
+A step's arrays are written side by side into one pinned buffer, copied in one piece, and are views of one buffer on
+the device. If the device is a CPU, the same is done with plain memory. Knows nothing of the arrays' meaning.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-_ALIGNED = 64  # bytes; every array begins at a multiple of it
-_FIRST_ROOM = 1 << 16  # bytes
+_ALIGNED = 64  # bytes; every array starts at a multiple of it
+_FIRST_SIZE = 1 << 16  # bytes
 
 
 class _Buffers:
-    """`size` bytes on the host, pinned for a GPU, and as many on the device."""
+    """A buffer of `size` bytes on the host, pinned for a GPU, and one of the same size on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -27,20 +27,20 @@ class _Buffers:
         self.bytes: NDArray[np.uint8] = self.host.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def writable(self) -> None:
-        """Wait until the last copy has read the host's bytes: as a rule long ago, since each step ends with a wait."""
+    def wait_until_writable(self) -> None:
+        """Wait until the last copy has read the host's bytes. It usually has, because each step ends with a wait."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def send(self, count: int) -> None:
-        """Copy the first `count` bytes, after all that the current stream was given and before all that comes."""
+        """Queue a copy of the first `count` bytes on the current stream."""
         self.device[:count].copy_(self.host[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
-def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where arrays of so many bytes begin, and where the last one ends."""
+def _offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Aligned offsets of arrays of these sizes, and the end of the last one. All in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -53,39 +53,38 @@ def _view(buffer: torch.Tensor, start: int, count: int, shape: Many[int], dtype:
 
 
 class Staging:
-    """Arrays of any shapes, other ones each time."""
+    """Copies arrays whose shapes may differ each time."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._buffers = _Buffers(_FIRST_ROOM, self._device)
+        self._buffers = _Buffers(_FIRST_SIZE, self._device)
 
     def put(self, arrays: Many[NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, valid until the next call."""
-        starts, end = _places(one.nbytes for one in arrays)
+        """Copy arrays to the device. The tensors are valid until the next call."""
+        starts, end = _offsets(array.nbytes for array in arrays)
         if end > self._buffers.size:
             self._buffers = _Buffers(2 * end, self._device)
         buffers = self._buffers
-        buffers.writable()
-        for one, start in zip(arrays, starts, strict=True):
-            buffers.bytes[start : start + one.nbytes].view(one.dtype).reshape(one.shape)[...] = one
+        buffers.wait_until_writable()
+        for array, start in zip(arrays, starts, strict=True):
+            buffers.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         buffers.send(end)
         return [
-            _view(buffers.device, start, one.nbytes, one.shape, _torch_type(one.dtype))
-            for one, start in zip(arrays, starts, strict=True)
+            _view(buffers.device, start, array.nbytes, array.shape, _torch_type(array.dtype))
+            for array, start in zip(arrays, starts, strict=True)
         ]
 
 
 class FixedStaging:
-    """Arrays of fixed names, shapes and types, whose device tensors never move: what a captured graph reads.
+    """Arrays with fixed names, shapes and types, whose device tensors never move. Captured graphs read them.
 
-    `arrays` are written by the host, between `open` and `send`; `host` are the same as tensors; `device` is where they
-    arrive.
+    The host writes `arrays` between `open` and `send`. `host` are the same arrays as tensors; `device` are the copies.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: str) -> None:
         types = {name: (shape, np.dtype(kind)) for name, (shape, kind) in shapes.items()}
         sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in types.values()]
-        starts, end = _places(sizes)
+        starts, end = _offsets(sizes)
         self._buffers = _Buffers(end, torch.device(device))
         self.arrays: dict[str, NDArray[Any]] = {}
         self.host: dict[str, torch.Tensor] = {}
@@ -96,17 +95,17 @@ class FixedStaging:
             self.arrays[name] = self.host[name].numpy()
 
     def open(self) -> dict[str, NDArray[Any]]:
-        """The arrays, to be written to."""
-        self._buffers.writable()
+        """Return the arrays, once they may be written."""
+        self._buffers.wait_until_writable()
         return self.arrays
 
     def send(self) -> None:
-        """Copy all arrays to the device, on the current stream."""
+        """Queue a copy of all arrays to the device on the current stream."""
         self._buffers.send(self._buffers.size)
 
 
-class Fetcher:
-    """Results from the device: one copy, one wait."""
+class ResultFetcher:
+    """Brings results from the device to the host with one copy and one wait."""
 
     def __init__(self, device: str) -> None:
         self._pinned: torch.Tensor | None = None
@@ -116,8 +115,10 @@ class Fetcher:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def fetch(self, values: torch.Tensor, meanwhile: Callable[[], None]) -> NDArray[np.int64]:
-        """`values` [count] int64 on the host, good until the next call; the wait of a step, `meanwhile` is called
-        before it. What that enqueues on the current stream comes behind the copy of the values."""
+        """Copy `values` [count] int64 to the host and wait for them. The result is valid until the next call.
+
+        `meanwhile` is called before the wait. Its work on the current stream is queued behind the copy.
+        """
         if self._pinned is None or self._arrived is None:
             meanwhile()
             array: NDArray[np.int64] = values.numpy()

@@ -9,9 +9,9 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.gpu.graph_capture import Again
+from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
-from ktqueue.engine.gpu.staging import Fetcher, FixedStaging, Staging
+from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
@@ -62,11 +62,11 @@ def test_fixed_arrays_never_move():
 
 def test_fetching():
     meanwhile = []
-    assert Fetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
+    assert ResultFetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
     assert meanwhile == [1]
 
 
-class Recorder(Again):
+class Recorder(RepeatedCall):
     """Counts what is captured."""
 
     def __init__(self):
@@ -76,7 +76,7 @@ class Recorder(Again):
         self.captured += 1
         return function
 
-    def used(self):
+    def used_bytes(self):
         return 1000 + 10 * self.captured
 
 
@@ -95,14 +95,16 @@ def test_the_largest_bucket_is_captured_first_and_memory_is_told(model, make_voc
         progress=lambda *step: seen.append(step),
     )
     assert seen == [(1, 3, "decode graphs"), (2, 3, "decode graphs"), (3, 3, "decode graphs")]
-    assert [one.rows for one in runner._graphs] == [1, 2, 4]
+    assert [bucket.rows for bucket in runner.buckets] == [1, 2, 4]
     assert runner.graph_bytes == 30
 
 
 def test_a_cache_without_scratch_page_is_refused(model):
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
     with pytest.raises(ValueError, match="scratch page"):
-        GraphRunner(model, 97, KVCache(layout, 8), TorchPlanner(4), Again(), device="cpu", buckets=[1], max_pages=8)
+        GraphRunner(
+            model, 97, KVCache(layout, 8), TorchPlanner(4), RepeatedCall(), device="cpu", buckets=[1], max_pages=8
+        )
 
 
 def test_steps_that_only_decode_are_replayed(model, vocabulary, make_engine, run, greedy):
@@ -179,7 +181,7 @@ def test_a_sequence_that_does_not_fit_alone_fails_alone(model, vocabulary, make_
     results = run(engine)
     for index in (0, 1):
         assert results["bad", index].error.code == "engine_failure"
-        assert "no memory" in results["bad", index].error.message
+        assert "not enough GPU memory" in results["bad", index].error.message
     assert results["good", 0].token_ids == greedy([1, 2], 3)
 
 
