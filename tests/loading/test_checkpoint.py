@@ -118,14 +118,14 @@ def test_unsupported_type_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
     header = read_header(tiny_gguf)
     raw = bytearray(tiny_gguf.read_bytes())
     name = b"blk.0.attn_q.weight"
-    at = raw.index(name) + len(name) + 4 + 16  # name, dimension count, two dimensions
-    assert raw[at : at + 4] == bytes(4)
-    raw[at] = int(gguf.GGMLQuantizationType.IQ2_XXS)
+    position = raw.index(name) + len(name) + 4 + 16  # name, dimension count, two dimensions
+    assert raw[position : position + 4] == bytes(4)
+    raw[position] = int(gguf.GGMLQuantizationType.IQ2_XXS)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as IQ2_XXS"):
         open_checkpoint(str(path))
-    raw[at] = 200
+    raw[position] = 200
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match="stored as type 200"):
         open_checkpoint(str(path))
@@ -175,7 +175,7 @@ def test_corrupt_safetensors_entries(entry: object, words: str, tiny: Path, tmp_
 
 def test_gate_and_up_of_two_shapes_are_named(tiny: Path, tmp_path: Path) -> None:
     weights = safetensors.torch.load_file(tiny / "model.safetensors")
-    for name in [one for one in weights if ".layers.1." in one and one.endswith("up_proj.weight")]:
+    for name in [name for name in weights if ".layers.1." in name and name.endswith("up_proj.weight")]:
         weights[name] = weights[name][:-1].clone()
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())

@@ -70,7 +70,7 @@ def test_llama_queries_are_written_in_the_rotary_order_of_gguf(
     folder, target = make_model(model_type), tmp_path / "model.gguf"
     convert(folder, target, experts="f32", dense="f32")
     header = read_header(target)
-    (info,) = [one for one in header.tensors if one.name == "blk.0.attn_q.weight"]
+    (info,) = [tensor for tensor in header.tensors if tensor.name == "blk.0.attn_q.weight"]
     stored = header.data[info.offset :][: 4 * 64 * 64].view(np.float32).reshape(heads, 16, 64)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     rows = weights["model.layers.0.self_attn.q_proj.weight"].numpy().reshape(heads, 16, 64)
@@ -89,8 +89,8 @@ def test_a_dense_model_is_of_the_type_of_its_matrices(make_model: Callable[..., 
 
 def copy_with(change: dict[str, object], source: Path, target: Path) -> None:
     """Copy the folder, with another config."""
-    for one in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (target / one).write_bytes((source / one).read_bytes())
+    for file_name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (target / file_name).write_bytes((source / file_name).read_bytes())
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | change))
 
@@ -189,8 +189,8 @@ def test_types_that_cannot_be_written(types: dict[str, str], tiny: Path, tmp_pat
 
 
 def test_unknown_pre_tokenizer(tiny: Path, tmp_path: Path) -> None:
-    for one in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / one).write_bytes((tiny / one).read_bytes())
+    for file_name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / file_name).write_bytes((tiny / file_name).read_bytes())
     document = json.loads((tiny / "tokenizer.json").read_text())
     document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "a+"
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))

@@ -89,7 +89,7 @@ def test_a_fused_product_with_a_float_part_is_reported_as_decoded(
     buffer = 4 * 8192 * 256  # of decoded weights
     assert sum(decoder.device_bytes().values()) == sum(inspect(path, rules=str(rules)).device_bytes.values()) + buffer
     decoder.close()
-    assert "dense matrices with F32 are decoded" in caplog.text
+    assert "dense matrices in F32 are decoded" in caplog.text
 
 
 def test_requantised_embeddings_are_reported_in_their_loaded_format(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def rewritten(name: str, content: bytes) -> Damage:
 
 def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
     """Return why a worker does not start and why inspect refuses. Neither reads weights."""
-    said: list[str] = []
+    read_tensors: list[str] = []
     with pytest.raises(KtqueueError) as loading:
-        build(EngineConfig(model=path, rules=rules), progress=lambda *_: said.append("read"))
-    assert said == []
+        build(EngineConfig(model=path, rules=rules), progress=lambda *_: read_tensors.append("read"))
+    assert read_tensors == []
     try:
         refusal = inspect(path, rules=rules).refusal
     except KtqueueError as error:

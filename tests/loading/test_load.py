@@ -388,5 +388,5 @@ def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
     with pytest.raises(RuleError, match=r"heads have 12 dimensions, .* \(rules/modules.yaml does without it\)"):
         load_model(str(folder))
     model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("modules.yaml")))
-    assert {type(one).__name__ for one in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
+    assert {type(module).__name__ for module in model.module.modules()} >= {"LlamaForCausalLM", "CpuLinear"}
     assert_equals_transformers(model, folder)

@@ -170,7 +170,7 @@ def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
   replace: {op: Other}
 """,
     )
-    assert [(one.name, one.op) for one in plan.replacements] == [
+    assert [(item.name, item.op) for item in plan.replacements] == [
         *((f"layers.{i}.mlp.experts", "CpuExperts") for i in range(12)),
         ("norm", "Other"),
     ]
@@ -180,12 +180,12 @@ def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
 
 def test_name_is_searched_and_both_must_match(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "- match: {name: '3', class: Block}\n  replace: {op: Other}")
-    assert [one.name for one in plan.replacements] == ["layers.3.mlp"]
+    assert [item.name for item in plan.replacements] == ["layers.3.mlp"]
 
 
 def test_the_root_can_be_replaced(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "- match: {class: '^Model$'}\n  replace: {op: Other, device: cpu}", device="cuda")
-    assert [(one.name, one.op) for one in plan.replacements] == [("", "Other")]
+    assert [(item.name, item.op) for item in plan.replacements] == [("", "Other")]
     assert plan.device_of("layers.3") == "cpu"
 
 
@@ -213,7 +213,7 @@ def test_an_optional_rule_may_have_no_effect(tmp_path: Path) -> None:
 
 def test_nothing_below_a_replaced_module(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "- match: {name: 'mlp'}\n  replace: {op: Other}")
-    assert [one.name for one in plan.replacements] == [f"layers.{i}.mlp" for i in range(12)]
+    assert [item.name for item in plan.replacements] == [f"layers.{i}.mlp" for i in range(12)]
 
 
 def test_recursive_false_closes_a_module(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_default_rules(tiny: Path) -> None:
 
     def planned(class_name: str, device: str, dtype: str) -> list[tuple[str, str]]:
         tree = [("", class_name), ("lm_head", "Linear"), ("model.layers.0.mlp.experts", "Experts")]
-        return [(one.name, one.op) for one in make_plan(tree, rules, device, dtype).replacements]
+        return [(item.name, item.op) for item in make_plan(tree, rules, device, dtype).replacements]
 
     on_cpu = ("model.layers.0.mlp.experts", "CpuExperts")
     assert planned("Qwen3MoeForCausalLM", "cpu", "float32") == [("", "CpuDecoder")]

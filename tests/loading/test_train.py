@@ -12,10 +12,10 @@ from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 TEXT = "\n\n".join(
-    f"Once upon a time the {one} met a {two} by the old well. The {one} was hungry, and the {two} had bread. "
-    f'"Give me some," said the {one}, and the {two} gave it all, for the {two} was kind and the {one} was poor.'
-    for one in ("fox", "crow", "wolf", "king", "owl")
-    for two in ("hare", "miller", "princess", "tailor", "elf")
+    f"Once upon a time the {hero} met a {guest} by the old well. The {hero} was hungry, and the {guest} had bread. "
+    f'"Give me some," said the {hero}, and the {guest} gave it all, for the {guest} was kind and the {hero} was poor.'
+    for hero in ("fox", "crow", "wolf", "king", "owl")
+    for guest in ("hare", "miller", "princess", "tailor", "elf")
     for _ in range(4)
 )
 
@@ -59,4 +59,4 @@ def test_windows_come_from_both_streams_and_repeat_with_the_seed() -> None:
     schedule = train.Schedule(steps=3, batch=5, window=16, learning_rate=1e-3, chat_share=0.5)
     once, again = (list(train.batches(text, chat, schedule, 4)) for _ in range(2))
     assert [rows.shape for rows in once] == [(5, 16)] * 3
-    assert all((one == two).all() for one, two in zip(once, again, strict=True))
+    assert all((first == second).all() for first, second in zip(once, again, strict=True))

@@ -129,9 +129,9 @@ def test_a_file_that_ends_inside_the_last_block(quant: str, rewrite: Callable[..
 def test_rows_that_are_not_whole_blocks_are_refused(quant: str, make_gguf: Callable[..., Path], tmp_path: Path) -> None:
     raw = bytearray(make_gguf(moe_intermediate_size=48).read_bytes())
     name = b"blk.0.ffn_down_exps.weight"
-    at = raw.index(name) + len(name) + 4 + 24  # dimension count, three dimensions
-    assert raw[at : at + 4] == bytes(4)
-    raw[at] = int(gguf.GGMLQuantizationType[quant])
+    position = raw.index(name) + len(name) + 4 + 24  # dimension count, three dimensions
+    assert raw[position : position + 4] == bytes(4)
+    raw[position] = int(gguf.GGMLQuantizationType[quant])
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
     words = rf"'{name.decode()}': a row of 48 is not a multiple of the {quant} block of {FILE_BLOCKS[quant][0]}"

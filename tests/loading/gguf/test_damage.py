@@ -54,7 +54,7 @@ def test_flipped_header_bytes(tiny_gguf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "words"),
+    ("position", "value", "words"),
     [
         (0, b"GGML", "not a GGUF file"),
         (4, (1).to_bytes(4, "little"), "version 1 is not supported"),
@@ -64,9 +64,9 @@ def test_flipped_header_bytes(tiny_gguf: Path, tmp_path: Path) -> None:
         (24, (1 << 40).to_bytes(8, "little"), "the length of a metadata key is"),
     ],
 )
-def test_absurd_numbers(at: int, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_absurd_numbers(position: int, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
     raw = bytearray(tiny_gguf.read_bytes())
-    raw[at : at + len(value)] = value
+    raw[position : position + len(value)] = value
     path = tmp_path / "absurd.gguf"
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -76,9 +76,9 @@ def test_absurd_numbers(at: int, value: bytes, words: str, tiny_gguf: Path, tmp_
 
 def test_a_million_layers_are_refused_before_a_skeleton_is_built(tiny_gguf: Path, tmp_path: Path) -> None:
     raw = tiny_gguf.read_bytes()
-    at = raw.index(b"qwen3moe.block_count") + len(b"qwen3moe.block_count") + 4
+    position = raw.index(b"qwen3moe.block_count") + len(b"qwen3moe.block_count") + 4
     path = tmp_path / "deep.gguf"
-    path.write_bytes(raw[:at] + (1_000_000).to_bytes(4, "little") + raw[at + 4 :])
+    path.write_bytes(raw[:position] + (1_000_000).to_bytes(4, "little") + raw[position + 4 :])
     with pytest.raises(CheckpointError, match="block_count is 1000000, but there are tensors of 2 layers"):
         load_model(str(path))
 
@@ -108,8 +108,8 @@ def test_flipped_safetensors_header(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_damaged_json_files(name: str, tiny: Path, tmp_path: Path) -> None:
-    for one in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / one).write_bytes((tiny / one).read_bytes())
+    for file_name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / file_name).write_bytes((tiny / file_name).read_bytes())
     raw = (tiny / name).read_bytes()
     rng = random.Random(9)
     for _ in range(60):

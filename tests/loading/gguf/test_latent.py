@@ -67,20 +67,20 @@ def test_logits_equal_transformers(
     assert_equals_transformers(model, make_model(model_type, **changes))
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("in_config", [True, False])
 def test_layers_that_predict_further_tokens_are_left_out(
-    told: bool, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+    in_config: bool, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
     """DeepSeek-V3 and R1 have such a layer after their own layers; only the config tells them apart."""
     folder = make_model("deepseek_v3")
     weights = safetensors.torch.load_file(folder / "model.safetensors")
-    own = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
-    weights |= {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in own.items()}
+    layer_weights = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+    weights |= {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in layer_weights.items()}
     weights |= {"model.layers.2.enorm.weight": torch.ones(64), "model.layers.2.eh_proj.weight": torch.ones(64, 128)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": int(told)}
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": int(in_config)}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if told:
+    if in_config:
         assert_equals_transformers(load_model(str(tmp_path)), folder)
     else:
         with pytest.raises(CheckpointError, match=r"surplus: model\.layers\.2\."):

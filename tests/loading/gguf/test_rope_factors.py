@@ -37,7 +37,7 @@ def model_file(make_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 def _overwrite(path: Path, factors: list[float]) -> None:
     """Replace the factors in the file's tensor."""
-    (info,) = [one for one in read_header(path).tensors if one.name == FACTORS_TENSOR]
+    (info,) = [tensor for tensor in read_header(path).tensors if tensor.name == FACTORS_TENSOR]
     data = np.array(factors, "<f4").tobytes()
     raw = path.read_bytes()
     path.write_bytes(raw[: info.offset] + data + raw[info.offset + len(data) :])

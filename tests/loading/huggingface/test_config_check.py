@@ -85,7 +85,7 @@ def test_impossible_numbers_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "value"),
+    ("values", "name", "value"),
     [
         ({"rope_theta": 0}, "rope_theta", 0),
         ({"rope_theta": "much"}, "rope_theta", "much"),
@@ -99,16 +99,16 @@ def test_impossible_numbers_are_refused(
     ],
 )
 def test_impossible_rotary_parameters_are_refused(
-    given: dict[str, Any], name: str, value: Any, changed: Callable[..., Path]
+    values: dict[str, Any], name: str, value: Any, changed: Callable[..., Path]
 ) -> None:
-    folder = changed("mixtral", **{"rope_parameters": None, **given})
+    folder = changed("mixtral", **{"rope_parameters": None, **values})
     with pytest.raises(CheckpointError) as caught:
         load_model(str(folder))
     assert str(caught.value) == f"{folder}: {name} must be a number above 0, got {value!r}"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "given"),
+    ("name", "value", "values"),
     [
         ("hidden_act", "odd", {"hidden_act": "odd"}),
         ("rope_type", "odd", {"rope_parameters": {**YARN, "rope_type": "odd"}}),
@@ -117,9 +117,9 @@ def test_impossible_rotary_parameters_are_refused(
     ],
 )
 def test_names_that_transformers_does_not_know(
-    name: str, value: Any, given: dict[str, Any], changed: Callable[..., Path]
+    name: str, value: Any, values: dict[str, Any], changed: Callable[..., Path]
 ) -> None:
-    folder = changed("mixtral", **given)
+    folder = changed("mixtral", **values)
     with pytest.raises(CheckpointError) as caught:
         load_model(str(folder))
     limit = f"one that transformers {transformers.__version__} knows"
@@ -181,10 +181,10 @@ def test_keys_that_the_model_does_not_use_change_nothing(
 
 def test_a_key_of_the_file_has_precedence_over_a_derived_value() -> None:
     """The config of ModernBERT's decoder has no such field, and derives the window from another number."""
-    given = {"model_type": "modernbert-decoder", "local_attention": 12}
-    assert build_config(given, "folder").sliding_window == 6
-    own = transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict({**given, "sliding_window": 3})
-    assert build_config({**given, "sliding_window": 3}, "folder").sliding_window == own.sliding_window == 3
+    values = {"model_type": "modernbert-decoder", "local_attention": 12}
+    assert build_config(values, "folder").sliding_window == 6
+    config = transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict({**values, "sliding_window": 3})
+    assert build_config({**values, "sliding_window": 3}, "folder").sliding_window == config.sliding_window == 3
 
 
 def test_rotary_pairs_that_are_half_a_head_apart(

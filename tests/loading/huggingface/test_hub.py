@@ -52,9 +52,9 @@ def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatc
     config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print)
     assert (config.model, config.served_model_name) == (str(path), "Tale:q4_0")
     hub.broken = True  # the cache is enough
-    said: list[str] = []
-    assert download(parse("hf:A/Tale:q4_0"), said.append) == path
-    assert "503" in said[0] and "cached" in said[0]
+    lines: list[str] = []
+    assert download(parse("hf:A/Tale:q4_0"), lines.append) == path
+    assert "503" in lines[0] and "cached" in lines[0]
     with pytest.raises(Unavailable, match=r"503.*there: hf:A/Tale has no model 'Q8_0'"):
         pull("hf:A/Tale:Q8_0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -42,7 +42,9 @@ def test_activations_keep_their_size(
     write_synthetic(f"synthetic:{shape}:{quant}", path, layers=4)
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("The fox and the crow went into the forest.")
-    assert b"".join(tokenizer.token_bytes(one) for one in ids) == b"The fox and the crow went into the forest."
+    assert (
+        b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == b"The fox and the crow went into the forest."
+    )
     model = load_model(str(path))
     assert model.config.num_hidden_layers == 4
     assert model.card_facts.quantization == ("Q4_K" if quant == "q4_k_m" else quant.upper())

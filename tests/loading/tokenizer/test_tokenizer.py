@@ -217,8 +217,8 @@ def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"config.json: vocab_size must be a positive number, got 'many'"):
         load_tokenizer(str(tmp_path))
     raw = tiny_gguf.read_bytes()
-    at = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 8
-    (tmp_path / "few.gguf").write_bytes(raw[:at] + (200).to_bytes(8, "little") + raw[at + 8 :])
+    position = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 8
+    (tmp_path / "few.gguf").write_bytes(raw[:position] + (200).to_bytes(8, "little") + raw[position + 8 :])
     with pytest.raises(CheckpointError, match=r"384 tokens, but 'token_embd.weight' has 200 rows"):
         load_tokenizer(str(tmp_path / "few.gguf"))
 
