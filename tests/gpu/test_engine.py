@@ -28,7 +28,7 @@ from ktqueue.workers.startup.gpu_memory import CudaMemory, DeviceMemory, prepare
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEW_TOKENS = 20
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -72,11 +72,12 @@ def there(request: pytest.FixtureRequest) -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths by name: the built-in model, a random dense one, a random one with experts."""
     made = {"demo": "demo"}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    for name, config, kind in (
+    experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    kinds: list[tuple[str, Any, Any]] = [
         ("dense", Qwen3Config(**SIZES, intermediate_size=128), Qwen3ForCausalLM),
         ("experts", Qwen3MoeConfig(**SIZES, **experts), Qwen3MoeForCausalLM),
-    ):
+    ]
+    for name, config, kind in kinds:
         torch.manual_seed(0)
         folder = tmp_path_factory.mktemp(name)
         kind(config).float().save_pretrained(folder)
@@ -93,7 +94,7 @@ def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings_for(device: str, **given: Any) -> EngineConfig:
-    known = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "float32", "num_pages": 200}
+    known: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "float32", "num_pages": 200}
     return EngineConfig(device=device, **known | given)
 
 
@@ -160,7 +161,16 @@ def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
 @pytest.mark.parametrize("path", ["decoder", "modules"])
 @pytest.mark.parametrize("name", ["demo", "dense", "experts"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_are_the_cpu_s(device, name, path, graphs, models, answers, by_decoder, tmp_path):
+def test_tokens_are_the_cpu_s(
+    device: str,
+    name: str,
+    path: str,
+    graphs: bool,
+    models: dict[str, str],
+    answers: Callable[[str], list[list[int]]],
+    by_decoder: str,
+    tmp_path: Path,
+) -> None:
     rules = by_decoder
     if path == "modules":
         options = "".join(f"  {op}: {{activations: float32}}\n" for op in ("CpuExperts", "CpuLinear"))
@@ -178,7 +188,14 @@ def test_tokens_are_the_cpu_s(device, name, path, graphs, models, answers, by_de
 @pytest.mark.parametrize("memory", [0, 1 << 30])
 @pytest.mark.parametrize("handoff", ["auto", "host_functions"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_experts_on_either_side(device, handoff, memory, models, answers, by_decoder):
+def test_experts_on_either_side(
+    device: str,
+    handoff: str,
+    memory: int,
+    models: dict[str, str],
+    answers: Callable[[str], list[list[int]]],
+    by_decoder: str,
+) -> None:
     if device == "cpu" and handoff != "auto":
         pytest.skip("tensors of a CPU are handed off directly")
     model = load_model(models["experts"], rules=by_decoder, device=device)
@@ -189,7 +206,9 @@ def test_experts_on_either_side(device, handoff, memory, models, answers, by_dec
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_few_pages_and_aborts_change_nothing(device, models, answers, by_decoder):
+def test_few_pages_and_aborts_change_nothing(
+    device: str, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
+) -> None:
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, num_pages=16))
     asked = requests(512, 16)
@@ -207,7 +226,9 @@ def test_few_pages_and_aborts_change_nothing(device, models, answers, by_decoder
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("rows", [1, 3, 12])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch):
+def test_a_decode_step_waits_once(
+    device: str, rows: int, models: dict[str, str], by_decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch raises for every wait that it knows of but the one for the tokens."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, enable_prefix_caching=False))
@@ -219,7 +240,8 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
         return fetch(self, values, meanwhile)
 
     monkeypatch.setattr(ResultFetcher, "fetch", counted)
-    for drawn in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 1, "logprobs": 2}):
+    draws: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 1, "logprobs": 2}]
+    for drawn in draws:
         for i in range(rows):
             engine.add(f"{drawn}{i}", [i, 2, 3], SamplingParams(max_tokens=9, **drawn))
         engine.step()
@@ -241,7 +263,9 @@ def test_a_decode_step_waits_once(device, rows, models, by_decoder, monkeypatch)
 
 @pytest.mark.parametrize("pages", [200, 16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_that_are_prepared_change_nothing(device, pages, models, by_decoder, monkeypatch):
+def test_steps_that_are_prepared_change_nothing(
+    device: str, pages: int, models: dict[str, str], by_decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows end at different lengths, so that some of what was prepared is dropped."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     asked = [(ids, replace(one, max_tokens=3 + 3 * i)) for i, (ids, one) in enumerate(requests(512, 16))]
@@ -257,7 +281,9 @@ def test_steps_that_are_prepared_change_nothing(device, pages, models, by_decode
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_aborted_while_a_step_is_under_way(device, models, answers, by_decoder):
+def test_aborted_while_a_step_is_under_way(
+    device: str, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
+) -> None:
     """Steps that were launched early write to pages that are given back meanwhile and go to others."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, num_pages=40))
@@ -275,7 +301,7 @@ def test_aborted_while_a_step_is_under_way(device, models, answers, by_decoder):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_nothing_is_lost_on_cuda(kv_cache_dtype):
+def test_nothing_is_lost_on_cuda(kv_cache_dtype: str) -> None:
     """The whole composition, in bfloat16: 64 requests of random shapes, then all memory is where it was.
 
     How much long steps stream is learned from how long they take, and changes the rounding, so tokens may differ.
@@ -295,7 +321,7 @@ def test_nothing_is_lost_on_cuda(kv_cache_dtype):
 
 
 @pytest.mark.gpu
-def test_pages_fill_what_is_left_on_cuda():
+def test_pages_fill_what_is_left_on_cuda() -> None:
     built = build(EngineConfig(device="cuda", gpu_memory_utilization=0.5, max_num_seqs=4))
     free, total = torch.cuda.mem_get_info()
     assert 0.35 * total < total - free < 0.52 * total
@@ -303,7 +329,7 @@ def test_pages_fill_what_is_left_on_cuda():
 
 
 @pytest.mark.gpu
-def test_dense_weights_that_do_not_fit_are_told_on_cuda():
+def test_dense_weights_that_do_not_fit_are_told_on_cuda() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # what other tests left would be enough
     _, total = torch.cuda.mem_get_info()

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ktqueue.operators.gpu.handoff.driver import Driver
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.router import route
-from ktqueue.operators.packed import ExpertWeights, PackedExperts
+from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -19,7 +21,7 @@ HIDDEN, EXPERTS, K, MOST = 512, 16, 4, 300
 
 
 @pytest.fixture
-def layers(random_weights):
+def layers(random_weights: Callable[..., Bytes]) -> Any:
     def matrices(rows: int, columns: int, seed: int) -> PackedExperts:
         data = [random_weights("Q4_0", rows * columns, seed + i) for i in range(EXPERTS)]
         return PackedExperts("Q4_0", rows, columns, data)
@@ -37,14 +39,14 @@ def layers(random_weights):
 
 
 @pytest.fixture(params=["flags", "host_functions"])
-def handoff(request):
+def handoff(request: pytest.FixtureRequest) -> Any:
     one = Handoff(HIDDEN, K, MOST, "cuda", method=request.param)
     yield one
     torch.cuda.synchronize()
     one.close()
 
 
-def inputs(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
+def inputs(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(K).indices
     ids = ids.masked_fill(torch.rand(tokens, K, generator=generator) < 0.3, -1)
@@ -52,13 +54,13 @@ def inputs(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
     return [one.cuda() for one in (x, ids, torch.rand(tokens, K, generator=generator))]
 
 
-def forward(layer: native.ExpertLayer, x, ids, weights) -> torch.Tensor:
+def forward(layer: native.ExpertLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(x), HIDDEN)
     layer.forward(x.cpu().float().numpy(), ids.cpu().numpy(), weights.cpu().numpy(), out.numpy())
     return out
 
 
-def submit(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
+def submit(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Enqueue copies of the rows to where the CPU reads them, then the request; where its result will be. Copies to
     pinned memory that do not block keep the stream's order, and can be captured."""
     buffers = handoff.buffers(len(x))
@@ -74,19 +76,19 @@ def finish(handoff: Handoff, layer: int, result: torch.Tensor) -> torch.Tensor:
     return result.to("cuda", non_blocking=True)
 
 
-def run(handoff: Handoff, layer: int, x, ids, weights) -> torch.Tensor:
+def run(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Enqueue a task from its beginning to its end."""
     return finish(handoff, layer, submit(handoff, layer, x, ids, weights))
 
 
-def test_auto_takes_flags():
+def test_auto_takes_flags() -> None:
     handoff = Handoff(HIDDEN, K, MOST, "cuda")
     assert handoff.method == "flags"
     handoff.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_eager_equals_the_layer(handoff, layers, dtype):
+def test_eager_equals_the_layer(handoff: Handoff, layers: list[native.ExpertLayer], dtype: torch.dtype) -> None:
     numbers = [handoff.add_layer(layer) for layer in layers]
     for tokens in (1, 2, 17, MOST):
         for number, layer in zip(numbers, layers, strict=True):
@@ -97,13 +99,13 @@ def test_eager_equals_the_layer(handoff, layers, dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_a_graph_replayed_200_times(handoff, layers, tokens):
+def test_a_graph_replayed_200_times(handoff: Handoff, layers: list[native.ExpertLayer], tokens: int) -> None:
     """Three layers one after the other, each on its own rows; every replay sees new rows."""
     numbers = [handoff.add_layer(layer) for layer in layers]
     given = inputs(tokens, 0)
     kept = [torch.zeros(tokens, HIDDEN, device="cuda") for _ in layers]
 
-    def step():
+    def step() -> None:
         x = given[0].clone()
         for number, out in zip(numbers, kept, strict=True):
             out.copy_(run(handoff, number, x, *given[1:]))
@@ -134,7 +136,9 @@ def test_a_graph_replayed_200_times(handoff, layers, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, MOST])
-def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
+def test_kernels_that_use_the_buffers_themselves(
+    handoff: Handoff, layers: list[native.ExpertLayer], tokens: int
+) -> None:
     """As a decoder does it: the norm writes x, the router ids and weights, the next norm reads the result; replayed in
     a graph. Each replay sees new rows and the result of no other one."""
     numbers = [handoff.add_layer(layer) for layer in layers]
@@ -142,7 +146,7 @@ def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
     start, logits = torch.zeros(tokens, HIDDEN, device="cuda"), torch.zeros(tokens, EXPERTS, device="cuda")
     kept = [torch.zeros(tokens, HIDDEN, device="cuda") for _ in range(len(layers) + 1)]
 
-    def step():
+    def step() -> None:
         residual, added = start.clone(), None
         for number, normed in zip(numbers, kept, strict=False):
             buffers = handoff.buffers(tokens)
@@ -179,12 +183,12 @@ def test_kernels_that_use_the_buffers_themselves(handoff, layers, tokens):
     assert torch.equal(last, kept[-1])
 
 
-def test_the_gpu_works_while_the_cpu_does(handoff, layers):
+def test_the_gpu_works_while_the_cpu_does(handoff: Handoff, layers: list[native.ExpertLayer]) -> None:
     number, given = handoff.add_layer(layers[0]), inputs(4, 1)
     kept = torch.zeros(4, HIDDEN, device="cuda")
     square = torch.randn(256, 256, device="cuda")
 
-    def step():
+    def step() -> Any:
         place = submit(handoff, number, *given)
         busy = square @ square
         kept.copy_(finish(handoff, number, place))
@@ -203,7 +207,7 @@ def test_the_gpu_works_while_the_cpu_does(handoff, layers):
     handoff.check()
 
 
-def test_errors_reach_check_and_nothing_hangs(handoff, layers):
+def test_errors_reach_check_and_nothing_hangs(handoff: Handoff, layers: list[native.ExpertLayer]) -> None:
     number = handoff.add_layer(layers[0])
     x, ids, weights = inputs(2, 3)
     wrong = ids.clone()
@@ -215,7 +219,7 @@ def test_errors_reach_check_and_nothing_hangs(handoff, layers):
     handoff.check()
 
 
-def test_a_task_that_nobody_waited_for(handoff, layers):
+def test_a_task_that_nobody_waited_for(handoff: Handoff, layers: list[native.ExpertLayer]) -> None:
     number = handoff.add_layer(layers[0])
     submit(handoff, number, *inputs(MOST, 1))
     given = inputs(2, 2)
@@ -224,7 +228,7 @@ def test_a_task_that_nobody_waited_for(handoff, layers):
     assert handoff.statistics.tasks == 2
 
 
-def test_memory_of_this_process_is_pinned_and_released():
+def test_memory_of_this_process_is_pinned_and_released() -> None:
     torch.zeros(1, device="cuda")  # before that torch calls nothing pinned
     driver = Driver.load()
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -266,7 +270,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_task_that_hangs_lets_the_stream_and_the_process_go():
+def test_a_task_that_hangs_lets_the_stream_and_the_process_go() -> None:
     ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
     # How it ends is open: CUDA may take the memory away under the thread that was left behind.
     assert "has not ended after 0.05" in ended.stdout, ended.stderr

@@ -113,7 +113,7 @@ class Cache:
         self.fed: dict[str, int] = {}
         self._decoder = decoder
         self._device = device
-        self._planner = planner(layout, facts, device) if planner else None
+        self.planner: Any = planner(layout, facts, device) if planner else None
         self._free = list(range(pages))[::-1]
 
     def step(
@@ -149,7 +149,7 @@ class Cache:
             "position_ids": torch.tensor([positions]),
             "logits_to_keep": torch.tensor(range(len(ids)) if scored is None else scored, dtype=torch.int64),
         }
-        if self._planner is not None:
+        if self.planner is not None:
             step = self._planned(step, live_tokens)
             given = {name: tensor.to(self._device) for name, tensor in given.items()}
         return self._decoder(**given, use_cache=False, step=step).logits[0].float().cpu()
@@ -162,7 +162,7 @@ class Cache:
     def _planned(self, host: StepContext, live_tokens: int | None) -> StepContext:
         arrays = (host.query_starts, host.context_lengths, host.page_table, host.slot_mapping)
         live = None if live_tokens is None else torch.tensor([live_tokens], dtype=torch.int32, device=self._device)
-        plan = self._planner.plan(host)
+        plan = self.planner.plan(host)
         return StepContext(*(one.to(self._device) for one in arrays), self.kv, plan, live)
 
 

@@ -1,5 +1,6 @@
 """GpuDecoder beside the transformers model that it replaces. On CPU tensors by the kernels' twins; on a GPU too."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from decoder_families import (
 
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.experts import step as hybrid_experts
+from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.kernels import norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.settings import GpuSettings
 
@@ -43,14 +45,14 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
-def test_equals_transformers(family, make_decoder):
+def test_equals_transformers(family: str, make_decoder: Callable[..., Any]) -> None:
     model = make_model(family)
     assert_close(fed(make_decoder(model, expert_streaming="auto")), answers(model), 1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near(family, dtype, make_decoder):
+def test_half_precision_is_near(family: str, dtype: torch.dtype, make_decoder: Callable[..., Any]) -> None:
     model = make_model(family)
     expected = torch.cat([*answers(model).values()])
     found = torch.cat([*fed(make_decoder(model.to(dtype))).values()])
@@ -59,7 +61,9 @@ def test_half_precision_is_near(family, dtype, make_decoder):
 
 
 @pytest.mark.parametrize("quant", ["BF16", "Q8_0"])
-def test_equals_the_decoder_of_the_cpu_on_quantised_weights(quant, make_decoder, given_weights):
+def test_equals_the_decoder_of_the_cpu_on_quantised_weights(
+    quant: str, make_decoder: Callable[..., Any], given_weights: Callable[..., Any]
+) -> None:
     model = make_model("qwen2_moe")
     other = CpuDecoder.from_module(model, activations="float32")
     other.load(given_weights(model, quant))
@@ -76,7 +80,14 @@ def record_bytes(decoder: GpuDecoder) -> int:
     ("family", "quant"),
     [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0")],
 )
-def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, make_decoder, monkeypatch):
+def test_experts_in_gpu_memory_change_nothing(
+    family: str,
+    quant: str,
+    share: float,
+    streamed: float | None,
+    make_decoder: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`share` of them have a place there; long steps stream so many of the others."""
     model = make_model(family)
     monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: streamed)
@@ -95,7 +106,9 @@ def test_experts_in_gpu_memory_change_nothing(family, quant, share, streamed, ma
 @pytest.mark.parametrize("fetched", [0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
-def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, fetched, make_decoder):
+def test_experts_that_come_to_short_steps_change_nothing(
+    family: str, quant: str, share: float, fetched: float, make_decoder: Callable[..., Any]
+) -> None:
     model = make_model(family)
     plain = make_decoder(model, quant)
     expected = fed(plain)
@@ -111,7 +124,9 @@ def test_experts_that_come_to_short_steps_change_nothing(family, quant, share, f
 
 
 @pytest.mark.parametrize(("one", "several"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
-def test_steps_of_one_token_have_a_share_of_their_own(one, several, make_decoder):
+def test_steps_of_one_token_have_a_share_of_their_own(
+    one: float, several: float, make_decoder: Callable[..., Any]
+) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     expected = fed(make_decoder(model))
     decoder = make_decoder(model, expert_streaming="auto", fetched_shares=(one, several))
@@ -127,22 +142,26 @@ def test_steps_of_one_token_have_a_share_of_their_own(one, several, make_decoder
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])
-def test_rules_say_how_activations_are_held(asked, taken, make_decoder, monkeypatch):
+def test_rules_say_how_activations_are_held(
+    asked: str, taken: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = set()
 
-    def spied(*args: Any, activations: str, **others: Any) -> torch.Tensor:
+    def spied(*args: Any, activations: Any, **others: Any) -> torch.Tensor:
         seen.add(activations)
         return experts(*args, activations=activations, **others)
 
-    monkeypatch.setattr(hybrid_experts, "experts", spied)
+    monkeypatch.setattr(step_module, "experts", spied)
     fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", activations=asked, expert_memory_bytes=ALL))
     assert seen == {taken}
 
 
-def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, monkeypatch):
+def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(
+    make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The norms and the router write a task's input where the CPU reads it, and the next norm reads its result
     there."""
-    buffers, add_rms_norm, route = Handoff.buffers, hybrid_experts.add_rms_norm, hybrid_experts.route
+    buffers, add_rms_norm, route = Handoff.buffers, norm.add_rms_norm, router.route
     places: dict[str, list[int]] = {name: [] for name in (*HandoffBuffers._fields, "copy", "added")}
     copies: list[tuple[int, ...]] = []
 
@@ -164,8 +183,8 @@ def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, mo
         return route(*arguments, **options)
 
     monkeypatch.setattr(Handoff, "buffers", note_buffers)
-    monkeypatch.setattr(hybrid_experts, "add_rms_norm", note_norm)
-    monkeypatch.setattr(hybrid_experts, "route", note_router)
+    monkeypatch.setattr(step_module, "add_rms_norm", note_norm)
+    monkeypatch.setattr(step_module, "route", note_router)
     model = make_model("qwen2_moe")
     decoder = make_decoder(model, expert_memory_bytes=50_000)
     assert_close(fed(decoder), answers(model), 1e-5)
@@ -176,7 +195,7 @@ def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(make_decoder, mo
     assert [one for one in places["added"] if one in places["result"]] == places["result"]
 
 
-def test_hot_experts_move_to_the_gpu(make_decoder):
+def test_hot_experts_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     plain = make_decoder(model)
     decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
@@ -197,7 +216,7 @@ def test_hot_experts_move_to_the_gpu(make_decoder):
     assert (told["experts_on_gpu"], told["expert_moves"], told["expert_hit_rate"]) == (4, found.moves, found.hit_rate)
 
 
-def test_only_what_is_scored_is_computed(make_decoder, device):
+def test_only_what_is_scored_is_computed(make_decoder: Callable[..., Any], device: str) -> None:
     decoder = make_decoder(make_model("qwen2_moe"))
     chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
     whole, some, none = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(3))
@@ -210,7 +229,7 @@ def test_only_what_is_scored_is_computed(make_decoder, device):
     torch.testing.assert_close(none.step(ends), expected)  # by the cache
 
 
-def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device):
+def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder: Callable[..., Any], device: str) -> None:
     decoder = make_decoder(make_model("qwen3_moe"), expert_memory_bytes=50_000)
     alone, padded = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(2))
     with torch.inference_mode():
@@ -222,7 +241,9 @@ def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder, device
     assert torch.equal(decoder._experts._placement.counts, 2 * counted)
 
 
-def test_steps_that_are_captured_stream_nothing(make_decoder, device, monkeypatch):
+def test_steps_that_are_captured_stream_nothing(
+    make_decoder: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many rows they have: a replay could not choose anew."""
     monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: 0.5)
     decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", streaming_tokens=2)
@@ -236,7 +257,7 @@ def test_steps_that_are_captured_stream_nothing(make_decoder, device, monkeypatc
     assert streamed == [1, 1, 2]
 
 
-def test_bytes_are_told_by_device(make_decoder, device):
+def test_bytes_are_told_by_device(make_decoder: Callable[..., Any], device: str) -> None:
     model = make_model("qwen3_moe")
     held = make_decoder(model).device_bytes()
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
@@ -245,7 +266,7 @@ def test_bytes_are_told_by_device(make_decoder, device):
     assert device == "cpu" or held["cpu"] == experts
 
 
-def test_what_it_refuses(make_decoder, device):
+def test_what_it_refuses(make_decoder: Callable[..., Any], device: str) -> None:
     with pytest.raises(ValueError, match="Linear cannot be replaced by GpuDecoder: it knows LlamaForCausalLM, "):
         GpuDecoder.from_module(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="it computes in float32 or bfloat16 or float16, the model"):

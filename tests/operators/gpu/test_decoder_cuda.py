@@ -1,11 +1,13 @@
 """GpuDecoder on a GPU: captured decode steps, both ways of the hand-off, tables that change between replays."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
+from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
@@ -16,7 +18,7 @@ ROWS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device():
+def device() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return "cuda"
@@ -29,7 +31,7 @@ class Captured:
         self._cache = cache
         rows = ROWS + 1
         self._pages = 24
-        ints = {"dtype": torch.int32, "device": "cuda"}
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
         self._ids, self._positions, self._slots = (
             torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(3)
         )
@@ -37,18 +39,19 @@ class Captured:
         self._contexts = torch.ones(rows, **ints)
         live = torch.tensor([ROWS], **ints)
         starts = torch.arange(rows + 1, **ints)
-        self._plan = cache._planner.decode_plan(rows, self._pages)
+        self._plan = cache.planner.decode_plan(rows, self._pages)
         self._host(self._empty())
         step = StepContext(starts, self._contexts, self._table, self._slots, cache.kv, self._plan, live)
         scored = torch.arange(rows, device="cuda")
         self._read = step, scored  # by every replay, so they must live
 
         def forward() -> torch.Tensor:
-            return decoder(
+            output: DecoderOutput = decoder(
                 input_ids=self._ids[None], position_ids=self._positions[None], logits_to_keep=scored, step=step
-            ).logits
+            )
+            return output.logits
 
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             forward()
@@ -107,7 +110,9 @@ def record_bytes(decoder: GpuDecoder) -> int:
 @pytest.mark.parametrize("method", ["flags", "host_functions"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
-def test_captured_steps_equal_eager_ones(family, share, method, dtype, make_decoder):
+def test_captured_steps_equal_eager_ones(
+    family: str, share: float, method: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
+) -> None:
     model = make_model(family).to(dtype)
     memory = int(share * record_bytes(make_decoder(model, "Q8_0")))
     decoder = make_decoder(model, "Q8_0", handoff=method, expert_memory_bytes=memory)
@@ -135,7 +140,9 @@ def test_captured_steps_equal_eager_ones(family, share, method, dtype, make_deco
         assert (told["expert_prediction_hits"] > 0) == (method == "flags")
 
 
-def test_experts_of_the_cpu_in_a_model_on_the_gpu(tiny_model, given_weights):
+def test_experts_of_the_cpu_in_a_model_on_the_gpu(
+    tiny_model: Callable[..., Any], given_weights: Callable[..., Any]
+) -> None:
     """As rules/modules.yaml puts them in: tensors go to the host and come back."""
     experts = tiny_model().model.layers[0].mlp.experts
     operator = CpuExperts.from_module(experts, activations="float32")

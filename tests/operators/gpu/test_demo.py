@@ -8,6 +8,7 @@ import torch
 from decoder_families import Cache, make_planner_for
 
 from ktqueue.loading.load import load_model
+from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
 
 EXACT = Path(__file__).parents[3] / "rules" / "exact.yaml"  # activations stay float32
@@ -32,16 +33,17 @@ def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(shared_cpus) -> list[list[int]]:
+def expected(shared_cpus: None) -> list[list[int]]:
     return greedy(load_model("demo", rules=str(EXACT)).module, "cpu")
 
 
 @pytest.mark.parametrize("streaming", ["off", "on"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_greedy_tokens(device, share, streaming, expected, tmp_path):
+def test_greedy_tokens(device: str, share: float, streaming: Any, expected: list[list[int]], tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     model = load_model("demo", rules=str(rules), device=device).module
+    assert isinstance(model, GpuDecoder)
     everything = 2 * model.device_bytes()["cpu"]
     memory = {0.0: 0, 0.5: everything // 4, 1.0: everything}[share]
     settings = GpuSettings(max_tokens=128, expert_memory_bytes=memory, expert_streaming=streaming, streaming_tokens=16)

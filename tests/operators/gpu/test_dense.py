@@ -1,6 +1,9 @@
 """Dense weights that stay quantised: GpuDecoder beside itself with the same weights decoded; what is held and said."""
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from ktqueue.operators.gpu import dense as dense_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DecodeBuffer, DenseWeights, QuantisedLinear
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.packed import PackedMatrix
+from ktqueue.operators.packed import Bytes, PackedMatrix
 
 from .kernels.matrices import activations, make_panels
 from .test_demo import greedy
@@ -26,7 +29,9 @@ def logits(decoder: GpuDecoder) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "llama"])
-def test_logits_are_those_of_the_decoded_weights(family, dtype, make_decoder):
+def test_logits_are_those_of_the_decoded_weights(
+    family: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
+) -> None:
     """With shared experts, dense layers, biases, tied embeddings; steps of few and of many rows."""
     model = make_model(family).to(dtype)
     expected, found = (logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised"))
@@ -37,7 +42,9 @@ def test_logits_are_those_of_the_decoded_weights(family, dtype, make_decoder):
 
 @pytest.mark.parametrize("few", [0, 4])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 20])
-def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_weights):
+def test_each_number_of_rows_has_the_same_product(
+    tokens: int, few: int, device: str, random_weights: Callable[..., Bytes]
+) -> None:
     """Parts of two formats, a bias, and a buffer that holds less than the matrix, at no border of its parts."""
     parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
     x = activations(tokens, 256, torch.bfloat16).to(device)
@@ -59,7 +66,14 @@ def test_each_number_of_rows_has_the_same_product(tokens, few, device, random_we
 @pytest.mark.parametrize(
     ("tokens", "dtype", "few"), [(4, torch.bfloat16, True), (5, torch.bfloat16, False), (1, torch.float32, False)]
 )
-def test_which_rows_are_few(tokens, dtype, few, device, random_weights, monkeypatch):
+def test_which_rows_are_few(
+    tokens: int,
+    dtype: torch.dtype,
+    few: bool,
+    device: str,
+    random_weights: Callable[..., Bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their kernel knows 16 bits only."""
     taken = []
     monkeypatch.setattr(dense_module, "multiply_few", lambda *given: taken.append(given))
@@ -70,7 +84,7 @@ def test_which_rows_are_few(tokens, dtype, few, device, random_weights, monkeypa
     assert bool(taken) == few
 
 
-def test_weights_of_few_rows_are_not_rounded(device, random_weights):
+def test_weights_of_few_rows_are_not_rounded(device: str, random_weights: Callable[..., Bytes]) -> None:
     panels, weights = make_panels(random_weights, "Q6_K", 64, 512, device)
     x = activations(3, 512, torch.bfloat16)
     linear = QuantisedLinear([panels], None, DecodeBuffer(torch.bfloat16, device))
@@ -79,7 +93,7 @@ def test_weights_of_few_rows_are_not_rounded(device, random_weights):
 
 
 @pytest.mark.parametrize("dense", ["dequantised", "quantised"])
-def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense, device, tmp_path):
+def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, tmp_path: Path) -> None:
     """As CpuDecoder finds them; as many bytes as were told before, but for the buffer of decoded weights."""
     expected = greedy(load_model("demo", rules="rules/exact.yaml").module, "cpu")
     rules = tmp_path / "rules.yaml"
@@ -88,6 +102,7 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense, device, tmp_path):
         f"  replace: {{op: GpuDecoder, activations: float32, dense: {dense}, device: {device}}}\n"
     )
     model = load_model("demo", rules=str(rules), device=device).module
+    assert isinstance(model, GpuDecoder)
     held = sum(model.device_bytes().values())
     model.prepare_device(GpuSettings(max_tokens=128, expert_streaming="off"))
     found = greedy(model, device, make_planner_for)
@@ -97,13 +112,15 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense, device, tmp_path):
     assert held == sum(inspect("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
 
 
-def test_less_memory(make_decoder):
+def test_less_memory(make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe")
     held = [make_decoder(model, "Q8_0", dense=dense).device_bytes() for dense in ("dequantised", "quantised")]
     assert sum(held[1].values()) < sum(held[0].values()) - 150_000
 
 
-def test_what_cannot_stay_is_decoded_and_said_once(make_decoder, caplog):
+def test_what_cannot_stay_is_decoded_and_said_once(
+    make_decoder: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model("qwen3_moe")
     with caplog.at_level(logging.WARNING):
         found, expected = (make_decoder(model, "F16", dense=dense) for dense in ("quantised", "dequantised"))
@@ -114,12 +131,12 @@ def test_what_cannot_stay_is_decoded_and_said_once(make_decoder, caplog):
     assert found.device_bytes() == expected.device_bytes()
 
 
-def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights, device):
+def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights: Callable[..., Any], device: str) -> None:
     weights = given_weights(make_model("qwen3"), "Q8_0")
     matrix, mixed = weights.matrix, "model.layers.0.self_attn.v_proj.weight"
 
     def with_floats(name: str) -> PackedMatrix:
-        found = matrix(name)
+        found: PackedMatrix = matrix(name)
         if name != mixed:
             return found
         decoded = native.dequantize(found.quant, found.data, found.rows * found.columns)
@@ -135,7 +152,7 @@ def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights, device):
     torch.testing.assert_close(dense.linear(*names)(x), torch.cat(products, dim=1))
 
 
-def test_panels_of_embeddings_are_told_before(tmp_path):
+def test_panels_of_embeddings_are_told_before(tmp_path: Path) -> None:
     """Not what they take in the file."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
@@ -144,13 +161,13 @@ def test_panels_of_embeddings_are_told_before(tmp_path):
     assert embedding.device_bytes == native.packed_bytes("Q4_K", 151936, 2048) != embedding.file_bytes
 
 
-def test_matrices_of_one_format_are_one_part(make_decoder):
+def test_matrices_of_one_format_are_one_part(make_decoder: Callable[..., Any]) -> None:
     found = make_decoder(make_model("qwen3_moe"), "Q8_0", dense="quantised")
     (part,) = found._layers[0].attention._qkv._parts
     assert part.rows == 256
 
 
-def test_what_the_option_may_be():
+def test_what_the_option_may_be() -> None:
     with pytest.raises(ValueError, match="GpuDecoder: dense must be dequantised or quantised, got 'int4'"):
         GpuDecoder.from_module(make_model("qwen3"), dense="int4")
     with pytest.raises(ValueError, match="it has: activations, isa, dense"):

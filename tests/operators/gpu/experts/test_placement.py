@@ -43,8 +43,11 @@ class LateCopies(CopyStream):
         return mark
 
 
+Parts = tuple[ExpertPool, Placement, LateCopies]
+
+
 @pytest.fixture
-def parts() -> tuple[ExpertPool, Placement, LateCopies]:
+def parts() -> Parts:
     layers, copies = [layer(0), layer(1)], LateCopies("cpu")
     pool = ExpertPool(layers, [2, 2], 0, copies)
     return pool, Placement(layers, pool, copies), copies
@@ -65,13 +68,13 @@ def holds(pool: ExpertPool, layer: int) -> set[int]:
     return found
 
 
-def test_begins_with_the_first_experts(parts):
+def test_begins_with_the_first_experts(parts: Parts) -> None:
     pool, placement, _ = parts
     assert (holds(pool, 0), holds(pool, 1)) == ({0, 1}, {0, 1})
     assert placement.hit_rate is None
 
 
-def test_hot_experts_come_in_for_cold_ones(parts):
+def test_hot_experts_come_in_for_cold_ones(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[0, 5] = 100
     placement.counts[0, 1] = 50
@@ -84,7 +87,7 @@ def test_hot_experts_come_in_for_cold_ones(parts):
     assert placement.hit_rate == pytest.approx(120 / 220)
 
 
-def test_an_expert_is_used_when_its_copy_is_there(parts):
+def test_an_expert_is_used_when_its_copy_is_there(parts: Parts) -> None:
     pool, placement, copies = parts
     placement.counts[0, 5] = 100
     copies.arrived = False
@@ -96,7 +99,7 @@ def test_an_expert_is_used_when_its_copy_is_there(parts):
     assert 5 in holds(pool, 0)
 
 
-def test_little_more_use_moves_nothing(parts):
+def test_little_more_use_moves_nothing(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[:] = 1000
     placement.counts[:, 6] = 1200
@@ -107,7 +110,7 @@ def test_little_more_use_moves_nothing(parts):
     assert placement.moves == 0 and holds(pool, 0) == {0, 1}
 
 
-def test_old_uses_are_forgotten(parts):
+def test_old_uses_are_forgotten(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[0, :2] = 20 * HALF_LIFE_TOKENS
     read(placement)
@@ -118,7 +121,7 @@ def test_old_uses_are_forgotten(parts):
     assert 3 in holds(pool, 0)  # though it was used less in all
 
 
-def test_moves_of_one_time_are_limited(parts):
+def test_moves_of_one_time_are_limited(parts: Parts) -> None:
     pool, _, copies = parts
     placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=2 * RECORD)
     placement.counts[:, 4:6] = torch.tensor([[300, 200], [400, 100]])
@@ -131,7 +134,7 @@ def test_moves_of_one_time_are_limited(parts):
     assert (holds(pool, 0), holds(pool, 1)) == ({4, 5}, {4, 5})
 
 
-def test_counts_may_wrap_round(parts):
+def test_counts_may_wrap_round(parts: Parts) -> None:
     _, placement, _ = parts
     placement.counts[:, 0] = 2**31 - 10
     read(placement)
@@ -140,7 +143,7 @@ def test_counts_may_wrap_round(parts):
     assert placement.hit_rate == 1.0
 
 
-def test_memory_is_divided_evenly():
+def test_memory_is_divided_evenly() -> None:
     small, large = layer(0, 100), layer(1, 300)
     assert slots_that_fit([small, large], 0) == [0, 0]
     assert slots_that_fit([small, large], 850) == [2, 2]

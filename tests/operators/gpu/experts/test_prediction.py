@@ -1,6 +1,7 @@
 """The guess which experts the next layer will use, beside transformers' own modules: the next layer's norm and router,
 applied to the residual before this layer's experts are added."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ktqueue.operators.gpu.handoff.handoff import Handoff
 
 
 @pytest.fixture
-def predicted(monkeypatch) -> list[torch.Tensor]:
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Where each hand-off's guess is left."""
     noted: list[torch.Tensor] = []
     buffers = Handoff.buffers
@@ -32,10 +33,11 @@ def guesses(model: Any) -> torch.Tensor:
     residuals: list[torch.Tensor] = []
     hook = first.post_attention_layernorm.register_forward_pre_hook(lambda _, given: residuals.append(given[0][0, -1]))
     with torch.no_grad():
-        for ids in SEQUENCES.values():
-            model(torch.tensor([ids]))
+        for prompt in SEQUENCES.values():
+            model(torch.tensor([prompt]))
         hook.remove()
-        return second.mlp.gate(second.post_attention_layernorm(torch.stack(residuals)))[2]
+        ids: torch.Tensor = second.mlp.gate(second.post_attention_layernorm(torch.stack(residuals)))[2]
+        return ids
 
 
 def decode(decoder: GpuDecoder) -> None:
@@ -52,13 +54,15 @@ def decode(decoder: GpuDecoder) -> None:
     ("family", "layers"),
     [("qwen3_moe", 2), ("qwen2_moe", 2), ("olmoe", 2), ("deepseek_v2 with groups", 3), ("deepseek_v3", 3)],
 )
-def test_is_the_next_router_s_word_on_this_residual(family, layers, make_decoder, predicted):
+def test_is_the_next_router_s_word_on_this_residual(
+    family: str, layers: int, make_decoder: Callable[..., Any], predicted: list[torch.Tensor]
+) -> None:
     model = make_model(family, num_hidden_layers=layers)
     decode(make_decoder(model))
     assert [set(row) for row in predicted[-2].tolist()] == [set(row) for row in guesses(model).tolist()]
 
 
-def test_names_no_expert_that_the_gpu_has(make_decoder, predicted):
+def test_names_no_expert_that_the_gpu_has(make_decoder: Callable[..., Any], predicted: list[torch.Tensor]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     record = make_decoder(model)._routed[0].record.bytes
     decoder = make_decoder(model, expert_memory_bytes=8 * record)
@@ -71,16 +75,18 @@ def test_names_no_expert_that_the_gpu_has(make_decoder, predicted):
     assert (expected < 0).any() and (expected >= 0).any()
 
 
-def test_leaves_out_what_comes_to_the_gpu(make_decoder, predicted):
+def test_leaves_out_what_comes_to_the_gpu(make_decoder: Callable[..., Any], predicted: list[torch.Tensor]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     decode(make_decoder(model, expert_streaming="auto", fetched_shares=(0.5, 0.5)))
     expected = guesses(model)
-    used = expected.unique()
+    used = torch.unique(expected)
     expected[torch.isin(expected, used[: len(used) // 2])] = -1  # the lowest numbers: see divide
     assert [sorted(row) for row in predicted[-2].tolist()] == [sorted(row) for row in expected.tolist()]
 
 
-def test_is_made_where_each_row_has_one_token_and_it_is_asked_for(make_decoder, monkeypatch):
+def test_is_made_where_each_row_has_one_token_and_it_is_asked_for(
+    make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[bool] = []
     request = Handoff.request
 

@@ -13,5 +13,5 @@ from ktqueue.operators.gpu.experts.probes import fastest
         ({0.0: 1.0, 0.125: 0.94, 0.1875: 0.93, 0.25: 1.1}, 0.1875),
     ],
 )
-def test_the_fastest_share_is_taken_if_it_is_worth_it(relative, share):
+def test_the_fastest_share_is_taken_if_it_is_worth_it(relative: dict[float, float], share: float) -> None:
     assert fastest(relative) == share

@@ -31,9 +31,14 @@ class Parts:
         self.now = 5.0
         self.costs = StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01)
         self.choice = StreamingChoice(self.costs, 4, always=False)
-        self.learned: list[tuple[int, float, float]] = []
+        self.learned: list[tuple[Any, ...]] = []
         learn = self.choice.learn
-        self.choice.learn = lambda *step: (self.learned.append(step), learn(*step))[1]  # type: ignore[method-assign]
+
+        def note(tokens: int, share: float, seconds: float) -> None:
+            self.learned.append((tokens, share, seconds))
+            learn(tokens, share, seconds)
+
+        self.choice.learn = note  # type: ignore[method-assign]
 
     def begin(self, resident: Any, share: float, *, last_too: bool) -> Step:
         assert resident is RESIDENT
@@ -55,7 +60,7 @@ def steps(parts: Any) -> StreamingSteps:
     return StreamingSteps(parts, parts.costs, parts.choice, parts, layers=4, least_tokens=64, clock=lambda: parts.now)
 
 
-def test_long_steps_stream_what_the_choice_says(parts, steps):
+def test_long_steps_stream_what_the_choice_says(parts: Parts, steps: StreamingSteps) -> None:
     assert [steps.is_long(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
     assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
     assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
@@ -64,7 +69,7 @@ def test_long_steps_stream_what_the_choice_says(parts, steps):
     assert steps.steps == 2
 
 
-def test_the_choice_learns_what_long_steps_took_but_the_first(parts, steps):
+def test_the_choice_learns_what_long_steps_took_but_the_first(parts: Parts, steps: StreamingSteps) -> None:
     for tokens in (1000, 1000, 63, 64):
         if steps.is_long(tokens):
             steps.begin(RESIDENT, tokens, 1)
@@ -75,7 +80,7 @@ def test_the_choice_learns_what_long_steps_took_but_the_first(parts, steps):
     assert parts.learned == [(1000, 0.5, 0.25), (64, 0.0, 0.25)]
 
 
-def test_costs_learn_from_all_but_the_first(parts, steps):
+def test_costs_learn_from_all_but_the_first(parts: Parts, steps: StreamingSteps) -> None:
     costs = parts.costs
     for learned in (False, True, False):
         if not learned and steps.steps:
@@ -89,7 +94,7 @@ def test_costs_learn_from_all_but_the_first(parts, steps):
     assert len(parts.learned) == 1
 
 
-def test_costs_learn_of_the_cpu_alone(parts, steps):
+def test_costs_learn_of_the_cpu_alone(parts: Parts, steps: StreamingSteps) -> None:
     before = parts.costs.cpu_token
     for _ in range(2):
         steps.begin(RESIDENT, 64, 1)

@@ -52,7 +52,7 @@ def run(choice: StreamingChoice, machine: Machine, tokens: int, steps: int) -> l
         {"copy": 0.004, "row": 3e-7},
     ],
 )
-def test_stays_with_the_best_after_a_few_steps(differs, tokens):
+def test_stays_with_the_best_after_a_few_steps(differs: dict[str, float], tokens: int) -> None:
     """Costs learn of the parts of each step meanwhile, as StreamingSteps has them do it."""
     known, real = costs(), costs(**differs)
     choice = StreamingChoice(known, LAYERS, always=False)
@@ -71,14 +71,14 @@ def test_stays_with_the_best_after_a_few_steps(differs, tokens):
     assert sum(seconds > 1.05 * ends for seconds in taken[2 * MAX_TRIED_SHARES :]) <= 4  # tried again now and then
 
 
-def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on():
+def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on() -> None:
     """As the first H200 had it."""
     for tokens in (2048, 8192):
         shares = run(StreamingChoice(costs(), LAYERS, always=False), queued, tokens, 20)
         assert shares[4:] == [1.0] * 16
 
 
-def test_what_a_length_has_taught_is_not_believed_of_another():
+def test_what_a_length_has_taught_is_not_believed_of_another() -> None:
     choice = StreamingChoice(costs(), LAYERS, always=False)
     before = choice.share(512)
     assert 0 < before < 1
@@ -86,13 +86,13 @@ def test_what_a_length_has_taught_is_not_believed_of_another():
     assert choice.share(512) == before and choice.share(2048) == choice.share(1025) == 1.0
 
 
-def test_always_means_that_something_is_streamed():
+def test_always_means_that_something_is_streamed() -> None:
     slow = costs(copy=1.0)
     assert StreamingChoice(slow, LAYERS, always=False).share(64) == 0
     assert StreamingChoice(slow, LAYERS, always=True).share(64) == SHARES[1]
 
 
-def test_what_was_measured_does_not_move_with_the_costs():
+def test_what_was_measured_does_not_move_with_the_costs() -> None:
     one = costs()
     choice = StreamingChoice(one, LAYERS, always=False)
     run(choice, queued, 1024, 20)
@@ -100,20 +100,20 @@ def test_what_was_measured_does_not_move_with_the_costs():
     assert choice.share(1024) == 1.0
 
 
-def test_a_split_must_promise_a_good_deal_more():
+def test_a_split_must_promise_a_good_deal_more() -> None:
     one = costs()
     assert one.seconds(3000, 0.875) < 0.97 * one.seconds(3000, 1)
     assert run(StreamingChoice(one, LAYERS, always=False), queued, 3000, 20) == [1.0] * 20
 
 
-def test_one_slow_step_is_not_the_end_of_a_share():
+def test_one_slow_step_is_not_the_end_of_a_share() -> None:
     choice = StreamingChoice(costs(), LAYERS, always=False)
     for seconds in (0.33, 9.0):
         choice.learn(8192, 1.0, seconds)
     assert choice.share(8192) == 1.0
 
 
-def test_another_share_is_tried_again_when_it_is_near():
+def test_another_share_is_tried_again_when_it_is_near() -> None:
     choice = StreamingChoice(costs(), LAYERS, always=False)
     split = choice.share(2048)
     for share, seconds in ((split, 0.36), (split, 0.36), (1.0, 0.33), (1.0, 0.33)):
@@ -134,23 +134,23 @@ def slow_machine_costs(**changes: float) -> StreamingCosts:
     return StreamingCosts(**{"cpu_fixed": 0.002, "cpu_token": 1e-5, "copy": 0.008, **changes})
 
 
-def test_streaming_everything_takes_what_the_copies_take_or_the_gpu():
+def test_streaming_everything_takes_what_the_copies_take_or_the_gpu() -> None:
     assert slow_machine_costs(row=1e-7).seconds(8192, 1) == 0.008
     assert slow_machine_costs(gpu_token=1e-6).seconds(16384, 1) == pytest.approx(0.016384)
 
 
-def test_nothing_is_streamed_by_the_cpu_alone():
+def test_nothing_is_streamed_by_the_cpu_alone() -> None:
     one = slow_machine_costs(alone=0.5, row=1e-7, gpu_token=1e-6)
     assert one.seconds(1000, 0) == pytest.approx(0.001 + FIXED_SECONDS + 2e-4 + 0.006)
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.875, 0.0001 + 0.007), (0.25, 0.001 + FIXED_SECONDS + 2e-4 + 0.009)])
-def test_a_split_ends_with_the_slower_side(share, seconds):
+def test_a_split_ends_with_the_slower_side(share: float, seconds: float) -> None:
     """Rows that come back share the bus with the experts; the CPU waits for the GPU's first part and for the rows."""
     assert slow_machine_costs(row=1e-7, gpu_token=1e-6).seconds(1000, share) == pytest.approx(seconds)
 
 
-def test_learns_what_a_machine_really_does():
+def test_learns_what_a_machine_really_does() -> None:
     one, real = (
         slow_machine_costs(row=1e-7),
         slow_machine_costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6),
@@ -163,13 +163,13 @@ def test_learns_what_a_machine_really_does():
     assert one.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
 
 
-def test_what_the_cpu_takes_alone_is_not_what_it_takes_beside_copies():
+def test_what_the_cpu_takes_alone_is_not_what_it_takes_beside_copies() -> None:
     one = slow_machine_costs(alone=0.5)
     one.learn(512, 0, cpu=0.5 * one.cpu(512), copy=0.0, gpu=0.0)
     assert one.cpu(512) == pytest.approx(slow_machine_costs().cpu(512))
 
 
-def test_one_slow_step_is_forgotten():
+def test_one_slow_step_is_forgotten() -> None:
     one = slow_machine_costs()
     one.learn(512, 0.5, cpu=1.0, copy=0.004, gpu=5.0)
     assert one.cpu(512) < 1.3 * slow_machine_costs().cpu(512)
@@ -178,8 +178,8 @@ def test_one_slow_step_is_forgotten():
     assert one.seconds(512, 0.5) == pytest.approx(slow_machine_costs().seconds(512, 0.5), rel=0.05)
 
 
-def test_a_line_through_two_points():
-    assert fit_line((10, 3.0), (20, 4.0)) == (pytest.approx(2.0), pytest.approx(0.1))
+def test_a_line_through_two_points() -> None:
+    assert fit_line((10, 3.0), (20, 4.0)) == pytest.approx((2.0, 0.1))
     assert fit_line((10, 1.0), (110, 101.0)) == (0.0, 1.0)
     assert fit_line((10, 3.0), (20, 2.0)) == (3.0, 0.0)
     assert fit_line((4, 3.0), (4, 3.0)) == (3.0, 0.0)

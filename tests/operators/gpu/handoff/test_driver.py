@@ -1,6 +1,8 @@
 """The door to CUDA's libraries, with libraries made up here."""
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,22 +14,22 @@ class Cuda:
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.calls = []
+        self.calls: list[Any] = []
 
-    def cuStreamBatchMemOp_v2(self, stream, count, parameters, flags):  # noqa: N802
+    def cuStreamBatchMemOp_v2(self, stream: Any, count: Any, parameters: Any, flags: Any) -> Any:  # noqa: N802
         fields = [bytes(one) for one in parameters]
         self.calls.append((stream.value, count.value, fields, flags.value))
         return self.code
 
-    def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+    def cuDeviceGetAttribute(self, value: Any, attribute: Any, device: Any) -> Any:  # noqa: N802
         value._obj.value = int(attribute.value == 122 and device.value == 1)
         return self.code
 
-    def cuPointerGetAttribute(self, value, attribute, address):  # noqa: N802
+    def cuPointerGetAttribute(self, value: Any, attribute: Any, address: Any) -> Any:  # noqa: N802
         value._obj.value = address.value + 0x1000 * (attribute.value == 3)
         return self.code
 
-    def cuGetErrorString(self, code, text):  # noqa: N802
+    def cuGetErrorString(self, code: Any, text: Any) -> Any:  # noqa: N802
         text._obj.value = b"the stream is gone" if code.value == 400 else None
         return 0
 
@@ -38,23 +40,23 @@ class Runtime:
     class Text:
         restype = None
 
-        def __call__(self, code):
+        def __call__(self, code: Any) -> Any:
             return b"no memory"
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.calls = []
+        self.calls: list[Any] = []
         self.cudaGetErrorString = self.Text()
 
-    def __getattr__(self, name):
-        def call(*arguments):
+    def __getattr__(self, name: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             self.calls.append((name, *(one.value for one in arguments)))
             return self.code
 
         return call
 
 
-def test_memory_operations_are_laid_out_as_cuda_has_them():
+def test_memory_operations_are_laid_out_as_cuda_has_them() -> None:
     """48 bytes each: operation, address at 8, value at 16, flags at 24."""
     cuda = Cuda()
     driver = Driver(cuda, Runtime())
@@ -64,14 +66,14 @@ def test_memory_operations_are_laid_out_as_cuda_has_them():
     assert cuda.calls == [(0x77, 2, [write, wait], 0)]
 
 
-def test_asks_whether_streams_can_wait_for_memory():
+def test_asks_whether_streams_can_wait_for_memory() -> None:
     driver = Driver(Cuda(), Runtime())
     assert driver.has_memory_operations(1)
     assert not driver.has_memory_operations(0)
     assert not Driver(object(), Runtime()).has_memory_operations(1)
 
 
-def test_passes_pointers_whole():
+def test_passes_pointers_whole() -> None:
     runtime = Runtime()
     driver = Driver(Cuda(), runtime)
     far = 0x7F00_1234_5678_9AB0
@@ -86,7 +88,7 @@ def test_passes_pointers_whole():
     ]
 
 
-def test_errors_name_the_function():
+def test_errors_name_the_function() -> None:
     with pytest.raises(RuntimeError, match=r"^cuStreamBatchMemOp_v2: the stream is gone \(error 400\)$"):
         Driver(Cuda(400), Runtime()).memory_operations(1, [MemoryOperation("wait", 64, 1)])
     with pytest.raises(RuntimeError, match=r"^cuDeviceGetAttribute: unknown error \(error 1\)$"):
@@ -95,18 +97,19 @@ def test_errors_name_the_function():
         Driver(Cuda(400), Runtime()).device_address(64)
     runtime = Runtime(2)
     driver = Driver(Cuda(), runtime)
-    for name, call in [
+    calls: list[tuple[str, Callable[[], None]]] = [
         ("cudaLaunchHostFunc", lambda: driver.launch_host_function(1, 2, 3)),
         ("cudaHostRegister", lambda: driver.host_register(64, 64)),
         ("cudaHostUnregister", lambda: driver.host_unregister(64)),
-    ]:
+    ]
+    for name, call in calls:
         with pytest.raises(RuntimeError, match=rf"^{name}: no memory \(error 2\)$"):
             call()
         assert runtime.calls[-1] == ("cudaGetLastError",), "the error must not stay for torch to find"
     assert runtime.cudaGetErrorString.restype is ctypes.c_char_p
 
 
-def test_finds_the_runtime_that_torch_has_loaded():
+def test_finds_the_runtime_that_torch_has_loaded() -> None:
     maps = (
         "7f0-7f1 r-xp 00000000 08:01 1 /usr/lib/libc.so.6\n"
         "7f2-7f3 rw-p 00000000 00:00 0 \n"
@@ -116,7 +119,7 @@ def test_finds_the_runtime_that_torch_has_loaded():
     assert _mapped_runtime(maps.replace("cudart", "cufft")) is None
 
 
-def test_says_where_there_is_no_cuda(monkeypatch):
+def test_says_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktqueue.operators.gpu.handoff.driver._mapped_runtime", lambda maps: None)
     with pytest.raises(RuntimeError, match="libcudart is not loaded"):
         Driver.load()
