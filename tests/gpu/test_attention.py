@@ -39,7 +39,7 @@ def random_cache(layout: KVLayout, pages: int) -> KVCache:
 
 
 def make_step(kv: KVCache, chunks: list[int], contexts: list[int]) -> StepContext:
-    """On the host; pages drawn at random from those of `kv`."""
+    """A step on the host, with random pages of `kv`."""
     size = kv.layout.page_size
     counts = [-(-context // size) for context in contexts]
     drawn = torch.randperm(kv.pages)
@@ -70,7 +70,7 @@ def same(got: torch.Tensor, step: StepContext, query: torch.Tensor, scaling: flo
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises."""
+    """Raise if anything waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -83,7 +83,7 @@ PLANNERS: dict[tuple[object, ...], AttentionPlanner] = {}
 
 
 def planner(layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int]) -> AttentionPlanner:
-    """One for each case: FlashInfer's buffers are big."""
+    """One planner for each case, because FlashInfer's buffers are large."""
     key = (layout, backend, heads, dtype, *sorted(windows))
     if key not in PLANNERS:
         PLANNERS[key] = make_planner(

@@ -1,5 +1,7 @@
 """On a GPU, the kernels of packed experts equal their twins: every format, few and many tokens, also in a graph."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,13 +9,15 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.panel_pools import make_pool, route, small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the error's norm: weights and what lies between the two products are rounded to the dtype."""
+"""Relative norm of the error: weights and the rows between the two products are rounded to the dtype."""
 EXPERTS, SLOTS = 6, 3
 
 
@@ -22,9 +26,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     assert error <= BOUNDS[dtype] * expected.double().norm()
 
 
-def assert_experts(pool, offsets, ids, x, weights, record) -> None:
+def assert_experts(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    record: ExpertRecord,
+) -> None:
     """Both products on the GPU, against the twins of the same inputs."""
-    on_gpu = [one.cuda() for one in (pool, offsets, ids)]
+    on_gpu = pool.cuda(), offsets.cuda(), ids.cuda()
     mid = products.gate_up(*on_gpu, x.cuda(), record, "silu")
     partials = products.down(*on_gpu, mid, weights.cuda(), record)
     computed = (ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)
@@ -37,7 +48,7 @@ def assert_experts(pool, offsets, ids, x, weights, record) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_the_twins(quant, dtype, random_weights):
+def test_equals_the_twins(quant: str, dtype: torch.dtype, random_weights: Callable[..., Bytes]) -> None:
     cases = [small(quant)]
     if quant not in ("F32", "F16", "BF16"):
         cases.append(((quant,) * 3, 512, 256))
@@ -51,27 +62,34 @@ def test_equals_the_twins(quant, dtype, random_weights):
             assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
 
 
-def test_all_pairs_on_one_expert(random_weights):
+def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     for tokens in (3, 100, 600):
         x, ids = torch.randn(tokens, 512).bfloat16(), torch.full((tokens, 2), 4)
         assert_experts(pool.bytes, pool.offsets, ids, x, torch.rand(tokens, 2), pool.record)
 
 
-def test_records_far_away(random_weights):
-    """Beyond what 32 bits can say."""
+def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
+    """Offsets beyond 32 bits."""
     pool = make_pool(random_weights, "Q6_K", 2, 256, 256)
     far = torch.empty((5 << 30) + pool.bytes.numel(), dtype=torch.uint8, device="cuda")
     far[5 << 30 :] = pool.bytes.cuda()
     x, (ids, weights) = torch.randn(9, 256).bfloat16(), route(9, 2, 1)
-    near = [one.cuda() for one in (pool.bytes, pool.offsets, ids)]
-    distant = [far, pool.offsets.cuda() + (5 << 30), ids.cuda()]
-    mids = [products.gate_up(*given, x.cuda(), pool.record, "silu") for given in (near, distant)]
+    near = pool.bytes.cuda(), pool.offsets.cuda(), ids.cuda()
+    distant = far, pool.offsets.cuda() + (5 << 30), ids.cuda()
+    mids = [products.gate_up(*packed, x.cuda(), pool.record, "silu") for packed in (near, distant)]
     assert torch.equal(*mids)
-    assert torch.equal(*(products.down(*given, mids[0], weights.cuda(), pool.record) for given in (near, distant)))
+    assert torch.equal(*(products.down(*packed, mids[0], weights.cuda(), pool.record) for packed in (near, distant)))
 
 
-def assert_rounded(pool, offsets, ids, x, weights, record) -> None:
+def assert_rounded(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    record: ExpertRecord,
+) -> None:
     """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
     packed, places, chosen, factors = (one.cuda() for one in (pool, offsets, ids, weights))
     rows, pairs = expert_int8.prepare(x.cuda(), chosen, places)
@@ -98,7 +116,7 @@ def assert_rounded(pool, offsets, ids, x, weights, record) -> None:
 
 
 @pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS])
-def test_few_tokens_equal_rounded_products(quant, random_weights):
+def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[..., Bytes]) -> None:
     cases = [small(quant), ((quant,) * 3, 2048, 768)]
     for quants, hidden, intermediate in cases:
         pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
@@ -110,7 +128,7 @@ def test_few_tokens_equal_rounded_products(quant, random_weights):
             assert_rounded(pool.bytes, offsets, ids, x, weights, pool.record)
 
 
-def test_few_tokens_depend_on_no_others(random_weights, monkeypatch):
+def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
@@ -123,7 +141,7 @@ def test_few_tokens_depend_on_no_others(random_weights, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_few_tokens_in_a_graph(tokens, random_weights):
+def test_few_tokens_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     """Replays see new activations, ids and offsets."""
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()
@@ -146,7 +164,7 @@ def test_few_tokens_in_a_graph(tokens, random_weights):
 
 
 @pytest.mark.parametrize("tokens", [2, 300])
-def test_in_a_graph(tokens, random_weights):
+def test_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     """Replays see new activations, ids and offsets."""
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     record, packed, offsets = pool.record, pool.bytes.cuda(), pool.offsets.cuda()

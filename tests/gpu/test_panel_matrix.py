@@ -1,10 +1,13 @@
 """On a GPU, the kernels of a matrix in packed panels equal their twins, also in a graph."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from ktqueue.operators.gpu.dense import FEW_ROWS, DecodeBuffer, QuantisedLinear
 from ktqueue.operators.gpu.kernels.panel_matrix import multiply_few
+from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.matrices import BLOCKS, activations, columns_of, make_panels
 
@@ -16,7 +19,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> Non
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_decoded_rows(quant, random_weights):
+def test_decoded_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
     for columns, dtype in ((columns_of(quant), torch.float32), (2048, torch.bfloat16)):
         panels, weights = make_panels(random_weights, quant, 75, columns, "cuda")
         ids = torch.randint(75, (100,))
@@ -29,7 +32,7 @@ def test_decoded_rows(quant, random_weights):
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_few_rows(quant, random_weights):
+def test_few_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
     """One part or two, rows that do not fill a panel, more columns than a tile has."""
     for columns, tokens, dtype in (
         (columns_of(quant), 1, torch.float16),
@@ -48,20 +51,20 @@ def test_few_rows(quant, random_weights):
 
 
 @pytest.mark.parametrize("start", [1, 2, 3, 4])
-def test_rows_that_begin_in_the_middle_of_a_word(start, random_weights):
+def test_rows_that_begin_in_the_middle_of_a_word(start: int, random_weights: Callable[..., Bytes]) -> None:
     panels, weights = make_panels(random_weights, "Q4_K", 40, 512, "cuda")
     x = activations(2, 520, torch.bfloat16).cuda()[:, start : start + 512]
-    for some in (x, x[:1]):
-        out = torch.full((len(some), 40), torch.nan, device="cuda")
-        multiply_few([panels], some, None, out)
-        assert_close(out, some.cpu().double() @ weights.double().T, 1e-5)
+    for rows in (x, x[:1]):
+        out = torch.full((len(rows), 40), torch.nan, device="cuda")
+        multiply_few([panels], rows, None, out)
+        assert_close(out, rows.cpu().double() @ weights.double().T, 1e-5)
 
 
 @pytest.mark.parametrize(
     ("quants", "dtype"),
     [(("Q4_K", "Q6_K"), torch.bfloat16), (("Q8_0",), torch.float16), (("Q4_K",), torch.float32)],
 )
-def test_any_number_of_rows(quants, dtype, random_weights):
+def test_any_number_of_rows(quants: tuple[str, str], dtype: torch.dtype, random_weights: Callable[..., Bytes]) -> None:
     made = [make_panels(random_weights, quant, 272 + i, 512, "cuda") for i, quant in enumerate(quants)]
     buffer = DecodeBuffer(dtype, "cuda")
     weights = torch.cat([one for _, one in made])
@@ -75,7 +78,7 @@ def test_any_number_of_rows(quants, dtype, random_weights):
 
 
 @pytest.mark.parametrize("tokens", [2, 40])
-def test_in_a_graph(tokens, random_weights):
+def test_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     """Replays see new activations."""
     made = [make_panels(random_weights, quant, 256, 512, "cuda") for quant in ("Q4_K", "Q6_K")]
     buffer = DecodeBuffer(torch.bfloat16, "cuda")
@@ -92,8 +95,8 @@ def test_in_a_graph(tokens, random_weights):
         assert torch.equal(captured, linear(x))
 
 
-def test_rows_far_away(random_weights):
-    """Beyond what 32 bits can say."""
+def test_rows_far_away(random_weights: Callable[..., Bytes]) -> None:
+    """Offsets beyond 32 bits."""
     panels, weights = make_panels(random_weights, "Q8_0", 64, 256, "cuda")
     repeats = (5 << 29) // panels.packed.numel()
     far = type(panels)(panels.packed.repeat(repeats), "Q8_0", 64 * repeats, 256)

@@ -66,8 +66,7 @@ class Int8Rows:
 
 
 class SortedPairs(NamedTuple):
-    """Pairs by expert, as expert_tensor_cores.sort_pairs returns them. `prepare` returns None if each pair has its own
-    programs."""
+    """Pairs by expert, as expert_tensor_cores.sort_pairs returns them."""
 
     sorted: torch.Tensor
     starts: torch.Tensor
@@ -254,12 +253,17 @@ def _experts_kernel(
         done += M
 
 
-def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
-    """Quantise x [tokens, columns] and sort the pairs of ids [tokens, k] by expert, in one launch."""
+def prepare(
+    x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, *, own_pairs: int = OWN_PAIRS
+) -> tuple[Int8Rows, SortedPairs | None]:
+    """Quantise x [tokens, columns] and sort the pairs of ids [tokens, k] by expert, in one launch.
+
+    Returns no sorted pairs if there are at most `own_pairs`, each with its own programs.
+    """
     tokens, columns = x.shape
     rows = Int8Rows.empty(tokens, columns, x.device)
     slabs = columns // SLAB
-    own = ids.numel() <= OWN_PAIRS
+    own = ids.numel() <= own_pairs
     experts = offsets.numel()
     lists = SortedPairs(
         *(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts))

@@ -179,7 +179,7 @@ def _few_rows_kernel(
         )  # fmt: skip
 
 
-def _in_words(x: torch.Tensor) -> torch.Tensor:
+def in_words(x: torch.Tensor) -> torch.Tensor:
     """x [tokens, columns] of 16 bits, or a copy of it, that can be read four columns at a time.
 
     A GPU faults on a word of 8 bytes that does not begin at a multiple of 8, and contiguous tensors may begin anywhere.
@@ -192,7 +192,7 @@ def _launch_few_rows(
     parts: "Sequence[PanelMatrix]", x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Launch `multiply_few` for one part or two."""
-    x = _in_words(x)
+    x = in_words(x)
     tokens, columns = x.shape
     first, second = parts[0], parts[-1]
     slabs, panels = columns // SLAB, sum(panel_layout.panel_count(part.rows) for part in parts)

@@ -13,19 +13,19 @@ BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
 
 
 def columns_of(quant: str) -> int:
-    """Two superblocks, the second not whole where the format allows that."""
+    """Two superblocks, the second of them not whole if the format allows that."""
     return 512 if quant.endswith("_K") or quant == "IQ4_XS" else 288
 
 
 def make_panels(
     random_weights: Callable[..., Bytes], quant: str, rows: int, columns: int, device: str = "cpu", seed: int = 0
 ) -> tuple[PanelMatrix, torch.Tensor]:
-    """The panels, and [rows, columns] float32 on the CPU."""
+    """Random panels, and their weights [rows, columns] float32 on the CPU."""
     data = random_weights(quant, rows * columns, seed)
     decoded = torch.from_numpy(native.dequantize(quant, data, rows * columns)).view(rows, columns)
     return PanelMatrix.pack(PackedMatrix(quant, rows, columns, data), device), decoded
 
 
 def activations(tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[tokens, columns] of noise."""
+    """Noise [tokens, columns]."""
     return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)

@@ -1,4 +1,4 @@
-"""Pools of packed experts, made from random GGUF weights by the CPU's own packing."""
+"""Pools of packed experts: random GGUF weights, packed by the CPU's own code."""
 
 import ctypes
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def make_pool(
     hidden: int,
     intermediate: int,
 ) -> Pool:
-    """`quants`: of all three matrices, or of gate, up and down."""
+    """Pack random experts. `quants`: the format of all three matrices, or those of gate, up and down."""
     gate, up, down = (quants,) * 3 if isinstance(quants, str) else quants
     shapes = ((gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate))
     parts = [
@@ -35,21 +35,21 @@ def make_pool(
         for i, (quant, rows, columns) in enumerate(shapes)
     ]
     layer = native.ExpertLayer(ExpertWeights(*parts), activations="float32")
-    records = [b"".join(ctypes.string_at(*one) for one in layer.ranges(expert)) for expert in range(experts)]
+    records = [b"".join(ctypes.string_at(*part) for part in layer.ranges(expert)) for expert in range(experts)]
     record = ExpertRecord(gate, up, down, hidden, intermediate)
-    assert all(len(one) == record.bytes for one in records)
+    assert all(len(packed) == record.bytes for packed in records)
     pool = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
     return Pool(record, pool, torch.arange(experts) * record.bytes, layer)
 
 
 def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [tokens, slots] without repeats in a row, weights [tokens, slots]."""
+    """Random ids [tokens, slots] without repeats in a row, and weights [tokens, slots]."""
     noise = torch.Generator().manual_seed(seed)
     return torch.rand(tokens, experts, generator=noise).topk(slots).indices, torch.rand(tokens, slots, generator=noise)
 
 
 def small(quant: str) -> tuple[tuple[str, str, str], int, int]:
-    """Formats, hidden and intermediate of small experts whose gate and up are `quant`, as odd as it allows."""
+    """Formats, hidden and intermediate of small experts. Gate and up are `quant`; sizes are as odd as it allows."""
     if quant in ("F32", "F16", "BF16"):
         return (quant,) * 3, 45, 33
     return (quant, quant, "MXFP4"), 512 if quant.endswith("_K") or quant == "IQ4_XS" else 288, 32

@@ -1,5 +1,8 @@
 """Experts by the integer dot product: the kernels (interpreted) against products of the same rounded rows."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,13 +10,15 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.native import ActivationName
+from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel, compiled_for_h200
-from .panel_pools import make_pool, route
+from .panel_pools import Pool, make_pool, route
 
 BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
 BOUND = 3e-6
-"""Of float32 sums in another order."""
+"""Relative error of float32 sums in another order."""
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:
@@ -24,10 +29,18 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= BOUND * expected.abs().max()
 
 
-def assert_experts(pool, offsets, ids, x, weights, activation="silu") -> None:
-    """Each launch makes of its inputs what plain torch does; rows of skipped pairs are zero."""
+def assert_experts(
+    pool: Pool,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    activation: ActivationName = "silu",
+    own_pairs: int = expert_int8.OWN_PAIRS,
+) -> None:
+    """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
     record, slots = pool.record, ids.shape[1]
-    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets)
+    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets, own_pairs=own_pairs)
     expected = Int8Rows.quantise(x)
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
@@ -40,9 +53,11 @@ def assert_experts(pool, offsets, ids, x, weights, activation="silu") -> None:
     exact = exact.view(-1, record.intermediate)
     wanted = Int8Rows.quantise(exact)
     if computed.any():
-        torch.testing.assert_close(mid.scales[computed], wanted.scales[computed], rtol=1e-4, atol=1e-6 * exact.max())
+        torch.testing.assert_close(
+            mid.scales[computed], wanted.scales[computed], rtol=1e-4, atol=1e-6 * float(exact.max())
+        )
         assert (mid.codes.int() - wanted.codes.int())[computed].abs().max() <= 1
-        # As many are off by one as lie between two codes.
+        # Only numbers halfway between two codes may differ by one.
         assert (mid.codes != wanted.codes)[computed].float().mean() < 1e-2
         again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
         assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
@@ -55,8 +70,8 @@ def assert_experts(pool, offsets, ids, x, weights, activation="silu") -> None:
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_equals_rounded_products(quant, random_weights):
-    """Slabs that the tile has and the matrix has not, a superblock that is not whole."""
+def test_kernels_equal_products_of_rounded_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """A tile with more slabs than the matrix, and a superblock that is not whole."""
     superblocks = quant.endswith("_K") or quant == "IQ4_XS"
     pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, 512 if superblocks else 288, 32)
     hidden = pool.record.hidden
@@ -67,44 +82,47 @@ def test_equals_rounded_products(quant, random_weights):
 @pytest.mark.parametrize(
     ("tokens", "experts", "slots", "own"), [(1, 9, 4, True), (3, 3, 2, False), (9, 2, 1, False)]
 )  # fmt: skip
-def test_ways_to_find_pairs(tokens, experts, slots, own, random_weights, monkeypatch):
-    """Pairs on their own and by expert; experts that nobody chose, are not on the GPU, and pairs that chose none."""
-    if not own:
-        monkeypatch.setattr(expert_int8, "OWN_PAIRS", 0)
+def test_ways_to_find_pairs(
+    tokens: int,
+    experts: int,
+    slots: int,
+    own: bool,
+    random_weights: Callable[..., Bytes],
+) -> None:
+    """Pairs on their own and by expert; unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
     x, (ids, weights) = activations(tokens, 64), route(tokens, experts, slots)
     offsets = pool.offsets.clone()
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    assert_experts(pool, offsets, ids, x.bfloat16(), weights)
+    assert_experts(pool, offsets, ids, x.bfloat16(), weights, own_pairs=32 if own else 0)
 
 
 @pytest.mark.parametrize("activation", products.ACTIVATIONS)
-def test_activations(activation, random_weights):
+def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights, activation)
 
 
-def test_a_pair_depends_on_no_other(random_weights, monkeypatch):
+def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
     x, weights = activations(4, 256), torch.ones(4, 1)
+    start, tiles = pool.record.down_start, expert_int8.TILES
     results = []
-    for tokens, own in ((4, 0), (2, 32)):
-        monkeypatch.setattr(expert_int8, "OWN_PAIRS", own)
-        monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
+    for tokens, own_pairs in ((4, 0), (2, 32)):
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
-        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets)
-        mid = by_kernel(expert_int8.gate_up, pool.bytes, pool.offsets, ids, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu")
-        start = pool.record.down_start
+        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets, own_pairs=own_pairs)
+        packed = pool.bytes, pool.offsets, ids
+        mid = by_kernel(expert_int8.gate_up, *packed, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu", tiles.gate_up)
         results.append(
-            by_kernel(expert_int8.down, pool.bytes, pool.offsets, ids, mid, pairs, weights[:tokens], "Q8_0", 256, start)
+            by_kernel(expert_int8.down, *packed, mid, pairs, weights[:tokens], "Q8_0", 256, start, tiles.down)
         )
     assert torch.equal(results[0][:2], results[1])
 
 
-def test_rows_that_are_not_finite_poison_themselves():
+def test_rows_that_are_not_finite_poison_themselves() -> None:
     x = activations(4, 96)
     x[0, 3], x[1, 40], x[2, 64:] = torch.inf, torch.nan, 0.0
     rows, _ = by_kernel(expert_int8.prepare, x, torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
@@ -115,7 +133,7 @@ def test_rows_that_are_not_finite_poison_themselves():
     assert (rows.floats()[3] - x[3]).abs().max() <= x[3].abs().max() / 254 * 1.0001
 
 
-def test_which_activations(random_weights):
+def test_the_type_of_activations_can_be_chosen(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
@@ -135,7 +153,7 @@ def test_which_activations(random_weights):
         )
 
 
-def test_an_h200_takes_them(tmp_path):
+def test_an_h200_takes_them(tmp_path: Path) -> None:
     few = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
     fetching = ["_divide_kernel", "_fetch_kernel"]
     assert compiled_for_h200("experts", tmp_path) == few * 2 + fetching * 2

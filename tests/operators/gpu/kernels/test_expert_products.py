@@ -1,4 +1,6 @@
-"""The twins of packed experts against the CPU kernels, the Triton kernels (by its interpreter) against the twins."""
+"""The twins of packed experts against the CPU kernels, the Triton kernels (interpreted) against the twins."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -6,12 +8,14 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.native import ActivationName
+from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel
 from .panel_pools import make_pool, route, small
 
 BOUND = 2e-6
-"""Of float32 sums in another order."""
+"""Relative error of float32 sums in another order."""
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:
@@ -22,8 +26,17 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
-def assert_experts(pool, offsets, ids, x, weights, record, activation="silu", bound=BOUND) -> None:
-    """The kernels make what the twins make; rows of skipped pairs are zero."""
+def assert_experts(
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    record: ExpertRecord,
+    activation: ActivationName = "silu",
+    bound: float = BOUND,
+) -> None:
+    """The kernels compute what the twins do; rows of skipped pairs are zero."""
     mid = by_kernel(products.gate_up, pool, offsets, ids, x, record, activation)
     partials = by_kernel(products.down, pool, offsets, ids, mid, weights, record)
     expected = products.gate_up(pool, offsets, ids, x, record, activation)
@@ -36,7 +49,7 @@ def assert_experts(pool, offsets, ids, x, weights, record, activation="silu", bo
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_twins_equal_the_cpu_kernels(quant, random_weights):
+def test_twins_equal_the_cpu_kernels(quant: str, random_weights: Callable[..., Bytes]) -> None:
     quants, hidden, intermediate = small(quant)
     pool = make_pool(random_weights, quants, 5, hidden, intermediate)
     x, (ids, weights) = activations(9, hidden), route(9, 5, 3)
@@ -46,7 +59,7 @@ def test_twins_equal_the_cpu_kernels(quant, random_weights):
     assert_close(products.down(pool.bytes, pool.offsets, ids, mid, weights, pool.record).sum(1), expected)
 
 
-def test_record_sizes(random_weights):
+def test_record_sizes(random_weights: Callable[..., Bytes]) -> None:
     record = make_pool(random_weights, ("Q4_K", "Q8_0", "Q6_K"), 2, 256, 256).record
     assert record.down_start == record.gate_up_bytes == 16 * (record.gate_panel_bytes + record.up_panel_bytes)
     assert (record.gate_panel_bytes, record.up_panel_bytes, record.down_panel_bytes) == (2368, 4352, 3392)
@@ -57,14 +70,14 @@ def test_record_sizes(random_weights):
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_kernels_equal_the_twins(quant, random_weights):
+def test_kernels_equal_the_twins(quant: str, random_weights: Callable[..., Bytes]) -> None:
     quants, hidden, intermediate = small(quant)
     pool = make_pool(random_weights, quants, 3, hidden, intermediate)
     x, (ids, weights) = activations(3, hidden), route(3, 3, 2)
     assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-def test_three_formats_and_float16(random_weights):
+def test_three_formats_and_float16(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("Q8_0", "Q4_0", "IQ4_NL"), 2, 160, 64)
     x, (ids, weights) = activations(3, 160), route(3, 2, 1)
     assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
@@ -72,7 +85,7 @@ def test_three_formats_and_float16(random_weights):
 
 
 @pytest.mark.parametrize("activation", products.ACTIVATIONS)
-def test_activations(activation, random_weights):
+def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record, activation)
@@ -83,8 +96,8 @@ def test_activations(activation, random_weights):
     [(1, 9, 4), (2, 4, 2), (17, 3, 2), (130, 3, 2), (130, 5, 4)],
     ids=["leaders", "few experts", "more than a block", "many blocks", "sorted"],
 )
-def test_ways_to_find_pairs(tokens, experts, slots, random_weights):
-    """With experts that nobody chose, are not on the GPU, and pairs that chose none."""
+def test_ways_to_find_pairs(tokens: int, experts: int, slots: int, random_weights: Callable[..., Bytes]) -> None:
+    """With unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, "MXFP4", experts, 32, 32)
     x, (ids, weights) = activations(tokens, 32), route(tokens, experts, slots)
     assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
@@ -96,27 +109,27 @@ def test_ways_to_find_pairs(tokens, experts, slots, random_weights):
 
 
 @pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[-1, -1]] * 3])
-def test_repeated_and_no_experts(ids, random_weights):
+def test_repeated_and_no_experts(ids: list[list[int]], random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_0", 8, 64, 32)
     x, weights = activations(3, 64), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
     assert_experts(pool.bytes, pool.offsets, torch.tensor(ids), x, weights, pool.record)
 
 
-def test_all_pairs_on_one_expert(random_weights):
+def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 8, 32, 32)
     for tokens in (70, 600):
         x, ids, weights = activations(tokens, 32), torch.full((tokens, 1), 6), torch.ones(tokens, 1)
         assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-def test_columns_that_lie_apart(random_weights):
+def test_strided_columns(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 3, 64, 32)
     for tokens in (3, 130):
         x, (ids, weights) = activations(64, tokens).T, route(tokens, 3, 2)
         assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
 
 
-def test_refuses_what_does_not_fit(random_weights):
+def test_arguments_that_do_not_fit_are_refused(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     ids = torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="one of silu, gelu, gelu_tanh"):

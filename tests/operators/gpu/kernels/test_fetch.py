@@ -14,7 +14,7 @@ AREA, RECORD = 640, 192
 
 
 def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[str, Any]:
-    """A third of the experts is resident; the last token only pads."""
+    """A third of the experts is resident; the last of several tokens is padding."""
     random = torch.Generator().manual_seed(experts * tokens + slots)
     ids = torch.stack([torch.randperm(experts, generator=random)[:k] for _ in range(tokens)])
     ids[-1] = -1 if tokens > 1 else ids[-1]
@@ -43,25 +43,27 @@ CASES = [(8, 1, 2, 2), (8, 3, 8, 8), (128, 1, 8, 3), (128, 64, 8, 40), (128, 5, 
 
 @pytest.mark.parametrize("share", [0.0, 0.3125, 0.5, 1.0])
 @pytest.mark.parametrize(("experts", "tokens", "k", "slots"), CASES)
-def test_a_share_of_what_is_used_and_absent_comes(experts, tokens, k, slots, share):
+def test_a_share_of_the_used_absent_experts_is_fetched(
+    experts: int, tokens: int, k: int, slots: int, share: float
+) -> None:
     found = divide(case(experts, tokens, k, slots), share)
-    used = {one for one in found["ids"].flatten().tolist() if one >= 0}
-    absent = sorted(one for one in used if found["resident"][one] < 0)
-    coming = absent[: min(int(share * len(absent)), slots)]
+    used = {expert for expert in found["ids"].flatten().tolist() if expert >= 0}
+    absent = sorted(expert for expert in used if found["resident"][expert] < 0)
+    fetched = absent[: min(int(share * len(absent)), slots)]
     assert [row for row in found["sources"].tolist() if any(row)] == [
-        found["addresses"][one].tolist() for one in coming
+        found["addresses"][expert].tolist() for expert in fetched
     ]
-    assert not found["sources"][len(coming) :].any()
+    assert not found["sources"][len(fetched) :].any()
     for expert in range(experts):
-        place = AREA + RECORD * coming.index(expert) if expert in coming else found["resident"][expert]
+        place = AREA + RECORD * fetched.index(expert) if expert in fetched else found["resident"][expert]
         assert found["offsets"][expert] == place
     for expert, left in zip(found["ids"].flatten().tolist(), found["cpu_ids"].flatten().tolist(), strict=True):
-        assert left == (expert if expert in absent and expert not in coming else -1)
+        assert left == (expert if expert in absent and expert not in fetched else -1)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3125, 1.0])
 @pytest.mark.parametrize(("experts", "tokens", "k", "slots"), CASES)
-def test_the_kernel_divides_as_its_twin(experts, tokens, k, slots, share):
+def test_the_kernel_divides_like_its_twin(experts: int, tokens: int, k: int, slots: int, share: float) -> None:
     expected = divide(case(experts, tokens, k, slots), share)
     found = divide(case(experts, tokens, k, slots), share, by_kernel)
     for name, tensor in expected.items():
@@ -69,8 +71,8 @@ def test_the_kernel_divides_as_its_twin(experts, tokens, k, slots, share):
 
 
 @pytest.mark.parametrize("run", [by_twin, by_kernel])
-def test_what_is_chosen_arrives(run):
-    """Records of 20 KB and a bit, whose parts lie apart; the second slot is empty."""
+def test_chosen_experts_arrive(run: Callable[..., Any]) -> None:
+    """Records of more than 20 KB whose parts are apart; the second slot is empty."""
     sizes = [(0, 16_448), (16_448, 4_096)]
     record = sum(size for _, size in sizes)
     host = torch.randint(0, 256, (3 * record,), dtype=torch.uint8)
@@ -82,7 +84,7 @@ def test_what_is_chosen_arrives(run):
     shift = begin - host.data_ptr()
     expected = torch.zeros_like(memory)
     for slot, row in ((0, (32, 17_000 // 16 * 16)), (2, (64, 24_000))):
-        for (start, size), at in zip(sizes, row, strict=True):
+        for (start, size), source in zip(sizes, row, strict=True):
             to = AREA + slot * record + start
-            expected[to : to + size] = host[shift + at : shift + at + size]
+            expected[to : to + size] = host[shift + source : shift + source + size]
     assert torch.equal(memory, expected)

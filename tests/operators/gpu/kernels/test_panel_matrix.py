@@ -1,20 +1,19 @@
-"""Matrices in packed panels: the twins against GGUF's decoding, the Triton kernels (interpreted) against the same."""
+"""Matrices in packed panels: twins and Triton kernels (interpreted) against the decoding of GGUF."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels import panel_matrix
-from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
-from ktqueue.operators.packed import PackedMatrix
+from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, in_words, multiply_few
+from ktqueue.operators.packed import Bytes, PackedMatrix
 
 from ..interpreted import by_kernel, by_twin, compiled_for_h200
 from .matrices import BLOCKS, activations, columns_of, make_panels
 
 BOUND = 3e-6
-"""Of float32 sums in another order."""
+"""Relative error of float32 sums in another order."""
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
@@ -22,8 +21,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_rows_are_decoded_as_gguf_has_them(quant, random_weights):
-    """From any row on, or those of some ids, by kernel and twin, bit for bit."""
+def test_rows_are_decoded_as_gguf_has_them(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """From any row on, or the rows of some ids, by kernel and by twin, bit for bit."""
     panels, weights = make_panels(random_weights, quant, 37, columns_of(quant))
     ids = torch.tensor([36, 0, 17, 17, 31, 15, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 33])
     for first, count in ((0, 37), (5, 20)):
@@ -38,8 +37,8 @@ def test_rows_are_decoded_as_gguf_has_them(quant, random_weights):
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_few_rows(quant, random_weights):
-    """Weights are not rounded; slabs that the tile has and the matrix has not."""
+def test_few_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """Weights are not rounded; the tile has more slabs than the matrix."""
     panels, weights = make_panels(random_weights, quant, 21, columns_of(quant))
     x = activations(1, panels.columns, torch.bfloat16)
     for run in (by_twin, by_kernel):
@@ -48,19 +47,17 @@ def test_few_rows(quant, random_weights):
         assert_close(out, x.float() @ weights.T)
 
 
-def test_more_columns_than_a_tile_has(random_weights, monkeypatch):
-    """And more tokens, of float16."""
-    monkeypatch.setattr(panel_matrix, "_FEWEST_SLABS", 8)
-    monkeypatch.setattr(panel_matrix, "_MOST_SLABS", 8)
-    panels, weights = make_panels(random_weights, "Q4_0", 16, 288)
-    x, out = activations(3, 288, torch.float16), torch.full((3, 16), torch.nan)
+def test_more_columns_than_a_tile_has(random_weights: Callable[..., Bytes]) -> None:
+    """129 slabs, with several tokens of float16."""
+    panels, weights = make_panels(random_weights, "Q4_0", 16, 4128)
+    x, out = activations(3, 4128, torch.float16), torch.full((3, 16), torch.nan)
     by_kernel(multiply_few, [panels], x, None, out)
     assert_close(out, x.float() @ weights.T)
 
 
 @pytest.mark.parametrize("quants", [("Q4_K", "Q6_K"), ("Q8_0", "MXFP4")])
-def test_two_formats_in_one_product(quants, random_weights):
-    """Both with rows that do not fill a panel; rows of x and of the product are strided."""
+def test_two_formats_in_one_product(quants: tuple[str, str], random_weights: Callable[..., Bytes]) -> None:
+    """Both have rows that do not fill a panel; rows of x and of the product are strided."""
     two = [
         make_panels(random_weights, quant, rows, 256, seed=rows) for quant, rows in zip(quants, (40, 7), strict=True)
     ]
@@ -71,21 +68,6 @@ def test_two_formats_in_one_product(quants, random_weights):
         by_kernel(multiply_few, [panels for panels, _ in two], x, added, wide[:, 2:49])
         assert_close(wide[:, 2:49], expected if added is None else expected + added.float())
         assert wide[:, :2].eq(7).all() and wide[:, 49:].eq(7).all()
-
-
-class Watched:
-    """The kernel of few rows: where each row of x that it reads begins."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self.rows: list[int] = []
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(packed: torch.Tensor, other: torch.Tensor, x: torch.Tensor, *rest: Any, **sizes: Any) -> None:
-            self.rows = [row.data_ptr() for row in x]
-            self._kernel[grid](packed, other, x, *rest, **sizes)
-
-        return launch
 
 
 @pytest.mark.parametrize(
@@ -101,21 +83,17 @@ class Watched:
         (2, 64, None, True),  # every second column
     ],
 )
-def test_rows_are_read_in_whole_words(tokens, wide, start, copied, random_weights, monkeypatch):
-    """A GPU faults where eight bytes do not begin at a multiple of eight; the interpreter does not mind."""
-    watched = Watched(panel_matrix._few_rows_kernel)
-    monkeypatch.setattr(panel_matrix, "_few_rows_kernel", watched)
-    panels, weights = make_panels(random_weights, "Q8_0", 16, 32)
+def test_rows_are_read_in_whole_words(tokens: int, wide: int, start: int | None, copied: bool) -> None:
+    """A GPU faults on eight bytes that do not begin at a multiple of eight; the interpreter does not."""
     memory = activations(1, tokens * wide + 8, torch.bfloat16)[0]
     x = memory.as_strided((tokens, 32), (wide, 2 if start is None else 1), start or 0)
-    out = torch.full((tokens, 16), torch.nan)
-    by_kernel(multiply_few, [panels], x, None, out)
-    assert_close(out, x.float() @ weights.T)
-    assert all(address % 8 == 0 for address in watched.rows)
-    assert (watched.rows != [row.data_ptr() for row in x]) == copied
+    words = in_words(x)
+    assert torch.equal(words, x) and words.stride(1) == 1
+    assert all(row.data_ptr() % 8 == 0 for row in words)
+    assert (words.data_ptr() != x.data_ptr()) == copied
 
 
-def test_rows_that_are_not_finite_poison_themselves(random_weights):
+def test_rows_that_are_not_finite_poison_themselves(random_weights: Callable[..., Bytes]) -> None:
     panels, weights = make_panels(random_weights, "Q4_K", 16, 256)
     x = activations(2, 256, torch.bfloat16)
     x[1, 77] = torch.nan
@@ -125,12 +103,12 @@ def test_rows_that_are_not_finite_poison_themselves(random_weights):
     assert_close(out[:1], x[:1].float() @ weights.T)
 
 
-def test_weights_that_are_not_finite_are_refused(random_weights):
+def test_weights_that_are_not_finite_are_refused(random_weights: Callable[..., Bytes]) -> None:
     data = random_weights("Q8_0", 3 * 64)
     data[4 * 34 : 4 * 34 + 2] = 0xFF
     with pytest.raises(ValueError, match="row 2"):
         PanelMatrix.pack(PackedMatrix("Q8_0", 3, 64, data), "cpu")
 
 
-def test_an_h200_takes_them(tmp_path):
+def test_an_h200_takes_them(tmp_path: Path) -> None:
     assert compiled_for_h200("matrices", tmp_path) == ["_few_rows_kernel"] * 3 + ["_decode_kernel"] * 2

@@ -1,0 +1,66 @@
+"""What all operations have in common: no tokens, shapes that do not fit, the compiler, machines without Triton."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.gpu.kernels.router import route
+
+from ..interpreted import compiled_for_h200
+
+
+def test_no_tokens(qkv: Callable[..., dict[str, Any]]) -> None:
+    assert qk_norm_rope_append(**qkv(tokens=0)).shape == (0, 4, 16)
+    assert route(torch.zeros(0, 4), 2, renormalise=True).ids.shape == (0, 2)
+    assert add_rms_norm(torch.zeros(0, 8), torch.zeros(8), 1e-6).shape == (0, 8)
+
+
+def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) -> None:
+    rows = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"add_rms_norm does not take residual \[2, 8\] torch.float32"):
+        add_rms_norm(rows, torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match="add_rms_norm"):
+        add_rms_norm(rows, torch.zeros(8), 1e-6, shared_gate=rows[:, :1])
+    with pytest.raises(ValueError, match="route to 9"):
+        route(rows, 9, renormalise=True)
+    with pytest.raises(ValueError, match="counts"):
+        route(rows, 2, renormalise=True, counts=torch.zeros(8))
+    with pytest.raises(ValueError, match="gated by relu"):
+        gated("relu", rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="qk_norm_rope_append"):
+        qk_norm_rope_append(**qkv() | {"sine": torch.zeros(64, 4)})
+
+
+def test_an_h200_takes_them(tmp_path: Path) -> None:
+    """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
+    names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
+    assert set(compiled_for_h200("between matrices", tmp_path)) == names | {"_add_rms_norm+volatile"}
+
+
+def test_operations_import_without_triton() -> None:
+    """Their twins compute; launching a kernel says what is missing."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from ktqueue.operators.gpu.attention import backends
+from ktqueue.operators.gpu.kernels import dots, expert_products, fetch, operation, panel_matrix, rope, router
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+residual = torch.ones(2, 8)
+add_rms_norm(residual, torch.ones(8), 1e-6)
+with operation.kernels_on_any_device():
+    try:
+        add_rms_norm(residual, torch.ones(8), 1e-6)
+    except RuntimeError as error:
+        sys.stdout.write(str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "GPU kernels need the package triton, which is not installed", done.stderr

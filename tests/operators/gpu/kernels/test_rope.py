@@ -1,0 +1,128 @@
+"""Norm, rotation and append: the twin computes what the modules of transformers do, the kernel what the twin does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+from transformers.models.olmoe.modeling_olmoe import OlmoeAttention, OlmoeRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+
+from ..interpreted import by_kernel
+from .comparing import DTYPES, assert_same, config_sizes
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Qwen3MoeAttention, Qwen3MoeConfig(**config_sizes(head_dim=16))),
+        (OlmoeAttention, OlmoeConfig(**config_sizes(clip_qkv=1.0))),
+        (OlmoeAttention, OlmoeConfig(**config_sizes())),
+        (MixtralAttention, MixtralConfig(**config_sizes(head_dim=24))),
+    ],
+    ids=["per head", "whole, clipped", "whole", "none"],
+)
+def test_query_key_and_value_are_those_of_transformers(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        seen[:] = (states[0].transpose(0, 1) for states in (query, key, value))
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("keep", keep)
+    config._attn_implementation = "keep"
+    attention: Any = kind(config, 0).to(dtype)
+    for parameter in attention.parameters():
+        parameter.data.normal_()
+    rotary = OlmoeRotaryEmbedding(config)  # all of them have the same
+    hidden = torch.randn(1, 7, 48).to(dtype)
+    positions = torch.tensor([3, 0, 9, 10, 11, 63, 1])
+    attention(hidden, rotary(hidden, positions[None]), None)
+
+    half = attention.head_dim // 2
+    cosine, sine = (table[0, :, :half].contiguous() for table in rotary(torch.ones(1), torch.arange(64)[None]))
+    keys, values = torch.zeros(2, 3, 4, 2, 2 * half, dtype=dtype)
+    slots = torch.tensor([0, 5, 4, 11, 7, 6, 2])
+    query = qk_norm_rope_append(
+        torch.cat([project(hidden[0]) for project in (attention.q_proj, attention.k_proj, attention.v_proj)], -1).data,
+        heads=4,
+        kv_heads=2,
+        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+        epsilon=config.rms_norm_eps,
+        cosine=cosine,
+        sine=sine,
+        positions=positions,
+        slot_mapping=slots,
+        keys=keys,
+        values=values,
+        clip=getattr(config, "clip_qkv", None) or 0.0,
+    )
+    # In bf16 transformers rounds the tables, both products and their sum; here only the sum is.
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-1}
+    torch.testing.assert_close(query, seen[0].data, **close)
+    torch.testing.assert_close(keys.view(12, 2, -1)[slots], seen[1].data, **close)
+    assert torch.equal(values.view(12, 2, -1)[slots], seen[2].data)
+    assert not values.view(12, 2, -1)[[1, 3, 8, 9, 10]].any()
+
+
+def test_an_fp8_cache_saturates(qkv: Callable[..., dict[str, Any]]) -> None:
+    case = qkv(cache=torch.float8_e4m3fn)
+    qk_norm_rope_append(**case)
+    wide = qkv()
+    qk_norm_rope_append(**wide)
+    for name in ("keys", "values"):
+        assert wide[name].abs().max() > 600
+        assert torch.equal(case[name].float(), wide[name].clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "head": {"norm": "head"},
+    "whole": {"norm": "whole", "clip": 0.5, "head_dim": 12, "heads": 3, "kv_heads": 3},
+    "none": {"norm": "", "head_dim": 10, "heads": 5, "kv_heads": 3},
+}
+"""Heads, by what their norm is over."""
+
+
+def assert_equals_twin(
+    qkv: Callable[..., dict[str, Any]], sizes: dict[str, Any], dtype: torch.dtype, cache: torch.dtype | None
+) -> None:
+    """The kernel computes and writes what the twin does, for rows that are strided."""
+    ours, twin = (qkv(**sizes, dtype=dtype, cache=cache) for _ in range(2))
+    padded = torch.zeros(ours["qkv"].shape[0], ours["qkv"].shape[1] + 3, dtype=dtype)
+    padded[:, :-3] = ours["qkv"]
+    query = by_kernel(qk_norm_rope_append, padded[:, :-3], **{name: x for name, x in ours.items() if name != "qkv"})
+    assert_same(query, qk_norm_rope_append(**twin))
+    assert twin["values"].float().any()
+    assert_same(ours["keys"], twin["keys"])
+    assert_same(ours["values"], twin["values"])
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", SIZES)
+def test_the_kernel_equals_its_twin(
+    qkv: Callable[..., dict[str, Any]], norm: str, dtype: torch.dtype, cache: torch.dtype | None
+) -> None:
+    assert_equals_twin(qkv, SIZES[norm], dtype, cache)
+
+
+@pytest.mark.parametrize("norm", SIZES)
+def test_many_tokens_have_several_heads_in_a_program(qkv: Callable[..., dict[str, Any]], norm: str) -> None:
+    assert_equals_twin(qkv, {**SIZES[norm], "tokens": 129}, torch.bfloat16, torch.float8_e4m3fn)
