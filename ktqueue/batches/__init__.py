@@ -1,1 +1,1 @@
-"""Files of OpenAI batch lines: read, run through the queue in a window, answers appended. Knows no terminal."""
+"""Files of OpenAI batch lines: read, run as jobs, answers appended. It knows no terminal."""

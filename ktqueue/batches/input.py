@@ -1,8 +1,8 @@
-"""The input of a batch: one JSON object a line. Reads them one at a time, names what is wrong.
+"""The input of a batch: one JSON object on each line, read one at a time. Errors name file and line.
 
-Line format: {"custom_id", "method": "POST", "url", "body"}; custom_ids are unique in a file.
-(OpenAI API reference, Batch, "request input object".) Or the body alone, with `prompt` or `messages`: such a plain line
-may have a custom_id, too; without one it is called after its number, `line-7`.
+A line is {"custom_id", "method": "POST", "url", "body"}, with a custom_id that is unique in the file (OpenAI API
+reference, Batch, "request input object"). Or it is plain: a body with `prompt` or `messages`, and an optional custom_id.
+Without one, the line number names it, as in `line-7`.
 """
 
 from collections.abc import Iterator
@@ -10,19 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.openai.endpoints import CHAT, COMPLETIONS, ENDPOINTS
 
-ENVELOPE, PLAIN = {"method", "url", "body"}, {"prompt", "messages"}  # keys that tell a batch line from a plain one
+ENVELOPE, PLAIN = (
+    {"method", "url", "body"},
+    {"prompt", "messages"},
+)  # keys that distinguish a batch line from a plain one
 MAX_LINE_BYTES = 32 << 20
 MAX_CUSTOM_ID_LENGTH = 512  # characters
 MAX_FAULTS_SHOWN = 10
 
 
 class LineFault(BatchFault):
-    """One line of the input is wrong; the message begins with file:line. `custom_id` is its own if that is sound."""
+    """A line of the input is wrong. The message begins with file:line. `custom_id` is the line's, if it is valid."""
 
     def __init__(self, message: str, number: int, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -32,7 +35,7 @@ class LineFault(BatchFault):
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch file. `number` counts lines from 1."""
+    """One request of a batch file. `number` is its line number, from 1."""
 
     number: int
     custom_id: str
@@ -42,9 +45,9 @@ class BatchLine:
 
 @dataclass(slots=True)
 class Survey:
-    """What a whole input file holds. `models` maps each model asked for to the first line that does.
+    """Facts about a whole input file. `models` maps each model to the first line that names it.
 
-    `invalid` of the lines are wrong. `modelless` is the first line that names no model.
+    `invalid`: number of wrong lines. `modelless`: number of the first line without a model.
     """
 
     lines: int = 0
@@ -55,12 +58,12 @@ class Survey:
 
 
 def line_id(number: int) -> str:
-    """The custom_id of a line that has none."""
+    """The custom_id of a line without one."""
     return f"line-{number}"
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines in order, blank ones left out. Raises LineFault, OSError."""
+    """The lines in order, without blank lines. Raises LineFault, OSError."""
     for line in attempt_lines(path):
         if isinstance(line, LineFault):
             raise line
@@ -68,7 +71,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 
 def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
-    """Each line that is not blank, or what is wrong with it: also a custom_id that was used before. Raises OSError."""
+    """Each line that is not blank, or its fault. A custom_id that was used before is a fault too. Raises OSError."""
     ids = IdSet()
     for line in _attempts(path):
         if ids.add(line.custom_id):
@@ -81,9 +84,9 @@ def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
 
 
 def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Survey:
-    """Read the whole file and check every line and that custom_ids are unique. `model` stands in for the lines' own.
+    """Read the whole file, check every line, and check that custom_ids are unique. `model` replaces the lines' models.
 
-    Raises BatchFault naming the first faulty lines, unless these are to be skipped.
+    Raises BatchFault naming the first faulty lines, unless `skip_invalid`.
     """
     found = Survey()
     faults: list[str] = []
@@ -99,20 +102,20 @@ def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Surv
                 faults.append(f"(the first {MAX_FAULTS_SHOWN} faults are shown)")
                 break
             continue
-        name = model or line.body.get("model")
-        if isinstance(name, str):
-            found.models.setdefault(name, line.number)
-        elif name is None:
+        line_model = model or line.body.get("model")
+        if isinstance(line_model, str):
+            found.models.setdefault(line_model, line.number)
+        elif line_model is None:
             found.modelless = found.modelless or line.number
     if faults:
         raise BatchFault("\n".join(faults))
     if not found.lines:
-        raise BatchFault(f"{path}: holds no lines")
+        raise BatchFault(f"{path}: has no lines")
     return found
 
 
 def _attempts(path: Path) -> Iterator[BatchLine | LineFault]:
-    """Each line that is not blank, parsed or at fault."""
+    """Each line that is not blank, or its fault."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -122,7 +125,7 @@ def _attempts(path: Path) -> Iterator[BatchLine | LineFault]:
                     yield _parse(path, number, raw)
                 except LineFault as fault:
                     yield fault
-            while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):  # the rest of a line that is too long
+            while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):  # skip the rest of a line that is too long
                 raw = file.readline(MAX_LINE_BYTES + 1)
 
 
@@ -143,15 +146,15 @@ def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
     if not isinstance(value, dict):
         raise fault("must be a JSON object")
     is_plain = not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
-    given = value.get("custom_id", line_id(number) if is_plain else None)
-    if not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID_LENGTH:
-        raise fault(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {given!r:.80}")
-    custom_id = given
+    name = value.get("custom_id", line_id(number) if is_plain else None)
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID_LENGTH:
+        raise fault(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {name!r:.80}")
+    custom_id = name
     url: Any
     body: Any
     if is_plain:
         url = CHAT.path if "messages" in value else COMPLETIONS.path
-        body = {name: one for name, one in value.items() if name != "custom_id"}
+        body = {name: field for name, field in value.items() if name != "custom_id"}
     else:
         method, url, body = value.get("method"), value.get("url"), value.get("body")
         if method != "POST":

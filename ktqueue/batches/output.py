@@ -1,8 +1,8 @@
-"""The output of a batch: OpenAI batch output lines, appended as answers come, and what a later run finds of them.
+"""The output of a batch: OpenAI's batch output lines, appended as answers arrive, and read again by a later run.
 
-`OUT.jsonl` gets the answers, `OUT.errors.jsonl` the failures, `OUT.jsonl.run` the name of the run while it is not
-finished: job ids are made from it, so that a run that was killed finds its jobs again. One process at a time may
-hold an output (flock). A record is one write of one line; a torn last line is cut off when the file is opened.
+`OUT.jsonl` gets the answers and `OUT.errors.jsonl` the failures. `OUT.jsonl.run` has the name of the run until it is
+finished: job ids are made from it, so that a killed run finds its jobs again. Only one process at a time can use an
+output (flock). Each record is one write of one line, and opening a file cuts off an incomplete last line.
 """
 
 import fcntl
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktqueue.batches.faults import BatchFault, OutputLocked
+from ktqueue.batches.errors import BatchFault, OutputLocked
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, dumps, loads
 
 SYNC_SECONDS = 1.0
 RUN_NAME_BYTES = 4
 _TAIL_BYTES = 1 << 16
-_RECORD_START = b'{"id":"batch_req_'  # how each of our lines begins: nothing else is ever cut off
+_RECORD_START = b'{"id":"batch_req_'  # the beginning of each of our lines; no other line is cut off
 
 
 class RecordFile:
-    """One append-only file of JSON lines, each with a custom_id."""
+    """An append-only file of JSON lines, each with a custom_id."""
 
-    def __init__(self, path: Path, *, mend: bool = True) -> None:
-        """Open or make the file, lock it and mend its end. Raises BatchFault, OSError."""
+    def __init__(self, path: Path, *, repair: bool = True) -> None:
+        """Open or create the file, lock it, and repair its last line if `repair`. Raises BatchFault, OSError."""
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -38,14 +38,14 @@ class RecordFile:
             raise OutputLocked(f"{path}: another batch run is writing to it") from error
         self._synced = time.monotonic()
         try:
-            if mend:
-                self._mend()
+            if repair:
+                self._repair()
         except BatchFault:
             os.close(self._handle)
             raise
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What the file holds. Raises BatchFault naming the line that is no batch output line."""
+        """The records of the file. Raises BatchFault naming a line that is not a batch output line."""
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.strip():
@@ -53,13 +53,13 @@ class RecordFile:
                 try:
                     value = loads(raw)
                 except CodecError as error:
-                    raise BatchFault(f"{self.path}:{number}: {error.message} (--overwrite starts anew)") from error
+                    raise BatchFault(f"{self.path}:{number}: {error.message} (--overwrite starts again)") from error
                 if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str):
-                    raise BatchFault(f"{self.path}:{number}: not a batch output line (--overwrite starts anew)")
+                    raise BatchFault(f"{self.path}:{number}: not a batch output line (--overwrite starts again)")
                 yield value
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line at once, whole or not at all; the disk has it within a second or so. Raises OSError."""
+        """Write one line, completely or not at all. It is on disk within about a second. Raises OSError."""
         data = memoryview(dumps(record) + b"\n")
         before = os.fstat(self._handle).st_size
         try:
@@ -69,12 +69,12 @@ class RecordFile:
             if now - self._synced > SYNC_SECONDS:
                 os.fdatasync(self._handle)
                 self._synced = now
-        except OSError as error:  # the disk is full: others may append before the run has ended
+        except OSError as error:  # such as a full disk: other lines may still be appended later
             os.ftruncate(self._handle, before)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def clear(self) -> None:
-        """Forget every line."""
+        """Delete every line."""
         os.ftruncate(self._handle, 0)
 
     def close(self, *, remove_if_empty: bool = False) -> None:
@@ -84,30 +84,30 @@ class RecordFile:
             self.path.unlink()
         os.close(self._handle)
 
-    def _mend(self) -> None:
-        """Cut a torn last line; end a whole one that only lacks its newline."""
+    def _repair(self) -> None:
+        """Cut off an incomplete last line, and end a complete one that lacks its newline."""
         size = end = os.fstat(self._handle).st_size
         tail = b""
         while end and b"\n" not in tail:
             start = max(0, end - _TAIL_BYTES)
             tail = os.pread(self._handle, end - start, start) + tail
             end = start
-        torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
+        last_line = tail[tail.rfind(b"\n") + 1 :]
+        if not last_line:
             return
         try:
-            loads(torn)
+            loads(last_line)
         except CodecError:
-            if not torn.startswith(_RECORD_START[: len(torn)]):
-                raise BatchFault(f"{self.path}: not a batch output (--overwrite starts anew)") from None
-            os.ftruncate(self._handle, size - len(torn))
+            if not last_line.startswith(_RECORD_START[: len(last_line)]):
+                raise BatchFault(f"{self.path}: not a batch output (--overwrite starts again)") from None
+            os.ftruncate(self._handle, size - len(last_line))
         else:
             os.write(self._handle, b"\n")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPaths:
-    """Where a batch writes: answers, failures, the run's name, and a draft of that."""
+    """The files that a batch writes: answers, failures, the run's name, and its draft before a rename."""
 
     answers: Path
     failures: Path
@@ -124,23 +124,23 @@ class OutputPaths:
             draft=path.with_name(f"{path.name}.run.new"),
         )
 
-    def check_spare(self, source: Path) -> None:
-        """Raises BatchFault where one of them is the input: it would be lost."""
+    def check_differs_from(self, source: Path) -> None:
+        """Raise BatchFault if one of them is the input, which would be overwritten."""
         for path in (self.answers, self.failures, self.run, self.draft):
             if path.exists() and path.samefile(source):
-                raise BatchFault(f"{path}: is the input, and would be written to: choose another output")
+                raise BatchFault(f"{path}: the output would overwrite the input; choose another output")
 
 
 class BatchOutput:
-    """The files of one batch. `answered` and `failed` count what they hold, of earlier runs too."""
+    """The files of one batch. `answered` and `failed` count their records, those of earlier runs included."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
         """Open the files and read which custom_ids they hold. Raises BatchFault, OSError."""
         self._paths = OutputPaths.of(path)
         self.error_path = self._paths.failures
-        self._answers = RecordFile(path, mend=not overwrite)
+        self._answers = RecordFile(path, repair=not overwrite)
         try:
-            self._errors = RecordFile(self.error_path, mend=not overwrite)
+            self._errors = RecordFile(self.error_path, repair=not overwrite)
         except BaseException:
             self._answers.close()
             raise
@@ -148,7 +148,7 @@ class BatchOutput:
         self.answered = self.failed = 0
         try:
             if overwrite or retry_failed:
-                self.run = self._fresh_run()  # before anything is forgotten: old job ids must not be found again
+                self.run = self._fresh_run()  # before records are deleted: the old job ids must not be found again
                 self._errors.clear()
             if overwrite:
                 self._answers.clear()
@@ -162,8 +162,8 @@ class BatchOutput:
             self.close(finished=False)
             raise
 
-    def strangers(self, expected: IdSet) -> list[str]:
-        """Some custom_ids of the output that the input does not have."""
+    def unknown_ids(self, expected: IdSet) -> list[str]:
+        """Up to three custom_ids of the output that are not in `expected`."""
         found: list[str] = []
         for file in (self._answers, self._errors):
             for record in file.records():
@@ -174,34 +174,36 @@ class BatchOutput:
         return found
 
     def answer(self, record: dict[str, Any]) -> None:
-        """Add an answer, once for each custom_id."""
+        """Append an answer, unless its custom_id has a record already."""
         if record["custom_id"] not in self.ids:
             self._answers.append(record)
             self.ids.add(record["custom_id"])
             self.answered += 1
 
     def fail(self, record: dict[str, Any]) -> None:
-        """Add a failure, once for each custom_id."""
+        """Append a failure, unless its custom_id has a record already."""
         if record["custom_id"] not in self.ids:
             self._errors.append(record)
             self.ids.add(record["custom_id"])
             self.failed += 1
 
     def close(self, *, finished: bool) -> None:
-        """Close the files. A finished batch needs its run's name no more."""
+        """Close the files. If the batch is finished, delete the name of its run."""
         if finished:
             self._paths.run.unlink(missing_ok=True)
         self._answers.close()
         self._errors.close(remove_if_empty=True)
 
     def _known_run(self) -> str | None:
-        """The name of the run that was interrupted here."""
+        """The name of the interrupted run, if there is one."""
         try:
             return str(loads(self._paths.run.read_bytes())["run"])
         except FileNotFoundError:
             return None
         except (CodecError, TypeError, KeyError) as error:
-            raise BatchFault(f"{self._paths.run}: not a batch run's name (delete it to start anew)") from error
+            raise BatchFault(
+                f"{self._paths.run}: not the name of a batch run (delete the file to start again)"
+            ) from error
 
     def _fresh_run(self) -> str:
         run = secrets.token_hex(RUN_NAME_BYTES)

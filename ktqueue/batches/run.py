@@ -1,7 +1,7 @@
-"""Runs the lines of a batch: a window of jobs in Redis, each line's record written as soon as it is known.
+"""Runs the lines of a batch: a limited number of jobs in Redis, each line's record written when its jobs end.
 
-Job ids are derived from the run and the line, so that a run that was interrupted finds its jobs again
-instead of computing them twice. Knows neither files' formats nor the terminal.
+Job ids are made from the run and the line, so that an interrupted run finds its jobs again instead of computing them
+twice. This module knows neither file formats nor the terminal.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import BatchLine, LineFault, Survey, line_id
+from ktqueue.batches.line_jobs import LineJobs, failure_info, failure_record, request_id
 from ktqueue.batches.output import BatchOutput
-from ktqueue.batches.work import Work, failed, failure_record, work_id
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import (
@@ -31,28 +31,28 @@ from ktqueue.core.errors import (
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass
 
-PATIENCE = 60.0  # seconds that Redis may be away before the run gives up
-FIRST_PAUSE = 0.2  # seconds; doubles up to
+PATIENCE = 60.0  # seconds without an answer from Redis before the run fails
+FIRST_PAUSE = 0.2  # seconds; doubles up to LONGEST_PAUSE
 LONGEST_PAUSE = 5.0
-MAX_ATTEMPTS = 3  # a job whose journal is gone is run again so often
+MAX_ATTEMPTS = 3  # of a job whose journal was lost
 LEAST_WINDOW, LARGEST_WINDOW = 16, 1024
 KEPT_DELAYS = 10_000
-SKIPS_PER_BREATH = 1_000
+SKIPS_PER_PAUSE = 1_000  # finished lines that are skipped before other tasks run
 
 Line = BatchLine | LineFault
-Told = tuple[float, list[TokenEvent]]  # of one job: when it was made (Unix seconds), and all that it told
+JobHistory = tuple[float, list[TokenEvent]]  # when a job was created, in Unix seconds, and all its events
 
 
 async def window_for(broker: Broker) -> int:
-    """Lines to have in Redis at once: twice the rows of all workers."""
+    """Number of lines to keep in Redis: twice the rows of all workers."""
     rows = sum(worker.max_num_seqs for worker in await broker.models.workers())
     return min(max(2 * rows, LEAST_WINDOW), LARGEST_WINDOW)
 
 
 async def default_model(broker: Broker, found: Survey, source: Path) -> str | None:
-    """The model of lines that name none: the only one that is served. None where no line needs it.
+    """The model for lines that name none: the only one that is served. None if no line needs it.
 
-    Raises BatchFault where several are served, Unavailable where none is.
+    Raises BatchFault if several are served, Unavailable if none is.
     """
     if found.modelless is None:
         return None
@@ -68,7 +68,7 @@ async def default_model(broker: Broker, found: Survey, source: Path) -> str | No
 
 
 def with_model(lines: Iterable[Line], model: str | None) -> Iterator[Line]:
-    """The lines; those that name no model get this one."""
+    """The lines, with `model` in those that name none."""
     for line in lines:
         if model is not None and isinstance(line, BatchLine) and line.body.get("model") is None:
             yield replace(line, body={**line.body, "model": model})
@@ -78,12 +78,12 @@ def with_model(lines: Iterable[Line], model: str | None) -> Iterator[Line]:
 
 @dataclass(slots=True)
 class Statistics:
-    """What a run did. Times in seconds."""
+    """Figures of a run. Times in seconds."""
 
     began: float = field(default_factory=time.monotonic)
     tokens: int = 0
     in_flight: int = 0
-    away_since: float | None = None  # since when Redis does not answer
+    away_since: float | None = None  # monotonic time since which Redis does not answer
     first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DELAYS))
 
     @property
@@ -95,13 +95,13 @@ class Statistics:
         return self.tokens / max(self.seconds, 1e-9)
 
     def first_token_percentile(self, part: float) -> float | None:
-        """Time from submission to first token that this part of the jobs kept under."""
+        """The percentile `part`, from 0 to 1, of the times from submission to first token."""
         ordered = sorted(self.first_token)
         return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
 
 
 class BatchRun:
-    """One run. `model` stands in for the lines' own; `window` is how many lines are in Redis at once."""
+    """One run. `model` replaces the lines' models; `window` is the number of lines in Redis at once."""
 
     def __init__(
         self,
@@ -121,19 +121,19 @@ class BatchRun:
         self._stopping = False
 
     def stop(self) -> None:
-        """Submit no more; `run` returns when the lines in flight are written."""
+        """Submit no further lines. `run` returns when the lines in flight are written."""
         self._stopping = True
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Run every line that the output does not have; a faulty one fails.
+        """Run every line that has no record in the output. A faulty line gets a failure record.
 
-        Raises Unavailable after PATIENCE, OSError.
+        Raises Unavailable if Redis does not answer for PATIENCE seconds, and OSError.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for count, line in enumerate(lines):
                     if line.custom_id in self._output.ids:
-                        if count % SKIPS_PER_BREATH == 0:
+                        if count % SKIPS_PER_PAUSE == 0:
                             await asyncio.sleep(0)
                         continue
                     if isinstance(line, LineFault):
@@ -152,35 +152,35 @@ class BatchRun:
         try:
             await self._answer(line)
         except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
-            name = work_id(line, self._output.run, self._model)
+            name = request_id(line, self._output.run, self._model)
             self._output.fail(failure_record(name, line.custom_id, error.info()))
         finally:
             self.statistics.in_flight -= 1
             self._window.release()
 
     async def _answer(self, line: BatchLine) -> None:
-        work = Work(line, self._output.run, model=self._model, job_class=self._job_class)
-        jobs = [self._job(work, place, request) for place, request in enumerate(work.requests)]
-        # All are waited for: where one is refused, the others are in the queue all the same, and in the window.
-        ends = await asyncio.gather(*jobs, return_exceptions=True)
-        results = [_told(end) for end in ends]
-        for _, journal in results:
-            fault = failed(journal[-1])
+        line_jobs = LineJobs(line, self._output.run, model=self._model, job_class=self._job_class)
+        jobs = [self._job(line_jobs, place, request) for place, request in enumerate(line_jobs.requests)]
+        # Wait for all: if one is refused, the others are still in the queue and in the window.
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        histories = [_raise_if_error(outcome) for outcome in outcomes]
+        for _, journal in histories:
+            fault = failure_info(journal[-1])
             if fault is not None:
-                self._output.fail(failure_record(work.id, work.custom_id, fault))
+                self._output.fail(failure_record(line_jobs.id, line_jobs.custom_id, fault))
                 return
-        events = [(place, event) for place, (_, journal) in enumerate(results) for event in journal]
-        self._output.answer(work.answer(events, created=int(results[0][0])))
+        events = [(place, event) for place, (_, journal) in enumerate(histories) for event in journal]
+        self._output.answer(line_jobs.answer(events, created=int(histories[0][0])))
 
-    async def _job(self, work: Work, place: int, request: GenerationRequest) -> Told:
-        """Run one job to its end: when it was made, and all its events."""
+    async def _job(self, line_jobs: LineJobs, place: int, request: GenerationRequest) -> JobHistory:
+        """Run one job to its end."""
         for attempt in range(MAX_ATTEMPTS):
-            job_id = work.job_id(place, attempt)
+            job_id = line_jobs.job_id(place, attempt)
             began = time.monotonic()
             try:
                 created = await self._submit(request, job_id)
                 events = await self._follow(job_id, began)
-            except (JobNotFound, JournalRegressed):  # it ended so long ago, or Redis lost it
+            except (JobNotFound, JournalRegressed):  # it has expired, or Redis lost it
                 continue
             if events and events[0].seq == 1:
                 return created, events
@@ -207,21 +207,21 @@ class BatchRun:
     async def _record(self, request: GenerationRequest, job_id: str) -> JobRecord:
         try:
             return await self._broker.jobs.submit(request, job_id=job_id)
-        except IdempotencyConflict:  # an earlier try submitted it in another class: its answer is the same
+        except IdempotencyConflict:  # it was submitted before in another class; its answer is the same
             return await self._broker.jobs.get(job_id)
 
     async def _follow(self, job_id: str, began: float) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         async for event in self._broker.journal.follow(job_id):
             if event.token_ids:
-                if not self.statistics.tokens or not any(one.token_ids for one in events):
+                if not self.statistics.tokens or not any(earlier.token_ids for earlier in events):
                     self.statistics.first_token.append(time.monotonic() - began)
                 self.statistics.tokens += len(event.token_ids)
             events.append(event)
         return events
 
 
-def _told(end: Told | BaseException) -> Told:
-    if isinstance(end, BaseException):
-        raise end
-    return end
+def _raise_if_error(outcome: JobHistory | BaseException) -> JobHistory:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

@@ -1,35 +1,36 @@
 """A batch from standard input: kept in a file beside the output until the batch is finished.
 
-A batch is read twice, to be checked and to be run, and once more when it goes on after an interruption.
+A batch is read twice, first to check it and then to run it, and again when it is resumed after an interruption.
 """
 
 import filecmp
 from pathlib import Path
 from typing import BinaryIO
 
-from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.output import OutputPaths, RecordFile
+from ktqueue.core.units import format_bytes
 
 MAX_BYTES = 4 << 30
 PIECE_BYTES = 1 << 20
 
 
 def spool_path(target: Path) -> Path:
-    """Where the input of the output `target` is kept."""
+    """The file that keeps the input of the output `target`."""
     return target.with_name(f"{target.name}.in")
 
 
-def spool(stream: BinaryIO, target: Path, *, overwrite: bool) -> Path:
-    """Copy the stream to a file for the output `target`, and give its path.
+def spool(stream: BinaryIO, target: Path, *, overwrite: bool, max_bytes: int = MAX_BYTES) -> Path:
+    """Copy the stream to the input file of the output `target`, and return its path.
 
-    An output that is unfinished goes on only with the input that it began with, and a finished one only by
-    `overwrite`: answers are known by the numbers of lines. Raises BatchFault, OSError.
+    An unfinished output can be resumed only with the same input, and a finished one only overwritten, because line
+    numbers name the answers. At most `max_bytes` are copied. Raises BatchFault, OSError.
     """
-    RecordFile(target, mend=False).close(remove_if_empty=True)  # another run may be reading what is kept
+    RecordFile(target, repair=False).close(remove_if_empty=True)  # fails while another run uses the output
     path = spool_path(target)
     draft = path.with_name(f"{path.name}.new")
     try:
-        _copy(stream, draft)
+        _copy(stream, draft, max_bytes)
         if not overwrite:
             _check_same(draft, path, target)
         draft.replace(path)
@@ -39,13 +40,13 @@ def spool(stream: BinaryIO, target: Path, *, overwrite: bool) -> Path:
     return path
 
 
-def _copy(stream: BinaryIO, path: Path) -> None:
+def _copy(stream: BinaryIO, path: Path, max_bytes: int) -> None:
     size = 0
     with path.open("wb") as file:
         while piece := stream.read(PIECE_BYTES):
             size += len(piece)
-            if size > MAX_BYTES:
-                raise BatchFault(f"standard input is longer than {MAX_BYTES >> 30} GiB: give a file")
+            if size > max_bytes:
+                raise BatchFault(f"standard input is longer than {format_bytes(max_bytes)}: use a file instead")
             file.write(piece)
 
 
@@ -53,10 +54,10 @@ def _check_same(draft: Path, path: Path, target: Path) -> None:
     if path.exists():
         if not filecmp.cmp(draft, path, shallow=False):
             raise BatchFault(
-                f"{path} holds another input, whose run is not finished: finish it with "
+                f"{path} has another input, whose run is not finished: finish it with "
                 f"`ktqueue batch run {path} -o {target}`, choose another output, or --overwrite"
             )
-    elif any(one.exists() and one.stat().st_size for one in (target, OutputPaths.of(target).failures)):
+    elif any(path.exists() and path.stat().st_size for path in (target, OutputPaths.of(target).failures)):
         raise BatchFault(
             f"{target} has the answers of an earlier run: with standard input choose another output, or --overwrite"
         )

@@ -121,13 +121,13 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
     import asyncio
 
-    from ktqueue.batches.faults import BatchFault
+    from ktqueue.batches.errors import BatchFault
     from ktqueue.batches.input import survey
     from ktqueue.batches.output import BatchOutput, OutputPaths
     from ktqueue.batches.spool import spool_path
     from ktqueue.cli.batch_session import session
 
-    OutputPaths.of(job.target).check_spare(job.source)
+    OutputPaths.of(job.target).check_differs_from(job.source)
     try:
         found = survey(job.source, model=job.model, skip_invalid=job.skip_invalid)
     except BatchFault:
@@ -136,7 +136,7 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
         raise
     output = BatchOutput(job.target, overwrite=job.overwrite, retry_failed=job.retry_failed)
     try:
-        strangers = output.strangers(found.ids)
+        strangers = output.unknown_ids(found.ids)
         if strangers:
             raise UsageFault(
                 f"{job.target} has answers that {job.source} does not ask for, such as {strangers[0]!r}: "

@@ -1,4 +1,4 @@
-"""The composition root of the gateway: routes, errors, and the life of what they share."""
+"""Puts the gateway together: its routes, its error responses, and the start and stop of what they share."""
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def create_app(config: Config, broker: Broker | None = None) -> Starlette:
     """The gateway as an ASGI application.
 
-    Without a `broker` the lifespan opens one from `config.broker`, which raises Unavailable when there
-    is none. A given broker is left open.
+    Without a `broker` the lifespan opens one from `config.broker`, and raises Unavailable if none answers. A given
+    broker is not closed.
     """
     gateway = Gateway(config, broker)
 
@@ -46,7 +46,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             yield
         finally:
             gateway.interrupt()
-            await gateway.settle()
+            await gateway.finish_background()
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
             gateway.bodies.close()
@@ -93,7 +93,8 @@ def _edge(gateway: Gateway) -> Middleware:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Who else's pages may read answers. Outside of the edge: a preflight has no key, and refusals are read too."""
+    """Lets pages of these origins read answers. It is outside the edge: a preflight has no key, and pages read refusals
+    too."""
     if not origins:
         return []
     return [
@@ -101,25 +102,25 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),  # OpenAI's package sends a dozen of its own
+            allow_headers=("*",),  # OpenAI's package sends a dozen headers of its own
             expose_headers=EXPOSED_HEADERS,
         )
     ]
 
 
 async def _reap(gateway: Gateway) -> None:
-    """Keep a reaper at work: jobs of dead workers and late jobs are everybody's business."""
+    """Run a reaper all the time: every gateway ends late jobs and restarts those of dead workers."""
     while True:
         try:
             await gateway.broker.reaper().run()
         except Exception:
-            logger.exception("the reaper stopped; starting it again")
+            logger.exception("the reaper failed; restarting it")
         await asyncio.sleep(1)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KtqueueError)
-    # Refusals that a stranger can cause as often as he likes are counted, not logged.
+    # Refusals that anybody can cause at any rate are counted, not logged.
     if error.info().status >= 500 and not isinstance(error, TooManyConnections | TooManyBodyBytes):
         logger.warning("%s %s: %s", request.method, request.url.path, error.message)
     return error_response(error)

@@ -1,4 +1,4 @@
-"""What Redis tells of queues and workers, as metrics. Workers have no HTTP port: a gateway speaks for them."""
+"""Metrics of queues, tenants and workers, read from Redis. Workers have no HTTP port, so every gateway serves them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,37 +7,37 @@ from ktqueue.broker.models import WorkerInfo
 from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.gateway.metrics import Metric, counter, gauge
 
-# Key of a worker's stats, vLLM's metric name, what it is. Counters grow as long as one incarnation lives.
+# Key in a worker's stats, metric name (vLLM's), help text. A counter starts at 0 with each incarnation of a worker.
 _GAUGES = (
     ("running", "num_requests_running", "Sequences that a worker runs."),
-    ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not begun."),
+    ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not started."),
     ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
     ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
     ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),
     ("experts_on_gpu", "experts_on_gpu", "Routed experts in GPU memory."),
-    ("expert_hit_rate", "expert_hit_rate", "Share of late uses of experts that found theirs in GPU memory, 0 to 1."),
+    ("expert_hit_rate", "expert_hit_rate", "Share of recent uses of experts that were in GPU memory, 0 to 1."),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
-    ("preemptions", "num_preemptions", "Sequences preempted for want of pages."),
+    ("preemptions", "num_preemptions", "Sequences preempted because no page was free."),
     ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("steps", "steps", "Steps of the engine."),
     ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
-    ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU was at the one before."),
-    ("out_of_memory", "out_of_memory", "Steps made smaller because the device had no memory for them."),
-    ("expert_moves", "expert_moves", "Experts that came into GPU memory for others."),
+    ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU computed the previous one."),
+    ("out_of_memory", "out_of_memory", "Steps made smaller because the device ran out of memory."),
+    ("expert_moves", "expert_moves", "Experts that replaced others in GPU memory."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),
-    ("expert_predictions", "expert_predictions", "Experts that a layer would probably use."),
-    ("expert_prediction_hits", "expert_prediction_hits", "Those of them that it used."),
+    ("expert_predictions", "expert_predictions", "Experts that were predicted for a layer."),
+    ("expert_prediction_hits", "expert_prediction_hits", "Predicted experts that the layer used."),
 )
 _PARTS = ("schedule", "forward", "sample", "commit")
 _STEPS = ("one", "several")  # tokens
 
 
 def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
-    """What waits in Redis and what runs, by model."""
+    """Queued and running jobs by model."""
     queued = gauge("queue_depth", "Jobs queued in the broker.", ("model_name", "job_class"))
     running = gauge("jobs_running", "Jobs held by workers.", ("model_name",))
     for depth in depths:
@@ -48,20 +48,20 @@ def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
 
 
 def bound_metrics(bound: Iterable[BoundJobs]) -> list[Metric]:
-    """What waits for some workers of its model alone."""
+    """Jobs that only some workers of their model can run."""
     waiting = gauge("jobs_bound", "Jobs that wait for a worker with a digest.", ("model_name", "digest", "format"))
-    for one in bound:
-        digest = (one.digest or "")[:SHORT_DIGEST]
-        waiting.add_metric((one.model, digest, str(one.format)), one.interactive + one.batch)
+    for jobs in bound:
+        digest = (jobs.digest or "")[:SHORT_DIGEST]
+        waiting.add_metric((jobs.model, digest, str(jobs.format)), jobs.interactive + jobs.batch)
     return [waiting]
 
 
 def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:
-    """What tenants of the settings have in work."""
-    live = gauge("tenant_jobs_live", "Jobs of a tenant that wait or run.", ("tenant",))
-    queued = gauge("tenant_jobs_queued", "Jobs of a tenant that wait.", ("tenant",))
-    size = gauge("tenant_queued_bytes", "Bytes of a tenant's requests that wait.", ("tenant",))
-    stored = gauge("tenant_stored_bytes", "Bytes that a tenant's jobs hold in Redis, ended ones too.", ("tenant",))
+    """Jobs and bytes of the tenants of the settings."""
+    live = gauge("tenant_jobs_live", "Jobs of a tenant that are queued or running.", ("tenant",))
+    queued = gauge("tenant_jobs_queued", "Queued jobs of a tenant.", ("tenant",))
+    size = gauge("tenant_queued_bytes", "Bytes of a tenant's queued requests.", ("tenant",))
+    stored = gauge("tenant_stored_bytes", "Bytes of a tenant's jobs in Redis, ended jobs included.", ("tenant",))
     for load in loads:
         live.add_metric((load.tenant,), load.live)
         queued.add_metric((load.tenant,), load.queued)
@@ -71,7 +71,7 @@ def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:
 
 
 def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
-    """What live workers say of themselves. Label `worker`: the incarnation's id."""
+    """Statistics of live workers. Label `worker`: the incarnation's id."""
     labels = ("model_name", "worker")
     alive = gauge("workers", "Live workers.", ("model_name",))
     for model in sorted({worker.model for worker in workers}):
@@ -86,7 +86,7 @@ def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
             result.append(metric)
     usage = gauge("kv_cache_usage_perc", "Share of the KV cache's pages in use, 0 to 1.", labels)
     fetched = gauge(
-        "expert_fetched_share", "Share of absent experts that come to short steps, 0 to 1.", (*labels, "tokens")
+        "expert_fetched_share", "Share of missing experts that short steps fetch, 0 to 1.", (*labels, "tokens")
     )
     seconds = counter("step_seconds", "Wall time of all steps, by part.", (*labels, "part"))
     for worker in workers:
@@ -101,5 +101,5 @@ def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
 
 
 def _known(stats: Mapping[str, float], key: str, labels: Sequence[str]) -> Iterable[tuple[str, float]]:
-    """Those of `labels` whose key the worker tells, and what it says."""
+    """The labels whose key is in `stats`, with its value."""
     return ((label, stats[key.format(label)]) for label in labels if key.format(label) in stats)

@@ -1,6 +1,7 @@
-"""/v1/stream: the answer that is being given in a conversation, taken up again. llama.cpp's form of it.
+"""/v1/stream: resumes or stops the current answer of a conversation. The form is llama.cpp's.
 
-A request with `X-Conversation-Id` gave the conversation its job; see exchange.py.
+A request with `X-Conversation-Id` registers its job in the conversation (`submission`). This module only finds
+that job again. Following and writing are the same as for the first reader.
 """
 
 from contextlib import suppress
@@ -11,7 +12,8 @@ from starlette.responses import Response
 
 from ktqueue.broker.conversations import Turn
 from ktqueue.core.errors import InvalidRequest, JobNotFound
-from ktqueue.gateway.exchange import Exchange
+from ktqueue.gateway.answer import AnswerWriter, stream_answer
+from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import checked_key, last_place
@@ -22,50 +24,43 @@ class StreamEndpoint(HTTPEndpoint):
     """/v1/stream?conv_id=ID."""
 
     async def get(self, request: Request) -> Response:
-        """Take a stream up again."""
-        return await resume(request)
+        """Send the stream from its beginning, or from `Last-Event-ID`, in the same chunks as to the first reader.
+
+        Raises JobNotFound if the conversation or its answer is unknown or has expired, UnknownEvent, InvalidRequest.
+        """
+        gateway: Gateway = request.app.state.gateway
+        if request.query_params.get("from", "0") != "0":
+            raise UnsupportedParameter(
+                "from counts bytes, which differ between gateways; use Last-Event-ID instead",
+                param="from",
+                limit="0",
+                value=request.query_params["from"][:80],
+            )
+        after = last_place(request.headers, request.query_params)
+        turn = await _find_turn(request)
+        if turn is None:
+            raise JobNotFound("no answer of this conversation is known, or it has expired", param="conv_id")
+        record = await gateway.broker.jobs.get(turn.job_id)
+        # The whole journal is read again, since later chunks depend on earlier events. It must reach `after`.
+        if after[0]:
+            await gateway.events_after(record.id, after[0])
+        writer = AnswerWriter([record])
+        follower = JobFollower(gateway, request, [record], keep=True, counted=False)
+        return await stream_answer(
+            gateway, follower, writer, include_usage=turn.include_usage, after=after, resumed=True
+        )
 
     async def delete(self, request: Request) -> Response:
-        """Stop a stream."""
-        return await stop(request)
+        """Cancel the answer: 204, also if none is running. Raises InvalidRequest."""
+        gateway: Gateway = request.app.state.gateway
+        turn = await _find_turn(request)
+        if turn is not None:
+            with suppress(JobNotFound):  # it has expired
+                await gateway.broker.jobs.cancel(turn.job_id)
+        return Response(status_code=204)
 
 
-async def resume(request: Request) -> Response:
-    """The stream from its beginning, or from `Last-Event-ID`, in the chunks that the first reader gets.
-
-    Raises JobNotFound where the conversation or its answer is unknown or forgotten, UnknownEvent, InvalidRequest.
-    """
-    gateway: Gateway = request.app.state.gateway
-    if request.query_params.get("from", "0") != "0":
-        raise UnsupportedParameter(
-            "from counts bytes, of which each gateway writes its own; come back with Last-Event-ID",
-            param="from",
-            limit="0",
-            value=request.query_params["from"][:80],
-        )
-    after = last_place(request.headers, request.query_params)
-    turn = await _turn(request)
-    if turn is None:
-        raise JobNotFound("no answer of this conversation is known, or it has expired", param="conv_id")
-    record = await gateway.broker.jobs.get(turn.job_id)
-    # The whole journal is read again, since later chunks depend on it; that it is long enough must be asked.
-    if after[0]:
-        await gateway.events_after(record.id, after[0])
-    exchange = Exchange(gateway, request, [record], keep=True, after=after, resumed=True)
-    return await exchange.stream(include_usage=turn.include_usage)
-
-
-async def stop(request: Request) -> Response:
-    """Cancel the answer. 204, also where there is nothing to stop. Raises InvalidRequest."""
-    gateway: Gateway = request.app.state.gateway
-    turn = await _turn(request)
-    if turn is not None:
-        with suppress(JobNotFound):  # it ended long ago
-            await gateway.broker.jobs.cancel(turn.job_id)
-    return Response(status_code=204)
-
-
-async def _turn(request: Request) -> Turn | None:
+async def _find_turn(request: Request) -> Turn | None:
     gateway: Gateway = request.app.state.gateway
     conversation = checked_key("conv_id", request.query_params.get("conv_id"))
     if conversation is None:

@@ -10,7 +10,7 @@ class MalformedBody(InvalidRequest):
 
 
 class PermissionDenied(KtqueueError):
-    """The key is known, and does not open this."""
+    """The API key is known, but may not do this."""
 
     code = "permission_denied"
     status = 403
@@ -38,14 +38,14 @@ class MethodNotAllowed(KtqueueError):
 
 
 class MalformedRequest(KtqueueError):
-    """The bytes are no HTTP request."""
+    """The bytes are not an HTTP request."""
 
     code = "malformed_request"
     status = 400
 
 
 class SlowBody(KtqueueError):
-    """The body came too slowly, or stopped coming."""
+    """The body arrived too slowly, or stopped arriving."""
 
     code = "request_timeout"
     status = 408
@@ -59,56 +59,56 @@ class SlowHeaders(KtqueueError):
 
 
 class UrlTooLong(KtqueueError):
-    """The request's target has too many bytes."""
+    """The URL of the request has too many bytes."""
 
     code = "url_too_long"
     status = 414
 
 
 class HeadersTooLarge(KtqueueError):
-    """There are too many headers, or too many bytes of them."""
+    """The request has too many headers, or too many bytes of headers."""
 
     code = "headers_too_large"
     status = 431
 
 
 class TooManyConnections(Unavailable):
-    """The gateway has as many connections, or answers as many requests at once, as it may."""
+    """The gateway has reached its limit of connections, or of requests at once."""
 
     code = "too_many_connections"
 
 
 class TooManyFromAddress(KtqueueError):
-    """One address has as many connections as it may."""
+    """One address has reached its limit of connections."""
 
     code = "too_many_connections_from_address"
     status = 429
 
 
 class TooManyBodyBytes(Unavailable):
-    """The bodies that are being read together have too many bytes."""
+    """All bodies that are being read have too many bytes together."""
 
     code = "too_many_body_bytes"
 
 
 class UnknownEvent(JournalRegressed):
-    """A reader says that it has an event which the journal does not hold."""
+    """A reader claims to have an event that is not in the journal."""
 
     status = 400
 
 
 class ShuttingDown(Unavailable):
-    """The gateway stops; another one, or this one restarted, will answer."""
+    """The gateway is stopping. Another gateway, or this one after its restart, will answer."""
 
     code = "shutting_down"
 
 
 class ClientGone(KtqueueError):
-    """The client closed the connection: nobody is left to tell."""
+    """The client closed the connection, so nobody reads this error."""
 
     code = "client_closed_request"
     status = 499
 
 
 class InternalError(KtqueueError):
-    """A fault of ours; the log knows more."""
+    """An unexpected error in the gateway. The log has the details."""

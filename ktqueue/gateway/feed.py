@@ -1,8 +1,7 @@
-"""A Feed reads the journals of one HTTP response ahead into a bounded buffer.
+"""A Feed reads the journals of one HTTP response ahead, into a bounded buffer. It knows no HTTP.
 
-It is what makes waiting possible: for events, for a heartbeat's time, for the client to leave and for
-the gateway to stop, all in one `take`. A slow client fills the buffer, and then the journal's own
-mailbox, which falls back to replay: nothing grows. Knows no HTTP.
+One `take` waits for all that can happen: events, the heartbeat's time, the client's leaving, the gateway's stop. If the
+client reads slowly, the buffer fills and then the journal's mailbox, which falls back to replay. Neither grows further.
 """
 
 import asyncio
@@ -19,11 +18,11 @@ from ktqueue.core.events import TokenEvent
 logger = logging.getLogger(__name__)
 
 BUFFERED_EVENTS = 256
-Batch = list[tuple[int, TokenEvent]]
+Batch = list[tuple[int, TokenEvent]]  # (place of the job in the request, event)
 
 
 class Feed:
-    """Events of one or more jobs as they come: (place of the job, event), each job's in order.
+    """Events of one or more jobs as they arrive, those of each job in order.
 
     `lenient`: as in Journal.follow.
     """
@@ -33,10 +32,10 @@ class Feed:
         self._lenient = lenient
         self._events: deque[tuple[int, TokenEvent]] = deque()
         self._wake = Bell()
-        self._room = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._interruption: KtqueueError | None = None
         self._fault: KtqueueError | None = None
-        self._journals = self._running = len(job_ids)
+        self._journals = self._open_journals = len(job_ids)
         self._pumps = [
             asyncio.create_task(self._pump(place, job_id, after), name=f"feed {job_id}")
             for place, job_id in enumerate(job_ids)
@@ -44,20 +43,25 @@ class Feed:
 
     @property
     def ended(self) -> bool:
-        """Every journal was read to its end, and everything read was taken."""
-        return self._running == 0 and not self._events and self._fault is None
+        """Whether every journal was read to its end and all events were taken."""
+        return self._open_journals == 0 and not self._events and self._fault is None
+
+    @property
+    def buffered(self) -> Sequence[tuple[int, TokenEvent]]:
+        """Events that were read and not taken yet, at most BUFFERED_EVENTS."""
+        return self._events
 
     def interrupt(self, error: KtqueueError) -> None:
-        """Let the next `take`, also one that waits, raise `error` (the first one wins)."""
+        """Make the current or next `take` raise `error`. The first error wins."""
         self._interruption = self._interruption or error
         self._wake.ring()
 
     async def take(self, timeout_seconds: float) -> Batch:
-        """All events that wait, oldest first; nothing if none came in time or all journals have ended.
+        """All buffered events, oldest first. Empty if none arrived in time or all journals have ended.
 
-        Raises what `interrupt` was given, at once; and what a journal raised, after its last event.
+        Raises the error given to `interrupt` at once, and the error of a journal after its last event.
         """
-        if not self._events and self._interruption is None and self._fault is None and self._running:
+        if not self._events and self._interruption is None and self._fault is None and self._open_journals:
             self._wake.clear()
             if not await self._wake.wait(timeout_seconds):
                 return []
@@ -66,7 +70,7 @@ class Feed:
         if self._events:
             batch = list(self._events)
             self._events.clear()
-            self._room.set()
+            self._has_room.set()
             return batch
         if self._fault is not None:
             raise self._fault
@@ -86,15 +90,15 @@ class Feed:
             async with aclosing(self._events_of(job_id, after)) as events:
                 async for event in events:
                     while len(self._events) >= BUFFERED_EVENTS:
-                        self._room.clear()
-                        await self._room.wait()
+                        self._has_room.clear()
+                        await self._has_room.wait()
                     self._events.append((place, event))
                     self._wake.ring()
         except KtqueueError as error:
             self._fault = self._fault or error
         except Exception:
-            logger.exception("the journal of job %s cannot be read", job_id)
+            logger.exception("cannot read the journal of job %s", job_id)
             self._fault = self._fault or Unavailable("the job's journal cannot be read")
         finally:
-            self._running -= 1
+            self._open_journals -= 1
             self._wake.ring()

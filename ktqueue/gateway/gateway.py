@@ -1,8 +1,9 @@
-"""The Gateway: what all requests of one process share. Knows no routes."""
+"""The Gateway: what all requests of one process share. It knows no routes."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,16 +27,17 @@ from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.http.auth import ApiKeys, Tenant
 from ktqueue.gateway.http.body import BodyReader
+from ktqueue.gateway.http.sse import watch_disconnect
 from ktqueue.gateway.metrics import Metrics
 
-LARGE_PROMPT = 4_096  # characters or token ids; a smaller one costs a worker little
+LARGE_PROMPT = 4_096  # characters or token ids; a smaller prompt costs a worker little
 
 logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed")
 
 
 class Gateway:
-    """Settings, broker, metrics, keys, and the open feeds of one process."""
+    """Settings, broker, metrics, API keys, bodies being read and open feeds of one process."""
 
     def __init__(self, config: Config, broker: Broker | None = None) -> None:
         self.config = config
@@ -45,7 +47,7 @@ class Gateway:
         self.draining = False
         self._broker = broker
         self._feeds: set[Feed] = set()
-        self._chores: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     @property
     def broker(self) -> Broker:
@@ -53,6 +55,11 @@ class Gateway:
         if self._broker is None:
             raise Unavailable("the gateway has no broker yet")
         return self._broker
+
+    @property
+    def feeds(self) -> AbstractSet[Feed]:
+        """The feeds of all responses that are being made."""
+        return self._feeds
 
     async def open(self) -> bool:
         """Open a broker unless one was given; True if this gateway must close it. Raises Unavailable."""
@@ -76,13 +83,13 @@ class Gateway:
         return await self.bodies.run(body.size, parse, body.value)
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
-        """Submit a tenant's job, within its limits.
+        """Submit a tenant's job within its limits.
 
-        Raises what `Jobs.submit` raises, and ContextLengthExceeded where the model's card says that it cannot fit.
+        Raises what `Jobs.submit` raises, and ContextLengthExceeded if the prompt cannot fit the model's context.
         """
         await self._check_size(generation)
         try:
-            with self._counting_refusals(tenant):
+            with self._count_refusals(tenant):
                 record = await self.broker.jobs.submit(
                     generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
                 )
@@ -96,25 +103,25 @@ class Gateway:
 
     async def _check_size(self, generation: GenerationRequest) -> None:
         """Refuse a large prompt here that a worker would refuse after much work."""
-        text, ids = generation.prompt, generation.prompt_token_ids
-        if len(text or ids or ()) <= LARGE_PROMPT:
+        text, token_ids = generation.prompt, generation.prompt_token_ids
+        if len(text or token_ids or ()) <= LARGE_PROMPT:
             return
         for card in await self.broker.models.cards():
-            if card.name == generation.model and ids is not None:
-                check_tokens(len(ids), card.max_model_len)
+            if card.name == generation.model and token_ids is not None:
+                check_tokens(len(token_ids), card.max_model_len)
             elif card.name == generation.model and text is not None:
                 check_text(text, card.max_model_len, card.longest_token)
 
     async def retry(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""
-        with self._counting_refusals(tenant):
+        with self._count_refusals(tenant):
             record = await self.broker.jobs.retry(job_id, limits=tenant.limits)
         if record.standing is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
 
     @contextmanager
-    def _counting_refusals(self, tenant: Tenant) -> Iterator[None]:
+    def _count_refusals(self, tenant: Tenant) -> Iterator[None]:
         try:
             yield
         except (TenantLimitReached, RateLimitExceeded) as error:
@@ -122,52 +129,60 @@ class Gateway:
             raise
 
     @contextmanager
-    def feed(self, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> Iterator[Feed]:
-        """The journals of these jobs; interrupted when the gateway stops, closed at the end of the block."""
+    def follow(
+        self, request: Request, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False
+    ) -> Iterator[Feed]:
+        """The events of these jobs for one response, closed at the end of the block.
+
+        The feed is interrupted when the client of `request` leaves or the gateway stops. The body of `request` must
+        have been read before.
+        """
         feed = Feed(self.broker.journal, job_ids, after=after, lenient=lenient)
         self._feeds.add(feed)
+        watcher = asyncio.create_task(watch_disconnect(request.receive, feed.interrupt))
         try:
             yield feed
         finally:
+            watcher.cancel()
             self._feeds.discard(feed)
-            self._chore(feed.close())
+            self._run_in_background(feed.close())
 
     async def events_after(self, job_id: str, after: int) -> list[TokenEvent]:
-        """The events that a reader who has those up to `after` has missed so far. Raises JobNotFound, UnknownEvent."""
+        """The events that a reader has missed if its last one was `after`. Raises JobNotFound, UnknownEvent."""
         try:
             return await self.broker.journal.replay(job_id, after, lenient=True)
         except JournalRegressed as error:
             raise UnknownEvent(
                 f"Last-Event-ID must be at most {error.limit}, the last event of this job so far, got {after}; "
-                "where Redis lost events, read the job again from its beginning",
+                "if Redis lost events, read the job again from its beginning",
                 param="Last-Event-ID",
                 limit=error.limit,
                 value=after,
             ) from error
 
     def abandon(self, job_ids: Iterable[str]) -> None:
-        """Cancel these jobs soon; nobody waits for them any more."""
+        """Cancel these jobs soon, because nobody waits for them."""
         for job_id in job_ids:
-            self._chore(self._cancel(job_id))
+            self._run_in_background(self._cancel(job_id))
 
     def interrupt(self) -> None:
-        """End all open streams: the time that they had to end by themselves is over."""
+        """End all open streams with an error, after the time they had to end by themselves."""
         for feed in list(self._feeds):
             feed.interrupt(ShuttingDown("the gateway is shutting down; try again"))
 
-    async def settle(self) -> None:
-        """Wait for what `abandon` began."""
-        while self._chores:
-            await asyncio.gather(*self._chores, return_exceptions=True)
+    async def finish_background(self) -> None:
+        """Wait until abandoned jobs are cancelled and feeds are closed."""
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _cancel(self, job_id: str) -> None:
         try:
             await self.broker.jobs.cancel(job_id)
         except KtqueueError as error:
-            # The job then runs on to its end or its deadline; there is nobody to tell but the log.
-            logger.warning("job %s was left by its client and could not be cancelled: %s", job_id, error.message)
+            # The job then runs to its end or its deadline.
+            logger.warning("cannot cancel job %s, whose client left: %s", job_id, error.message)
 
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

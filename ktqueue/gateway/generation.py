@@ -1,4 +1,8 @@
-"""POST routes of the endpoints that generate text, such as /v1/chat/completions."""
+"""POST routes of the endpoints that generate text, such as /v1/chat/completions.
+
+A request's way: `Gateway.read_body` reads and checks the body, `submission` makes it jobs, `follow` takes their events,
+`answer` writes the response.
+"""
 
 from collections.abc import Awaitable, Callable
 
@@ -6,8 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ktqueue.gateway.exchange import answer
+from ktqueue.gateway.answer import AnswerWriter, stream_answer, whole_answer
+from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http.headers import STREAM_START
+from ktqueue.gateway.submission import submit_call
 from ktqueue.openai.endpoint import Endpoint
 from ktqueue.openai.endpoints import ENDPOINTS
 
@@ -19,7 +26,19 @@ def generation_routes() -> list[Route]:
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        gateway: Gateway = request.app.state.gateway
-        return await answer(request, await gateway.read_body(request, endpoint.parse_call))
+        return await generate(request, endpoint)
 
     return handle
+
+
+async def generate(request: Request, endpoint: Endpoint) -> Response:
+    """The response to one request. Raises KtqueueError for an error that has its own status."""
+    gateway: Gateway = request.app.state.gateway
+    call = await gateway.read_body(request, endpoint.parse_call)
+    submission = await submit_call(gateway, request, call)
+    writer = AnswerWriter(submission.records)
+    follower = JobFollower(gateway, request, submission.records, keep=submission.keep)
+    if not call.stream:
+        return await whole_answer(follower, writer)
+    after = STREAM_START if submission.in_conversation else None
+    return await stream_answer(gateway, follower, writer, include_usage=call.include_usage, after=after)

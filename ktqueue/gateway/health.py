@@ -1,4 +1,4 @@
-"""Is it alive (/healthz, /health, /ping), can it serve (/readyz), how is it doing (/metrics), what is it (/)."""
+"""Routes about the gateway itself: /healthz, /health, /ping, /readyz, /version, /metrics, /openapi.json and /."""
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -15,28 +15,28 @@ from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
 
 
 async def healthz(request: Request) -> Response:
-    """200 as long as the process answers at all."""
+    """200 as long as the process answers."""
     return json_response({"status": "ok"})
 
 
 async def version(request: Request) -> Response:
-    """Which ktqueue this is."""
+    """The version of ktqueue."""
     return json_response({"version": __version__})
 
 
 async def readyz(request: Request) -> Response:
-    """200 if a request would find a worker. Raises Unavailable without broker or live worker.
+    """200 if a live worker serves a model. Raises Unavailable without a broker or a live worker.
 
-    Once there are keys, only who has one learns which models are served, and where Redis is.
+    If there are API keys, only clients with a key learn which models are served and where Redis is.
     """
     gateway: Gateway = request.app.state.gateway
-    known = gateway.keys.known(request.headers)
+    known = gateway.keys.accepts(request.headers)
     if gateway.draining:
         raise ShuttingDown("the gateway is shutting down")
     try:
         workers = await gateway.broker.models.workers()
     except Unavailable as error:
-        raise error if known else Unavailable("Redis is away", retry_after=error.retry_after) from None
+        raise error if known else Unavailable("Redis does not answer", retry_after=error.retry_after) from None
     if not workers:
         raise Unavailable("no worker is alive", retry_after=2)
     if not known:
@@ -47,12 +47,12 @@ async def readyz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format: this gateway's own metrics, and the cluster's as Redis tells them.
+    """Prometheus' text format: this gateway's own metrics, and those of queues and workers from Redis.
 
-    Raises PermissionDenied for a tenant's key: the figures are of all tenants.
+    Raises PermissionDenied for a tenant's key, since the figures include all tenants.
     """
     if tenant_of(request).name != DEFAULT_TENANT:
-        raise PermissionDenied("metrics are for the keys of gateway.api_keys", param="Authorization")
+        raise PermissionDenied("metrics need a key of gateway.api_keys", param="Authorization")
     gateway: Gateway = request.app.state.gateway
     snapshot: list[Metric] = []
     up = gauge("broker_up", "Whether the broker answered.", ())
@@ -68,12 +68,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def openapi(request: Request) -> Response:
-    """The description of this API, OpenAPI 3.1."""
+    """The OpenAPI 3.1 document of this API."""
     return Response(request.app.state.openapi, media_type="application/json")
 
 
 async def pointer(request: Request) -> Response:
-    """What this is and where to look."""
+    """A short text that lists the routes."""
     return PlainTextResponse(
         f"ktqueue {__version__}: an OpenAI-compatible gateway.\n"
         "POST /v1/chat/completions, /v1/completions, /v1/jobs\n"

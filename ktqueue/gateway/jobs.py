@@ -1,6 +1,5 @@
-"""The jobs API: submit now, read later, as often as you like. A reader that leaves cancels nothing."""
+"""The jobs API: submit a job now, read it later, any number of times. A reader that leaves cancels nothing."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, suppress
 
@@ -18,12 +17,12 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key, last_seq, rate_headers
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.gateway.http.sse import PING, EventStream, frame, watch_disconnect
+from ktqueue.gateway.http.sse import PING, EventStream, frame
 from ktqueue.openai.jobs import parse_job
 from ktqueue.openai.records import event_json, record_json, result_json
 
-MAX_LISTED = 1000
-RETRY = b"retry: 1000\n\n"  # ms: what a browser's EventSource waits before it comes back
+MAX_LISTED = 1000  # jobs in one list
+RETRY = b"retry: 1000\n\n"  # milliseconds that a browser's EventSource waits before it reconnects
 
 
 class JobsEndpoint(HTTPEndpoint):
@@ -42,7 +41,7 @@ class JobEndpoint(HTTPEndpoint):
     """/v1/jobs/{job_id}."""
 
     async def get(self, request: Request) -> Response:
-        """Look a job up."""
+        """Return a job."""
         return await get_job(request)
 
     async def delete(self, request: Request) -> Response:
@@ -51,24 +50,28 @@ class JobEndpoint(HTTPEndpoint):
 
 
 async def find_job(request: Request) -> JobRecord:
-    """The job that the path names. Raises JobNotFound, also for another tenant's."""
+    """The job that the path names. Raises JobNotFound, also for a job of another tenant."""
     gateway: Gateway = request.app.state.gateway
     return tenant_of(request).check_sees(await gateway.broker.jobs.get(request.path_params["job_id"]))
 
 
 async def create_job(request: Request) -> Response:
-    """Submit a job: 202 and where it is found. Raises KtqueueError."""
+    """Submit a job: 202 and its location. Raises KtqueueError."""
     gateway: Gateway = request.app.state.gateway
     generation = await gateway.read_body(request, parse_job)
     if generation.webhook is not None:
         generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
     record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
+    return _accepted(record)
+
+
+def _accepted(record: JobRecord) -> Response:
     headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
     return json_response(record_json(record), status=202, headers=headers)
 
 
 async def list_jobs(request: Request) -> Response:
-    """Jobs, newest first; `?state=` and `?limit=` narrow the list. Raises InvalidRequest."""
+    """Jobs, newest first, filtered by `?state=`, at most `?limit=`. Raises InvalidRequest."""
     gateway: Gateway = request.app.state.gateway
     state = request.query_params.get("state")
     limit = request.query_params.get("limit", "100")
@@ -89,20 +92,20 @@ async def list_jobs(request: Request) -> Response:
 
 
 async def get_job(request: Request) -> Response:
-    """One job; with `result`, the text of its choices, once it has ended. Raises JobNotFound."""
+    """One job. Once it has ended, `result` holds the text of its choices. Raises JobNotFound."""
     gateway: Gateway = request.app.state.gateway
     record = await find_job(request)
     body = record_json(record)
     body["result"] = None
     if record.state.terminal:
-        # The journal's time is over before the record's; and a newer version may have written either.
+        # The journal expires before the record, and a newer version may have written either of them.
         with suppress(JobNotFound, CodecError, InvalidRequest):
             body["result"] = result_json(record, await gateway.broker.journal.replay(record.id))
     return json_response(body)
 
 
 async def cancel_job(request: Request) -> Response:
-    """Cancel a job; once more is no error. Raises JobNotFound, JobConflict if it ended otherwise."""
+    """Cancel a job. Cancelling it again is no error. Raises JobNotFound, JobConflict if it ended in another state."""
     gateway: Gateway = request.app.state.gateway
     record = await gateway.broker.jobs.cancel((await find_job(request)).id)
     if record.state.terminal and record.state is not JobState.CANCELLED:
@@ -116,17 +119,16 @@ async def cancel_job(request: Request) -> Response:
 
 
 async def retry_job(request: Request) -> Response:
-    """Send a failed job again as a new one: 202 and where that is found. Raises JobNotFound, JobConflict."""
+    """Submit a failed job again as a new job: 202 and its location. Raises JobNotFound, JobConflict."""
     gateway: Gateway = request.app.state.gateway
     record = await gateway.retry(tenant_of(request), (await find_job(request)).id)
-    headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
-    return json_response(record_json(record), status=202, headers=headers)
+    return _accepted(record)
 
 
 async def stream_events(request: Request) -> Response:
-    """The journal as SSE from `Last-Event-ID` on, until the event that ends the job.
+    """The journal as server-sent events after `Last-Event-ID`, until the event that ends the job.
 
-    204 when the reader has that event already: so a browser's EventSource stops coming back.
+    204 if the reader has that event already, so that a browser's EventSource does not reconnect.
     Raises JobNotFound, UnknownEvent, InvalidRequest.
     """
     gateway: Gateway = request.app.state.gateway
@@ -135,9 +137,7 @@ async def stream_events(request: Request) -> Response:
     if after and not await gateway.events_after(record.id, after) and record.state.terminal:
         return Response(status_code=204)
     resources = ExitStack()
-    feed = resources.enter_context(gateway.feed([record.id], after=after, lenient=True))
-    watcher = asyncio.create_task(watch_disconnect(request.receive, feed.interrupt))
-    resources.callback(watcher.cancel)
+    feed = resources.enter_context(gateway.follow(request, [record.id], after=after, lenient=True))
     gateway.metrics.streams.inc()
     resources.callback(gateway.metrics.streams.dec)
     return EventStream(
@@ -153,7 +153,7 @@ async def _frames(feed: Feed, heartbeat_seconds: float) -> AsyncGenerator[bytes,
         try:
             batch = await feed.take(heartbeat_seconds)
         except ShuttingDown:
-            return  # the reader comes back with Last-Event-ID and misses nothing
+            return  # the reader reconnects with Last-Event-ID and misses nothing
         if batch:
             yield b"".join(frame(event_json(event), event_id=event.seq) for _, event in batch)
         elif not feed.ended:

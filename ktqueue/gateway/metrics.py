@@ -1,6 +1,6 @@
-"""What the gateway counts and times itself, in a registry of its own (the door to prometheus_client).
+"""The gateway's own metrics, in a registry of their own (the door to prometheus_client).
 
-Names and buckets are vLLM's with the prefix `ktqueue:`, so that its dashboards need one replacement.
+Names and buckets are vLLM's with the prefix `ktqueue:`, so that its dashboards need one search and replace.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-OTHER = "other"  # in place of a name that no worker serves
+OTHER = "other"  # replaces a name that no worker serves
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -30,7 +30,7 @@ class Metrics:
         )
         self.http_duration = Histogram(
             "ktqueue:http_request_duration_seconds",
-            "From the request's head to the last byte of its answer.",
+            "From the request's headers to the last byte of its answer.",
             ["handler"],
             buckets=LATENCY,
             registry=self._registry,
@@ -41,14 +41,14 @@ class Metrics:
         self.connections = Gauge("ktqueue:open_connections", "Open TCP connections.", registry=self._registry)
         self.connections_ended = Counter(
             "ktqueue:connections_ended",
-            "Connections that the gateway closed for what their client sent or did not send or read.",
+            "Connections that the gateway closed because of what their client sent, or did not send or read.",
             ["reason"],
             registry=self._registry,
         )
         self.streams = Gauge("ktqueue:open_streams", "SSE streams being sent.", registry=self._registry)
         self.success = Counter(
             "ktqueue:request_success",
-            "Choices that ended by themselves.",
+            "Choices that ended normally.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
@@ -60,7 +60,7 @@ class Metrics:
             registry=self._registry,
         )
         self.tenant_jobs = Counter(
-            "ktqueue:tenant_jobs", "Jobs taken from a tenant of the settings.", ["tenant"], registry=self._registry
+            "ktqueue:tenant_jobs", "Jobs accepted from a tenant of the settings.", ["tenant"], registry=self._registry
         )
         self.tenant_refusals = Counter(
             "ktqueue:tenant_refusals",
@@ -77,23 +77,23 @@ class Metrics:
         self.generation_tokens = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
 
     def serves(self, model: str) -> None:
-        """A worker serves this model, or did a while ago: its name is no invention of a client."""
+        """Remember that a worker serves this model, or did recently: no client made up its name."""
         self._served.add(model)
 
     def failed(self, model: str, code: str) -> None:
-        """A request ended in an error. Names that clients made up share one series, or there would be ever more."""
+        """Count a request that ended in an error. Model names that clients made up share one series."""
         self._failures.labels(model if model in self._served else OTHER, code).inc()
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"ktqueue:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
 
     def exposition(self, snapshot: Iterable[Metric]) -> bytes:
-        """Everything in Prometheus' text format; `snapshot` is what the cluster tells at this moment."""
+        """All metrics in Prometheus' text format. `snapshot`: the present metrics of queues and workers."""
         return generate_latest(_Exposition(self._registry, list(snapshot)))
 
 
 class _Exposition(Collector):
-    """Own metrics, then the snapshot; without the library's `_created` series, which nobody reads."""
+    """The registry's metrics, then the snapshot, without the library's `_created` series."""
 
     def __init__(self, registry: CollectorRegistry, snapshot: list[Metric]) -> None:
         self._registry = registry
@@ -106,10 +106,10 @@ class _Exposition(Collector):
 
 
 def gauge(name: str, text: str, labels: tuple[str, ...]) -> GaugeMetricFamily:
-    """An empty gauge of a snapshot."""
+    """A gauge of a snapshot, without values."""
     return GaugeMetricFamily(f"ktqueue:{name}", text, labels=labels)
 
 
 def counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
-    """An empty counter of a snapshot."""
+    """A counter of a snapshot, without values."""
     return CounterMetricFamily(f"ktqueue:{name}", text, labels=labels)

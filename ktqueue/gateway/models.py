@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the models that some worker serves, or served a moment ago."""
+"""GET /v1/models and /v1/models/{id}: the models that a worker serves, or served a moment ago."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,14 @@ from ktqueue.gateway.http.responses import json_response
 
 
 def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]:
-    """A model as OpenAI lists it, with the context length under vLLM's name and facts of ours.
+    """A model in OpenAI's form, with the context length under vLLM's name, and fields of our own.
 
-    `digests`: those of the workers that serve it now, of which there is one unless the model is being changed; of the
-    last worker where none does.
+    `digests`: those of the workers that serve the model now, or of the last one that did. There is more than one only
+    while the model is being replaced.
     """
-    digests = sorted({one.digest[:SHORT_DIGEST] for one in workers if one.model == card.name and one.digest})
+    digests = sorted(
+        {worker.digest[:SHORT_DIGEST] for worker in workers if worker.model == card.name and worker.digest}
+    )
     return {
         "id": card.name,
         "object": "model",

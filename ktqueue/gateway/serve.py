@@ -1,4 +1,4 @@
-"""`ktqueue gateway`: the application under uvicorn, and a stop that lets streams end (the door to uvicorn)."""
+"""`ktqueue gateway`: runs the application under uvicorn. At a stop, open streams may end first."""
 
 import asyncio
 import gc
@@ -17,21 +17,22 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.http.connections import OVERFLOW, Connections
+from ktqueue.gateway.http.connections import MAX_OVERFLOW, Connections
 from ktqueue.gateway.http.http10 import Http10
 from ktqueue.gateway.http.protocol import LimitedProtocol
+from ktqueue.gateway.http.uvicorn_internals import check_uvicorn
 
-GARBAGE = 20_000  # new objects between two looks for cycles: a token makes some, and none of them in a cycle
-OTHER_FILES = 256  # open files that are no client's connection: those to Redis, logs, libraries
-PROBE_CONNECTIONS = 64  # of the listener for probes
+GARBAGE_THRESHOLD = 20_000  # new objects between two garbage collections; objects of a token are in no cycles
+OTHER_FILES = 256  # open files that are not client connections: Redis, logs, libraries
+PROBE_CONNECTIONS = 64  # on the port for probes
 ADDRESS_IN_USE = 3  # exit code, as uvicorn's own
 logger = logging.getLogger(__name__)
 
 
 class GatewayServer(uvicorn.Server):
-    """A server that stops in order: no new connections, open streams may end, then they are ended.
+    """A server that stops in order: it accepts no connections, lets open streams end, then ends the others.
 
-    SIGTERM or SIGINT begins the stop; the same signal again ends it at once.
+    SIGTERM or SIGINT begins the stop. A second signal ends the process at once.
     """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
@@ -39,7 +40,7 @@ class GatewayServer(uvicorn.Server):
         self._gateway = gateway
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, for probes too where they have a port of their own. Ends the process with 3 where that can't be."""
+        """Listen, also on the port for probes if there is one. Ends the process with 3 if a port cannot be used."""
         await super().startup(sockets)
         settings = self._gateway.config.gateway
         if settings.probe_port is None or self.should_exit:
@@ -58,19 +59,19 @@ class GatewayServer(uvicorn.Server):
             loop = asyncio.get_running_loop()
             self.servers.append(await loop.create_server(protocol, settings.host, settings.probe_port))
         except OSError as error:
-            logger.error("gateway.probe_port %d cannot be listened on: %s", settings.probe_port, error)
+            logger.error("cannot listen on gateway.probe_port %d: %s", settings.probe_port, error)
             await self.lifespan.shutdown()
             sys.exit(ADDRESS_IN_USE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the stop, or hurry it; unlike the parent's, the process then exits with 0."""
+        """Begin the stop, or end it at once. Unlike with the parent class, the process exits with 0."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
         self._gateway.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting; after `drain_seconds` tell the streams that are left to end."""
+        """Stop accepting connections, and after `drain_seconds` end the streams that are still open."""
         self._gateway.draining = True
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._gateway.config.gateway.drain_seconds, self._gateway.interrupt)
@@ -81,7 +82,8 @@ class GatewayServer(uvicorn.Server):
 
 
 def build_server(config: Config) -> GatewayServer:
-    """A server for `config`, not yet running."""
+    """A server for `config` that is not running yet. Raises ConfigError if the installed uvicorn does not fit."""
+    check_uvicorn()
     settings = config.gateway
     app = create_app(config)
     gateway: Gateway = app.state.gateway
@@ -99,45 +101,47 @@ def build_server(config: Config) -> GatewayServer:
         http=protocol,
         ws="none",
         lifespan="on",
-        access_log=False,  # ours has more to say: access_log.py
-        log_config=None,  # as the process logs
+        access_log=False,  # `http/access_log.py` logs requests
+        log_config=None,  # logging is set up by the process
         server_header=False,
-        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a number of seconds all the same
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # fractions of a second work too
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
     )
     return GatewayServer(server_config, gateway)
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError when there is no usable broker.
+    """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError if there is no usable broker.
 
-    Ends the process with 3 when the address cannot be listened on.
+    Ends the process with 3 if it cannot listen on the address.
     """
     asyncio.run(_check_broker(config))
     server = build_server(_within_files(config))
-    gc.freeze()  # what is there now stays; looking through it again and again took a fifth of the time
-    gc.set_threshold(GARBAGE)
+    gc.freeze()  # present objects stay; collecting them again and again took a fifth of the time
+    gc.set_threshold(GARBAGE_THRESHOLD)
     server.run()
 
 
 async def _check_broker(config: Config) -> None:
-    """Fail here, by name; inside the server the same error would be a long traceback."""
+    """Open and close a broker. The same error inside the server would print a long traceback."""
     await (await Broker.open(config.broker, patience=config.broker.connect_timeout)).close()
 
 
 def _within_files(config: Config) -> Config:
-    """Raise the limit of open files, each connection being one; what the system does not let us have is no socket."""
+    """Raise the process's limit of open files for its connections. If the system refuses, lower `max_sockets`."""
     wanted = config.gateway.socket_limit
-    files = _allow_files(wanted + OVERFLOW + PROBE_CONNECTIONS + OTHER_FILES)
-    possible = max(1, files - OVERFLOW - PROBE_CONNECTIONS - OTHER_FILES)
+    files = _allow_files(wanted + MAX_OVERFLOW + PROBE_CONNECTIONS + OTHER_FILES)
+    possible = max(1, files - MAX_OVERFLOW - PROBE_CONNECTIONS - OTHER_FILES)
     if possible >= wanted:
         return config
-    logger.warning("%d open files are allowed, so gateway.max_sockets is %d instead of %d", files, possible, wanted)
+    logger.warning(
+        "only %d open files are allowed, so gateway.max_sockets is %d instead of %d", files, possible, wanted
+    )
     return replace(config, gateway=replace(config.gateway, max_sockets=possible))
 
 
 def _allow_files(wanted: int) -> int:
-    """Raise the limit of open files as far as the system lets us; what it is then."""
+    """Raise the limit of open files to `wanted`, as far as the system allows. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

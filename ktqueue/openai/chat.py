@@ -13,7 +13,7 @@ from pydantic import Field
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
-from ktqueue.openai.choices import Delta, Position, alone
+from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
 from ktqueue.openai.endpoint import Json, usage_json
 from ktqueue.openai.foreign_fields import translate
@@ -22,19 +22,19 @@ from ktqueue.openai.validation import parse
 
 
 class ChatBody(CommonFields):
-    """Body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="Preferred over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=128, description="Taken only with tool_choice: none.")
+    tools: list[Tool] | None = Field(None, max_length=128, description="Accepted only with tool_choice: none.")
     tool_choice: Literal["none"] | None = None
-    reasoning_effort: str | None = Field(None, max_length=32, description="Handed to the chat template.")
+    reasoning_effort: str | None = Field(None, max_length=32, description="Passed to the chat template.")
     chat_template_kwargs: FreeObject | None = None
 
     def request(self) -> GenerationRequest:
-        """The one request that this body asks for. Raises InvalidRequest."""
+        """The request that this body asks for. Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs is allowed only with logprobs: true",
@@ -69,13 +69,13 @@ def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     """A validated chat body. Raises InvalidRequest."""
     ours, names = translate(body, special_tokens=False)
     if names.get("max_tokens") and ours["max_tokens"] in (-1, -2):
-        del ours["max_tokens"]  # llama.cpp's "without limit" and "to the end of the context", which is the default here
+        del ours["max_tokens"]  # in llama.cpp "no limit" and "to the end of the context"; both are the default here
     return parse(ChatBody, ours, names)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """POST /v1/chat/completions. `logprobs` tells whether they were asked for; `created` in Unix seconds."""
+    """Answers of POST /v1/chat/completions. `logprobs`: whether they were asked for. `created`: Unix seconds."""
 
     id: str
     created: int
@@ -94,10 +94,10 @@ class ChatReply:
     def _logprobs(self, positions: Sequence[Position]) -> Json | None:
         if not self.logprobs or not positions:
             return None
-        return {"content": [_chat_logprob(one) for one in positions], "refusal": None}
+        return {"content": [_chat_logprob(position) for position in positions], "refusal": None}
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """The role first, then text, then the finish reason with the logprobs that no text carried."""
+        """The role first, then text, then the finish reason with logprobs that no text chunk had."""
         if delta.first:
             yield self._chunk(delta.index, {"role": "assistant", "content": ""})
         logprobs = self._logprobs(delta.positions)
@@ -108,21 +108,21 @@ class ChatReply:
             yield self._chunk(delta.index, {}, logprobs, delta.finish_reason)
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """No choices, only the counts."""
+        """A chunk with token counts and no choices."""
         return {**self._body("chat.completion.chunk", []), "usage": usage_json(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `chat.completion` object."""
         listed = [
             {
-                "index": one.index,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
-                "logprobs": (self._logprobs(one.positions) or {"content": [], "refusal": None})
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": (self._logprobs(choice.positions) or {"content": [], "refusal": None})
                 if self.logprobs
                 else None,
-                "finish_reason": one.finish_reason,
+                "finish_reason": choice.finish_reason,
             }
-            for one in choices
+            for choice in choices
         ]
         return {**self._body("chat.completion", listed), "usage": usage_json(usage)}
 
@@ -135,5 +135,5 @@ def _chat_logprob(position: Position) -> Json:
     logprobs = position.logprobs
     return {
         **_chat_token(logprobs.chosen, position.token),
-        "top_logprobs": [_chat_token(one, alone(one)) for one in logprobs.top],
+        "top_logprobs": [_chat_token(token, token_text(token)) for token in logprobs.top],
     }

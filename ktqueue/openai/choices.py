@@ -1,7 +1,7 @@
-"""Journal events to choices: what each choice has said so far, in the order its job's journal tells it.
+"""Journal events to choices: the new text and logprobs of each choice, in the order of its job's journal.
 
-Text that waits for a slow client runs together into one delta. Logprobs wait for text: a chunk with
-logprobs alone would be an empty delta. Pure; knows no HTTP and no JSON.
+Text that waits for a slow client is joined to one delta. Logprobs wait for text, since a chunk with logprobs alone
+would be an empty delta. This module knows no HTTP and no JSON.
 """
 
 import codecs
@@ -13,7 +13,7 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, TokenEvent, Toke
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One generated token with its logprobs. `token` is the text it completes; `offset` where that begins."""
+    """One generated token with its logprobs. `token` is its text, `offset` the position of that text, in characters."""
 
     token: str
     offset: int
@@ -22,7 +22,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice said since it was last asked."""
+    """The part of a choice that is new since its last delta."""
 
     index: int
     first: bool
@@ -31,13 +31,13 @@ class Delta:
     finish_reason: FinishReason | None
 
 
-def alone(token: TokenLogprob) -> str:
-    """The text of one token seen alone; half a character shows as the replacement character."""
+def token_text(token: TokenLogprob) -> str:
+    """The text of a single token. Half a character becomes the replacement character."""
     return token.token_bytes.decode("utf-8", errors="replace")
 
 
 class Choice:
-    """One choice of a response, absorbing events and giving deltas."""
+    """One choice of a response: takes events and makes deltas."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -45,25 +45,25 @@ class Choice:
         self._text: list[str] = []
         self._positions: list[Position] = []
         self._finish: FinishReason | None = None
-        # Incremental, so that the tokens of one character run together to exactly the text.
+        # Incremental, so that the texts of tokens that share a character add up to the exact text.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
     def absorb(self, event: TokenEvent) -> None:
-        """Take one event of this choice."""
+        """Add one event of this choice."""
         if event.text:
             self._text.append(event.text)
-        left = len(event.logprobs) if event.finish_reason is not None else 0
+        remaining = len(event.logprobs) if event.finish_reason is not None else 0
         for position in event.logprobs:
-            left -= 1  # the last token of all takes on what half a character became at its end
-            token = self._decoder.decode(position.chosen.token_bytes, final=left == 0)
+            remaining -= 1  # the last token also gets the replacement of an unfinished character
+            token = self._decoder.decode(position.chosen.token_bytes, final=remaining == 0)
             self._positions.append(Position(token, self._offset, position))
             self._offset += len(token)
         if event.finish_reason is not None:
             self._finish = event.finish_reason
 
     def delta(self) -> Delta | None:
-        """What is new, or None if nothing can be shown yet."""
+        """The new part, or None if there is nothing to show yet."""
         if not self._text and self._finish is None:
             return None
         delta = Delta(self.index, not self.started, "".join(self._text), tuple(self._positions), self._finish)
@@ -75,7 +75,7 @@ class Choice:
 
 
 class Choices:
-    """All choices of one HTTP response: `n` for each of its jobs, numbered job * n + choice."""
+    """All choices of one HTTP response: `n` for each of its jobs, with the index job * n + choice."""
 
     def __init__(self, jobs: int, n: int) -> None:
         self._n = n
@@ -83,7 +83,7 @@ class Choices:
         self._usage: dict[int, Usage] = {}
 
     def absorb(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
-        """Take (place of the job, event) pairs; what they made sayable, each choice once, oldest first."""
+        """Add (place of the job, event) pairs. Returns one delta for each changed choice, oldest first."""
         touched: dict[int, Choice] = {}
         for place, event in events:
             if event.index < self._n:
@@ -96,15 +96,16 @@ class Choices:
         return [delta for delta in deltas if delta is not None]
 
     def whole(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
-        """Every choice from all events of all jobs, in the order of their indices."""
-        given = {delta.index: delta for delta in self.absorb(events)}
-        return [given.get(one.index, Delta(one.index, True, "", (), None)) for one in self._choices]
+        """Every choice, made from all events of all jobs, in the order of their indices."""
+        deltas = {delta.index: delta for delta in self.absorb(events)}
+        empty = (Delta(choice.index, True, "", (), None) for choice in self._choices)
+        return [deltas.get(delta.index, delta) for delta in empty]
 
     def usage(self) -> Usage:
         """Token counts over all jobs that have ended."""
         counts = self._usage.values()
         return Usage(
-            prompt_tokens=sum(one.prompt_tokens for one in counts),
-            completion_tokens=sum(one.completion_tokens for one in counts),
-            cached_tokens=sum(one.cached_tokens for one in counts),
+            prompt_tokens=sum(usage.prompt_tokens for usage in counts),
+            completion_tokens=sum(usage.completion_tokens for usage in counts),
+            cached_tokens=sum(usage.cached_tokens for usage in counts),
         )

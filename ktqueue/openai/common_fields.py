@@ -1,7 +1,7 @@
-"""The fields that chat and completion bodies share, and their way into SamplingParams.
+"""Fields that the bodies of generating endpoints share, and their translation to SamplingParams.
 
-Ranges are OpenAI's where it has the field (temperature up to 2), else vLLM's; null means the default.
-Unknown fields are ignored, as OpenAI-compatible servers do. Pure; knows no HTTP.
+Ranges are OpenAI's if it has the field (temperature up to 2), else vLLM's. Null means the default. Unknown fields are
+ignored, as by other OpenAI-compatible servers; `foreign_fields` lists those that are not.
 """
 
 import math
@@ -23,8 +23,8 @@ from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.validation import must_be
 
 MAX_ID = 2**31 - 1
-MAX_DIGITS = 20  # of a token id: Python itself refuses to read thousands
-MAX_DEPTH = 32  # levels of lists and objects inside a free-form field
+MAX_DIGITS = 20  # of a token id; Python refuses to parse thousands of digits
+MAX_DEPTH = 32  # levels of lists and objects in a free-form field
 MAX_METADATA = 16
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
@@ -66,14 +66,14 @@ def _metadata(value: Any) -> Any:
 
 
 def shallow(value: Any) -> Any:
-    """A free-form value as it is, if it is nested at most MAX_DEPTH deep."""
+    """The free-form value itself, if it is nested at most MAX_DEPTH levels deep. Else raises a validation error."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
             child
-            for one in level
-            if isinstance(one, dict | list)
-            for child in (one.values() if isinstance(one, dict) else one)
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
         ]
         if not level:
             return value
@@ -88,17 +88,19 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """What a stream has besides text."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    include_usage: bool | None = Field(None, description="One last chunk with the token counts.")
-    continuous_usage_stats: Literal[False] | None = Field(None, description="Counts in each chunk are not served.")
+    include_usage: bool | None = Field(None, description="End the stream with a chunk of token counts.")
+    continuous_usage_stats: Literal[False] | None = Field(
+        None, description="Token counts in each chunk are not supported."
+    )
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
 
 class CommonFields(BaseModel):
-    """Fields of both endpoints: OpenAI's, then vLLM's, then ours."""
+    """Fields of all generating endpoints: OpenAI's, then vLLM's, then ours."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -116,7 +118,7 @@ class CommonFields(BaseModel):
     logit_bias: LogitBias = None
     user: str | None = None
     metadata: Metadata = None
-    service_tier: ServiceTier | None = Field(None, description="flex: the batch class; all others: interactive.")
+    service_tier: ServiceTier | None = Field(None, description="flex: class batch; all others: class interactive.")
 
     top_k: int | None = Field(None, ge=-1, le=MAX_ID, description="0 or -1: off.")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -125,18 +127,18 @@ class CommonFields(BaseModel):
     min_tokens: int | None = Field(None, ge=0, le=MAX_ID)
     ignore_eos: bool | None = None
     priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower goes first, within the class. Default 0."
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Within the class, lower values run first. Default 0."
     )
 
     job_class: Literal["interactive", "batch"] | None = None
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """How tokens are chosen. Raises InvalidRequest."""
+        """The sampling parameters of this body. Raises InvalidRequest."""
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
             top_k=max(0, self.top_k or 0),
-            # OpenAI allows 0, the likeliest token alone: which any positive mass that small also means.
+            # OpenAI allows 0: only the likeliest token. The smallest positive value means the same.
             top_p=max(math.ulp(0.0), _or(self.top_p, 1.0)),
             min_p=self.min_p or 0.0,
             repetition_penalty=_or(self.repetition_penalty, 1.0),
@@ -154,13 +156,13 @@ class CommonFields(BaseModel):
         )
 
     def class_of_job(self) -> JobClass:
-        """`job_class` decides, else the service tier."""
+        """The priority class: `job_class` if set, else by the service tier."""
         if self.job_class is not None:
             return JobClass(self.job_class)
         return JobClass.BATCH if self.service_tier == "flex" else JobClass.INTERACTIVE
 
     def wants_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk. Raises InvalidRequest for options without a stream."""
+        """Whether the stream ends with a usage chunk. Raises UnsupportedParameter for options without a stream."""
         if self.stream_options is None:
             return False
         if not self.stream:

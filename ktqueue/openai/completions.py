@@ -13,13 +13,13 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PositionLogprobs, Usage
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
-from ktqueue.openai.choices import Delta, Position, alone
+from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import CommonFields
 from ktqueue.openai.endpoint import Json, usage_json
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.validation import must_be, parse
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of /v1/completions
 Prompt = str | list[int]
 
 
@@ -36,14 +36,14 @@ def _prompt(value: Any) -> Any:
         return value
     if len(value) > MAX_CHOICES:
         raise must_be(f"at most {MAX_CHOICES} prompts", value)
-    for one in value:
-        if not (isinstance(one, str) and one) and not _is_token_ids(one):
-            raise must_be("a text, a list of token ids, or a list of these, and not empty", one)
+    for prompt in value:
+        if not (isinstance(prompt, str) and prompt) and not _is_token_ids(prompt):
+            raise must_be("a text, a list of token ids, or a list of these, and not empty", prompt)
     return value
 
 
 class CompletionBody(CommonFields):
-    """Body of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[
         str | list[int] | list[str] | list[list[int]] | list[Prompt], SkipValidation, BeforeValidator(_prompt)
@@ -54,7 +54,7 @@ class CompletionBody(CommonFields):
         """The prompts, one for each job."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        # `_prompt` has looked at the list; here its first entry says what the others are.
+        # `_prompt` has checked the list, so the type of its first entry is that of all.
         single = type(self.prompt[0]) is int
         return [cast(list[int], self.prompt)] if single else cast(list[Prompt], self.prompt)
 
@@ -92,7 +92,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
 
 @dataclass(frozen=True, slots=True)
 class CompletionReply:
-    """POST /v1/completions. `logprobs` as in ChatReply."""
+    """Answers of POST /v1/completions. `logprobs` and `created` as in ChatReply."""
 
     id: str
     created: int
@@ -117,7 +117,7 @@ class CompletionReply:
         }
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """Text, then the finish reason with the logprobs that no text carried."""
+        """Text, then the finish reason with logprobs that no text chunk had."""
         positions = delta.positions
         if delta.text:
             yield self._body([self._choice(delta.index, delta.text, positions, None)])
@@ -126,27 +126,27 @@ class CompletionReply:
             yield self._body([self._choice(delta.index, "", positions, delta.finish_reason)])
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """No choices, only the counts."""
+        """A chunk with token counts and no choices."""
         return {**self._body([]), "usage": usage_json(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `text_completion` object."""
-        listed = [self._choice(one.index, one.text, one.positions, one.finish_reason) for one in choices]
+        listed = [self._choice(choice.index, choice.text, choice.positions, choice.finish_reason) for choice in choices]
         return {**self._body(listed), "usage": usage_json(usage)}
 
 
 def _completion_logprobs(positions: Sequence[Position]) -> Json:
     return {
-        "tokens": [one.token for one in positions],
-        "token_logprobs": [one.logprobs.chosen.logprob for one in positions],
-        "top_logprobs": [_top(one.logprobs) for one in positions],
-        "text_offset": [one.offset for one in positions],
+        "tokens": [position.token for position in positions],
+        "token_logprobs": [position.logprobs.chosen.logprob for position in positions],
+        "top_logprobs": [_top(position.logprobs) for position in positions],
+        "text_offset": [position.offset for position in positions],
     }
 
 
 def _top(logprobs: PositionLogprobs) -> dict[str, float]:
-    """Likeliest tokens by text, and always the chosen one, as OpenAI and vLLM give them."""
+    """Logprobs of the likeliest tokens by text, always with the chosen one, as OpenAI and vLLM return them."""
     table: dict[str, float] = {}
-    for one in (*logprobs.top, logprobs.chosen):
-        table.setdefault(alone(one), one.logprob)
+    for token in (*logprobs.top, logprobs.chosen):
+        table.setdefault(token_text(token), token.logprob)
     return table

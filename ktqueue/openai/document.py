@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description of the gateway, made from the pydantic models of bodies and answers. Pure."""
+"""The OpenAPI 3.1 document of the gateway, made from the pydantic models of bodies and answers."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ _REQUESTS: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, GenerationBo
 _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
-    shapes.Completion,
+    shapes.TextCompletion,
     shapes.ModelList,
     shapes.Model,
     shapes.Job,
     shapes.JobList,
     shapes.JobEvent,
     shapes.ErrorResponse,
-    shapes.Status,
+    shapes.HealthStatus,
     shapes.Version,
 )
 _ERRORS = {
@@ -34,7 +34,7 @@ _ERRORS = {
     "404": "No such model or job.",
     "409": "The job is in a state that does not allow this.",
     "413": "The body is too large.",
-    "415": "The body is not JSON, or compressed in a way that is not known.",
+    "415": "The body is not JSON, or its compression is not supported.",
     "422": "The idempotency key was used with another request.",
     "429": "The queue is full, or a limit of the tenant is reached; see Retry-After.",
     "503": "No broker, no worker, or too many connections; see Retry-After.",
@@ -45,7 +45,7 @@ _WRITE = ("400", "401", "404", "413", "415", "422", "429", "503", "504")
 
 
 def build_document() -> Json:
-    """The whole description as plain data."""
+    """The whole document as plain data."""
     inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in (*_REQUESTS, *_ANSWERS)]
     _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     return {
@@ -54,7 +54,7 @@ def build_document() -> Json:
             "title": "ktqueue",
             "version": __version__,
             "description": "A job queue for Mixture-of-Experts models with OpenAI's API. Fields that are refused "
-            f"when they ask for something: {', '.join(refused_fields())}.",
+            f"if they ask for something: {', '.join(refused_fields())}.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"key": []}, {}],
@@ -71,40 +71,42 @@ def build_document() -> Json:
 
 def _paths() -> Json:
     chat = _post("createChatCompletion", "Answer a conversation.", [ChatBody], shapes.ChatCompletion)
-    chat["parameters"].append(_word("X-Conversation-Id"))
+    chat["parameters"].append(_header_parameter("X-Conversation-Id"))
     _add_stream(chat, shapes.ChatCompletionChunk)
-    completion = _post("createCompletion", "Go on from one or several prompts.", [CompletionBody], shapes.Completion)
-    completion["parameters"].append(_word("X-Conversation-Id"))
-    _add_stream(completion, shapes.Completion)
+    completion = _post("createCompletion", "Continue one or several prompts.", [CompletionBody], shapes.TextCompletion)
+    completion["parameters"].append(_header_parameter("X-Conversation-Id"))
+    _add_stream(completion, shapes.TextCompletion)
     submit = _post("createJob", "Submit a job.", [GenerationBody, ChatBody], shapes.Job, status="202")
-    submit["responses"]["202"]["headers"] = {"Location": _header("Where the job is found.")}
-    events = _get("streamJobEvents", "Follow a job's journal; a dropped reader goes on after Last-Event-ID.", None)
+    submit["responses"]["202"]["headers"] = {"Location": _header("The URL of the job.")}
+    events = _get("streamJobEvents", "Follow a job's journal, after Last-Event-ID if it is sent.", None)
     events["responses"]["200"] = {"description": "Server-sent events.", "content": _stream_of(shapes.JobEvent)}
-    events["responses"]["204"] = {"description": "The reader has had the last event already."}
+    events["responses"]["204"] = {"description": "The reader already has the last event."}
     events["parameters"] = [
         {"name": "Last-Event-ID", "in": "header", "schema": {"type": "integer", "minimum": 0}},
         {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
     ]
     conversation = {"name": "conv_id", "in": "query", "required": True, "schema": {"type": "string", "maxLength": 255}}
-    resume = _get("resumeStream", "Take a conversation's stream up again.", None, errors=("400", *_READ))
+    resume = _get("resumeStream", "Resume the stream of a conversation.", None, errors=("400", *_READ))
     resume["responses"]["200"] = {
-        "description": "Server-sent events, as of the first request.",
+        "description": "Server-sent events, the same as for the first request.",
         "content": {
-            "text/event-stream": {"schema": {"anyOf": [_ref(shapes.ChatCompletionChunk), _ref(shapes.Completion)]}}
+            "text/event-stream": {"schema": {"anyOf": [_ref(shapes.ChatCompletionChunk), _ref(shapes.TextCompletion)]}}
         },
     }
     resume["parameters"] = [
         {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}},
         {"name": "starting_after", "in": "query", "schema": {"type": "string"}},
     ]
-    stop = _get("stopStream", "Cancel what answers in a conversation.", None, errors=("400", "401", "503"))
-    stop["responses"]["204"] = {"description": "It is stopped, or was not running."}
+    stop = _get("stopStream", "Cancel the answer of a conversation.", None, errors=("400", "401", "503"))
+    stop["responses"]["204"] = {"description": "It is cancelled, or was not running."}
     del stop["responses"]["200"]
     cancel = _get("cancelJob", "Cancel a job.", shapes.Job, errors=("401", "404", "409", "503"))
-    retry = _get("retryJob", "Send a failed job again as a new one.", None, errors=("401", "404", "409", "429", "503"))
+    retry = _get(
+        "retryJob", "Submit a failed job again as a new job.", None, errors=("401", "404", "409", "429", "503")
+    )
     retry["responses"]["202"] = {**submit["responses"]["202"]}
     del retry["responses"]["200"]
-    listing = _get("listJobs", "Jobs.", shapes.JobList, errors=("400", "401", "503"))
+    listing = _get("listJobs", "List jobs.", shapes.JobList, errors=("400", "401", "503"))
     listing["parameters"] = [
         {"name": "state", "in": "query", "schema": shapes.Job.model_json_schema()["properties"]["state"]},
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}},
@@ -114,25 +116,29 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
-        "/v1/models": {"get": _get("listModels", "The models served.", shapes.ModelList, errors=("401", "503"))},
-        "/v1/models/{model_id}": {"get": _get("getModel", "One model.", shapes.Model), "parameters": model},
+        "/v1/models": {
+            "get": _get("listModels", "List the models that are served.", shapes.ModelList, errors=("401", "503"))
+        },
+        "/v1/models/{model_id}": {"get": _get("getModel", "Get one model.", shapes.Model), "parameters": model},
         "/v1/stream": {"get": resume, "delete": stop, "parameters": [conversation]},
         "/v1/jobs": {"get": listing, "post": submit},
         "/v1/jobs/{job_id}": {
-            "get": _get("getJob", "One job, with its result once it has ended.", shapes.Job),
+            "get": _get("getJob", "Get one job, with its result once it has ended.", shapes.Job),
             "delete": cancel,
             "parameters": job,
         },
         "/v1/jobs/{job_id}/events": {"get": events, "parameters": job},
         "/v1/jobs/{job_id}/retry": {"post": retry, "parameters": job},
-        "/healthz": {"get": _get("healthz", "Does the process answer?", shapes.Status, errors=())},
-        "/health": {"get": _get("health", "The same as /healthz.", shapes.Status, errors=())},
-        "/ping": {"get": _get("ping", "The same as /healthz.", shapes.Status, errors=())},
-        "/version": {"get": _get("version", "Which ktqueue is this?", shapes.Version, errors=("401",))},
-        "/readyz": {"get": _get("readyz", "Is there a broker and a live worker?", shapes.Status, errors=("503",))},
+        "/healthz": {"get": _get("healthz", "Whether the process answers.", shapes.HealthStatus, errors=())},
+        "/health": {"get": _get("health", "The same as /healthz.", shapes.HealthStatus, errors=())},
+        "/ping": {"get": _get("ping", "The same as /healthz.", shapes.HealthStatus, errors=())},
+        "/version": {"get": _get("version", "The version of ktqueue.", shapes.Version, errors=("401",))},
+        "/readyz": {
+            "get": _get("readyz", "Whether there is a broker and a live worker.", shapes.HealthStatus, errors=("503",))
+        },
         "/metrics": {"get": _text("metrics", "Prometheus metrics.")},
-        "/openapi.json": {"get": _text("openapi", "This description.", "application/json")},
-        "/": {"get": _text("pointer", "Where to look.")},
+        "/openapi.json": {"get": _text("openapi", "This document.", "application/json")},
+        "/": {"get": _text("pointer", "A list of routes.")},
     }
 
 
@@ -140,7 +146,7 @@ def _ref(model: type[BaseModel]) -> Json:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-def _word(name: str) -> Json:
+def _header_parameter(name: str) -> Json:
     return {"name": name, "in": "header", "schema": {"type": "string", "maxLength": 255}}
 
 
@@ -187,7 +193,7 @@ def _post(
     return {
         "operationId": operation,
         "summary": summary,
-        "parameters": [_word("Idempotency-Key")],
+        "parameters": [_header_parameter("Idempotency-Key")],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": _responses(status, answer, _WRITE),
     }

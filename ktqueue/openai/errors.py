@@ -21,13 +21,13 @@ _SERVER_TYPES = {503: "unavailable_error", 504: "timeout_error"}
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A field asks for something that this server cannot do, and must not silently leave out."""
+    """A field asks for something that this server cannot do and must not silently ignore."""
 
     code = "unsupported_parameter"
 
 
 class JobEnded(KtqueueError):
-    """A job ended in another state than done; carries the error of its last event as it is."""
+    """A job ended in another state than done. Holds the error of its last event unchanged."""
 
     def __init__(self, ended: ErrorInfo) -> None:
         super().__init__(ended.message, param=ended.param, limit=ended.limit, value=ended.value)
@@ -39,7 +39,7 @@ class JobEnded(KtqueueError):
 
 
 def failure(event: TokenEvent) -> KtqueueError | None:
-    """The error that an event stands for: None unless it ends its job in a state other than done."""
+    """The error of an event that ends its job in another state than done, else None."""
     if event.state is None or not event.state.terminal or event.state is JobState.DONE:
         return None
     if event.error is not None:
@@ -48,11 +48,11 @@ def failure(event: TokenEvent) -> KtqueueError | None:
         return Cancelled("the job was cancelled")
     if event.state is JobState.EXPIRED:
         return DeadlineExceeded("the job's deadline passed before it was done")
-    return EngineFailure("the job failed without saying why")
+    return EngineFailure("the job failed, and its worker gave no reason")
 
 
 def status_of(info: ErrorInfo) -> int:
-    """The HTTP status of an error; 500 where it carries one that is no error."""
+    """The HTTP status of an error, or 500 if its status is not an error's."""
     return info.status if 400 <= info.status <= 599 else 500
 
 
@@ -66,13 +66,13 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     if info.value is not None:
         error["value"] = info.value
     if info.code == ContextLengthExceeded.code:
-        # llama.cpp's two names for the same facts: its clients read them to cut their prompt.
-        error["n_prompt_tokens"] = _whole(info.value)
-        error["n_ctx"] = _whole(info.limit)
+        # llama.cpp's names of the two numbers: its clients read them to shorten their prompt.
+        error["n_prompt_tokens"] = _as_int(info.value)
+        error["n_ctx"] = _as_int(info.limit)
     return {"error": error}
 
 
-def _whole(value: float | str | None) -> int | None:
+def _as_int(value: float | str | None) -> int | None:
     try:
         return None if value is None else int(value)
     except ValueError:

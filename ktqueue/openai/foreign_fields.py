@@ -1,8 +1,7 @@
-"""Request fields of OpenAI and of other servers that are no fields of our bodies, and what becomes of each.
+"""Request fields of OpenAI and other servers that our bodies do not have, and how each is handled.
 
-A field is an alias of one of ours, or a hint that changes no answer, or it is refused by name where it asks for what
-this server cannot do. Nothing in this table is dropped in silence. docs/reference/http-api.md has the same table.
-Pure; knows no pydantic.
+A field is an alias of one of ours, or a hint that changes no answer, or it is refused by name if it asks for something
+that this server cannot do. None of them is ignored silently. docs/reference/http-api.md has the same table.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +16,11 @@ Body = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Refused unless `is_neutral(value, body)`: then it asks for what happens anyway. `allowed` says so in words."""
+class FieldRefusal:
+    """Refuses a field unless `is_neutral(value, body)`: then the value asks for what happens anyway.
+
+    `allowed` describes the neutral values, `advice` what to do instead.
+    """
 
     allowed: str
     is_neutral: Callable[[Any, Body], bool]
@@ -33,21 +35,24 @@ def _is_absent(value: Any, body: Body) -> bool:
     return value is None
 
 
-def _empty(advice: str) -> Refused:
-    return Refused("empty or false", _is_empty, advice)
+def _empty(advice: str) -> FieldRefusal:
+    return FieldRefusal("empty or false", _is_empty, advice)
 
 
-def _absent(advice: str) -> Refused:
-    return Refused("left out", _is_absent, advice)
+def _absent(advice: str) -> FieldRefusal:
+    return FieldRefusal("left out", _is_absent, advice)
 
 
-def _only(*neutral: Any, advice: str) -> Refused:
-    # The types are compared as well, because True == 1 in Python; but 1 and 1.0 are one number in JSON.
+def _only(*neutral: Any, advice: str) -> FieldRefusal:
+    # Booleans are compared by type too, because True == 1 in Python. 1 and 1.0 are the same number in JSON.
     def is_neutral(value: Any, body: Body) -> bool:
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+        return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
 
-    words = ["null" if one is None else f"`{str(one).lower() if isinstance(one, bool) else one}`" for one in neutral]
-    return Refused(" or ".join(words), is_neutral, advice)
+    words = [
+        "null" if allowed is None else f"`{str(allowed).lower() if isinstance(allowed, bool) else allowed}`"
+        for allowed in neutral
+    ]
+    return FieldRefusal(" or ".join(words), is_neutral, advice)
 
 
 def _is_text_format(value: Any, body: Body) -> bool:
@@ -63,12 +68,12 @@ def _is_off(value: Any, body: Body) -> bool:
 
 
 def _penalises_nothing(value: Any, body: Body) -> bool:
-    whole = type(value) is int and value == -1
+    whole_text = type(value) is int and value == -1
     neutral: Mapping[str, tuple[float | None, ...]] = {
         "repetition_penalty": (None, 1), "repeat_penalty": (None, 1), "rep_pen": (None, 1),
         "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
     }  # fmt: skip
-    return whole or all(body.get(name) in values for name, values in neutral.items())
+    return whole_text or all(body.get(name) in values for name, values in neutral.items())
 
 
 def _is_n(value: Any, body: Body) -> bool:
@@ -124,14 +129,16 @@ HINTS: Mapping[str, str] = {
     ),
 }  # fmt: skip
 
-REFUSED: Mapping[str, Refused] = {
-    # Tools, and other ways to an answer that is no plain text
-    "tools": Refused('empty, or `tool_choice` is `"none"`', _offers_no_tools, f'{_TOOLS}; send tool_choice "none"'),
+REFUSED: Mapping[str, FieldRefusal] = {
+    # Tools, and other answers than plain text
+    "tools": FieldRefusal(
+        'empty, or `tool_choice` is `"none"`', _offers_no_tools, f'{_TOOLS}; send tool_choice "none"'
+    ),
     "tool_choice": _only("none", advice=_TOOLS),
     "functions": _empty(_TOOLS),
     "function_call": _only("none", advice=_TOOLS),
     "tool_prompt": _empty(_TOOLS),
-    "response_format": Refused('`{"type": "text"}`', _is_text_format, 'only {"type": "text"} is served'),
+    "response_format": FieldRefusal('`{"type": "text"}`', _is_text_format, 'only {"type": "text"} is served'),
     **dict.fromkeys(
         (
             "ebnf", "format", "grammar", "grammar_string", "guided_choice", "guided_decoding_backend",
@@ -148,7 +155,7 @@ REFUSED: Mapping[str, Refused] = {
     "moderation": _empty("there is no moderation"),
     "web_search_options": _absent("there is no web search"),
     "verbosity": _only("medium", advice="say in the prompt how long the answer should be"),
-    # What of the prompt is read, and how
+    # How the prompt is read
     "add_bos_token": _only(True, advice="send prompt as token ids"),
     "add_generation_prompt": _only(True, advice="a new message is always begun"),
     "chat_template": _empty("the model's own is used"),
@@ -172,7 +179,7 @@ REFUSED: Mapping[str, Refused] = {
     "truncate_prompt_tokens": _absent(_UNCUT),
     "truncation": _only("disabled", advice=_UNCUT),
     # How tokens are chosen
-    "adaptive_target": Refused("negative or `0`", _is_off, _SAMPLER),
+    "adaptive_target": FieldRefusal("negative or `0`", _is_off, _SAMPLER),
     "allowed_token_ids": _empty(_BIAS),
     "bad_words": _empty(_BIAS),
     "banned_strings": _empty(_BIAS),
@@ -180,7 +187,7 @@ REFUSED: Mapping[str, Refused] = {
     "custom_logit_processor": _empty(_BIAS),
     "custom_token_bans": _empty(_BIAS),
     "logits_processors": _empty(_BIAS),
-    "best_of": Refused("equal to `n`", _is_n, "all choices are returned"),
+    "best_of": FieldRefusal("equal to `n`", _is_n, "all choices are returned"),
     "cfg_scale": _only(1, advice="there is no guidance"),
     "guidance_scale": _only(1, advice="there is no guidance"),
     "penalty_alpha": _only(0, advice="there is no contrastive search"),
@@ -198,9 +205,9 @@ REFUSED: Mapping[str, Refused] = {
     "no_repeat_ngram_size": _only(0, advice=_PENALTY),
     "penalize_nl": _only(True, advice="a line break is penalised like other tokens"),
     "penalize_newline": _only(True, advice="a line break is penalised like other tokens"),
-    "repeat_last_n": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
-    "rep_pen_range": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
-    "repetition_penalty_range": Refused("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "repeat_last_n": FieldRefusal("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "rep_pen_range": FieldRefusal("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
+    "repetition_penalty_range": FieldRefusal("`-1`, or nothing is penalised", _penalises_nothing, _RANGE),
     "epsilon_cutoff": _only(0, advice=_SAMPLER),
     "eta_cutoff": _only(0, advice=_SAMPLER),
     "min_keep": _only(0, advice=_SAMPLER),
@@ -214,14 +221,14 @@ REFUSED: Mapping[str, Refused] = {
     "tfs": _only(1, advice=_SAMPLER),
     "tfs_z": _only(1, advice=_SAMPLER),
     "top_a": _only(0, advice=_SAMPLER),
-    "nsigma": Refused("negative or `0`", _is_off, _SAMPLER),
-    "top_n_sigma": Refused("negative or `0`", _is_off, _SAMPLER),
+    "nsigma": FieldRefusal("negative or `0`", _is_off, _SAMPLER),
+    "top_n_sigma": FieldRefusal("negative or `0`", _is_off, _SAMPLER),
     "typical": _only(1, advice=_SAMPLER),
     "typical_p": _only(1, advice=_SAMPLER),
     "typ_p": _only(1, advice=_SAMPLER),
     "watermark": _empty("texts are not marked"),
     "xtc_probability": _only(0, advice=_SAMPLER),
-    # Where an answer ends, and what of it is returned
+    # Where an answer ends, and which parts of it are returned
     "max_length": _absent("use max_tokens"),
     "min_length": _absent("use min_tokens"),
     "n_indent": _only(0, advice="use stop"),
@@ -249,7 +256,7 @@ REFUSED: Mapping[str, Refused] = {
     "return_tokens": _empty(_EVENTS),
     "return_tokens_as_token_ids": _empty(_EVENTS),
     "timings_per_token": _empty("/metrics has the times"),
-    # Which weights, and what is kept
+    # Weights and caches
     "adapter_id": _empty("there are no adapters"),
     "lora": _empty("there are no adapters"),
     "lora_path": _empty("there are no adapters"),
@@ -262,11 +269,11 @@ REFUSED: Mapping[str, Refused] = {
 
 
 def translate(body: Body, *, special_tokens: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The body with our names for aliases, and for each field that was renamed what the client called it.
+    """The body with our names instead of aliases, and the client's name of each field that was renamed.
 
-    `special_tokens`: whether the tokenizer adds its own to such a prompt; a chat template has them already.
+    `special_tokens`: whether the tokenizer adds special tokens to such a prompt. A chat template has them already.
 
-    Raises UnsupportedParameter for the first field that asks for what we cannot do, InvalidRequest where an alias
+    Raises UnsupportedParameter for the first field that asks for something we cannot do, and InvalidRequest if an alias
     contradicts the field that it stands for.
     """
     always = _only(special_tokens, advice=f"it is always {str(special_tokens).lower()} here")
@@ -293,7 +300,7 @@ def translate(body: Body, *, special_tokens: bool) -> tuple[dict[str, Any], dict
     return translated, names
 
 
-def _unsupported(name: str, value: Any, rule: Refused) -> UnsupportedParameter:
+def _unsupported(name: str, value: Any, rule: FieldRefusal) -> UnsupportedParameter:
     shown = short_repr(value)
     return UnsupportedParameter(
         f"{name} is not supported with the value {shown}: {rule.advice}", param=name, limit=rule.advice, value=shown
@@ -301,17 +308,17 @@ def _unsupported(name: str, value: Any, rule: Refused) -> UnsupportedParameter:
 
 
 def field_rows() -> list[tuple[str, str]]:
-    """The table as the documentation has it: (names of fields, what becomes of them), fields of one fate together."""
-    fates = {name: f"means `{ours}`" for name, ours in ALIASES.items()}
-    fates |= {name: f"changes nothing: {why}" for name, why in HINTS.items()}
-    fates |= {name: f"refused unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED.items()}
-    fates["add_special_tokens"] = "refused unless as it is: `false` for chats, `true` for completions"
-    together: dict[str, list[str]] = {}
-    for name, fate in fates.items():
-        together.setdefault(fate, []).append(f"`{name}`")
-    return [(", ".join(names), fate) for fate, names in together.items()]
+    """The table of the documentation: (names of fields, how they are handled), one row for each way of handling."""
+    handling = {name: f"means `{ours}`" for name, ours in ALIASES.items()}
+    handling |= {name: f"changes nothing: {why}" for name, why in HINTS.items()}
+    handling |= {name: f"refused unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED.items()}
+    handling["add_special_tokens"] = "refused unless as it is: `false` for chats, `true` for completions"
+    by_way: dict[str, list[str]] = {}
+    for name, way in handling.items():
+        by_way.setdefault(way, []).append(f"`{name}`")
+    return [(", ".join(names), way) for way, names in by_way.items()]
 
 
 def refused_fields() -> tuple[str, ...]:
-    """The names of all fields that may be refused."""
+    """The names of all fields that can be refused."""
     return (*sorted(REFUSED), "add_special_tokens")

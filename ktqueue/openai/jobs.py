@@ -1,7 +1,7 @@
-"""The body of POST /v1/jobs: a GenerationRequest as JSON, or a chat body. Pure.
+"""The body of POST /v1/jobs: a GenerationRequest as JSON, or a chat body.
 
-A body with `sampling`, `prompt` or `prompt_token_ids` is a GenerationRequest, where an unknown field is
-an error, for nobody but us defines it. Any other is read as a chat body.
+A body with `sampling`, `prompt` or `prompt_token_ids` is a GenerationRequest. There an unknown field is an error, since
+only ktqueue defines its fields. Any other body is read as a chat body.
 """
 
 import difflib
@@ -28,20 +28,20 @@ from ktqueue.openai.common_fields import MAX_ID, FreeObject, LogitBias, Metadata
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
 from ktqueue.openai.validation import must_be, parse
 
-_OWN = frozenset({"sampling", "prompt", "prompt_token_ids"})
+_GENERATION_FIELDS = frozenset({"sampling", "prompt", "prompt_token_ids"})
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def _token_ids(value: Any) -> Any:
-    # Faster than pydantic, which would also describe each of a million wrong entries.
+    # Faster than pydantic, which would also collect an error for each of a million wrong entries.
     if value is None or (isinstance(value, list) and value and are_token_ids(value)):
         return value
-    wrong = next((one for one in value if not are_token_ids([one])), value) if isinstance(value, list) else value
+    wrong = next((entry for entry in value if not are_token_ids([entry])), value) if isinstance(value, list) else value
     raise must_be("a list of at least one token id, 0 or a positive integer each", wrong)
 
 
 class SamplingBody(BaseModel):
-    """SamplingParams as JSON; its own checks give the ranges."""
+    """SamplingParams as JSON, with the same ranges."""
 
     model_config = _STRICT
 
@@ -63,7 +63,7 @@ class SamplingBody(BaseModel):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
 
     def params(self) -> SamplingParams:
-        """The core's SamplingParams. Raises InvalidRequest."""
+        """The SamplingParams. Raises InvalidRequest."""
         values = self.model_dump(exclude={"logit_bias", "stop", "stop_token_ids"})
         return SamplingParams(
             logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
@@ -104,7 +104,7 @@ class GenerationBody(BaseModel):
     webhook: WebhookBody | None = None
 
     def request(self) -> GenerationRequest:
-        """The core's GenerationRequest. Raises InvalidRequest."""
+        """The GenerationRequest. Raises InvalidRequest."""
         ids = self.prompt_token_ids
         return GenerationRequest(
             model=self.model,
@@ -123,17 +123,17 @@ class GenerationBody(BaseModel):
         )
 
 
-class _Hooked(BaseModel):
+class _WithWebhook(BaseModel):
     webhook: WebhookBody
 
 
 def parse_job(body: Mapping[str, Any]) -> GenerationRequest:
     """The request of a job. Raises InvalidRequest."""
-    if not _OWN & body.keys():
+    if not _GENERATION_FIELDS & body.keys():
         chat = parse_chat(body)
         chat.wants_usage()
-        hook = body.get("webhook")
-        webhook = None if hook is None else Webhook.of(parse(_Hooked, {"webhook": hook}).webhook.model_dump())
+        fields = body.get("webhook")
+        webhook = None if fields is None else Webhook.of(parse(_WithWebhook, {"webhook": fields}).webhook.model_dump())
         return replace(chat.request(), webhook=webhook)
     _check_names("", body, GenerationBody)
     if isinstance(body.get("sampling"), dict):
@@ -145,7 +145,7 @@ def _check_names(prefix: str, body: Mapping[str, Any], kind: type[BaseModel]) ->
     known = [*kind.model_fields, *(f"sampling.{name}" for name in SamplingBody.model_fields if not prefix)]
     for name in body:
         if name not in kind.model_fields:
-            inside = [one for one in known if one == f"sampling.{name}"]
+            inside = [field for field in known if field == f"sampling.{name}"]
             near = inside or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
             raise InvalidRequest(f"unknown field {prefix}{name[:80]}{hint}", param=f"{prefix}{name[:80]}")

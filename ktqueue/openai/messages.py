@@ -1,7 +1,7 @@
-"""Chat messages: validated, and brought to the plain form that chat templates understand.
+"""Chat messages: validated, then translated to the plain form that chat templates read.
 
-Content parts of type text become one string; `developer` becomes `system`; the arguments of tool
-calls, JSON in a string over HTTP, become objects, as templates expect. Pure; knows no HTTP.
+Content parts of type text become one string, and the role `developer` becomes `system`. The arguments of tool calls are
+JSON in a string over HTTP, and become objects, as templates expect.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class TextPart(BaseModel):
-    """One text of a message's content."""
+    """One text part of a message's content."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -45,16 +45,16 @@ def _arguments(value: Any) -> Any:
     return shallow(value)
 
 
-def _unserved(value: Any) -> None:
+def _not_supported(value: Any) -> None:
     if value is not None and value is not False and value not in ("", [], {}):
         raise must_be("left out: it would not reach the prompt", value)
 
 
-Unserved = Annotated[None, BeforeValidator(_unserved)]
+NotSupported = Annotated[None, BeforeValidator(_not_supported)]
 
 
 class FunctionCall(BaseModel):
-    """The function that a past assistant message called."""
+    """The function that an earlier assistant message called."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -63,7 +63,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool in a past assistant message."""
+    """A tool call in an earlier assistant message."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -83,12 +83,12 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # Of OpenAI, and of others: what they ask for would be dropped.
-    function_call: Unserved = None
-    refusal: Unserved = None
-    audio: Unserved = None
-    images: Unserved = None
-    prefix: Unserved = None
+    # Fields of OpenAI and others whose content would not reach the prompt.
+    function_call: NotSupported = None
+    refusal: NotSupported = None
+    audio: NotSupported = None
+    images: NotSupported = None
+    prefix: NotSupported = None
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template reads it."""
@@ -115,7 +115,7 @@ class FunctionDefinition(BaseModel):
 
 
 class ToolDefinition(BaseModel):
-    """A tool offered to the model through its chat template."""
+    """A tool that the chat template offers to the model."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -132,5 +132,5 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
         try:
             arguments = shallow(loads(arguments))
         except (CodecError, ValueError):
-            arguments = call.function.arguments  # not JSON: the template sees the text as it was given
+            arguments = call.function.arguments  # not JSON: the template gets the text unchanged
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

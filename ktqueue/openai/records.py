@@ -1,4 +1,4 @@
-"""Job records and journal events as JSON of the jobs API. Pure."""
+"""Job records and journal events as JSON of the jobs API."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.events import TokenEvent, TokenLogprob
 from ktqueue.core.model_card import SHORT_DIGEST
-from ktqueue.openai.choices import Choices, alone
+from ktqueue.openai.choices import Choices, token_text
 from ktqueue.openai.endpoint import usage_json
 from ktqueue.openai.errors import error_body
 
@@ -14,8 +14,8 @@ Json = dict[str, Any]
 
 
 def record_json(record: JobRecord) -> Json:
-    """A job. Times in Unix seconds; `position` is its place in the queue, from 1. What only a newer version could read
-    of it is null or empty."""
+    """A job. Times are in Unix seconds; `position` is its place in the queue, from 1. Fields that only a newer version
+    could read are null or empty."""
     return {
         "id": record.id,
         "object": "job",
@@ -40,14 +40,16 @@ def record_json(record: JobRecord) -> Json:
 
 
 def result_json(record: JobRecord, events: Sequence[TokenEvent]) -> list[Json]:
-    """What the choices of a job say after all of its events."""
+    """The text of each choice of a job, from all of its events."""
     choices = Choices(1, record.readable_request().sampling.n).whole([(0, event) for event in events])
-    return [{"index": one.index, "text": one.text, "finish_reason": one.finish_reason} for one in choices]
+    return [{"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason} for choice in choices]
 
 
 def event_json(event: TokenEvent) -> Json:
-    """A journal event; fields that say nothing are left out, `seq` and `index` never. Of one that a newer version wrote
-    there are `seq` and `format` alone."""
+    """A journal event. Empty fields are left out, except `seq` and `index`.
+
+    An event of a newer format has only `seq` and `format`.
+    """
     if event.format is not None:
         return {"seq": event.seq, "format": event.format}
     value: Json = {"seq": event.seq, "index": event.index}
@@ -57,7 +59,8 @@ def event_json(event: TokenEvent) -> Json:
         value["token_ids"] = event.token_ids
     if event.logprobs:
         value["logprobs"] = [
-            {**_token(one.chosen), "top_logprobs": [_token(top) for top in one.top]} for one in event.logprobs
+            {**_token(position.chosen), "top_logprobs": [_token(top) for top in position.top]}
+            for position in event.logprobs
         ]
     if event.finish_reason is not None:
         value["finish_reason"] = event.finish_reason
@@ -70,10 +73,10 @@ def event_json(event: TokenEvent) -> Json:
     return value
 
 
-def _token(one: TokenLogprob) -> Json:
+def _token(token: TokenLogprob) -> Json:
     return {
-        "token_id": one.token_id,
-        "token": alone(one),
-        "logprob": one.logprob,
-        "bytes": list(one.token_bytes),
+        "token_id": token.token_id,
+        "token": token_text(token),
+        "logprob": token.logprob,
+        "bytes": list(token.token_bytes),
     }

@@ -1,4 +1,4 @@
-"""The shapes of our answers, for /openapi.json. Answers are built as plain data; tests hold them against these."""
+"""The shapes of answers, for /openapi.json. Answers are built as plain data, and tests compare them with these."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ class _Shape(BaseModel):
 
 
 class ErrorDetail(_Shape):
-    """What went wrong; `limit` and `value` where a bound was broken."""
+    """What went wrong, with `limit` and `value` if a limit was broken."""
 
     message: str
     type: str
@@ -50,7 +50,7 @@ class TopLogprob(_Shape):
 
 
 class TokenLogprobs(TopLogprob):
-    """The chosen token, and the likeliest ones."""
+    """The chosen token and the likeliest tokens."""
 
     top_logprobs: list[TopLogprob]
 
@@ -63,7 +63,7 @@ class ChatLogprobs(_Shape):
 
 
 class ChatMessage(_Shape):
-    """What the model says."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -91,7 +91,7 @@ class ChatCompletion(_Shape):
 
 
 class ChatDelta(_Shape):
-    """What is new: the role in a choice's first chunk, text, or nothing in its last."""
+    """New content: the role in a choice's first chunk, then text, nothing in its last chunk."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -107,7 +107,7 @@ class ChatChunkChoice(_Shape):
 
 
 class ChatCompletionChunk(_Shape):
-    """One event of a chat stream; the last one, if asked for, has no choices but the usage."""
+    """One event of a chat stream. If usage was asked for, the last event has usage and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -118,7 +118,7 @@ class ChatCompletionChunk(_Shape):
 
 
 class CompletionLogprobs(_Shape):
-    """Logprobs of a completion choice: four lists of one length."""
+    """Logprobs of a completion choice: four lists of equal length."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -127,7 +127,7 @@ class CompletionLogprobs(_Shape):
 
 
 class CompletionChoice(_Shape):
-    """One choice; `finish_reason` is null in all chunks of a stream but the choice's last."""
+    """One choice. In a stream, `finish_reason` is null except in the choice's last chunk."""
 
     index: int
     text: str
@@ -135,7 +135,7 @@ class CompletionChoice(_Shape):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(_Shape):
+class TextCompletion(_Shape):
     """A completion, and each event of its stream."""
 
     id: str
@@ -160,14 +160,14 @@ class Model(_Shape):
 
 
 class ModelList(_Shape):
-    """All served models."""
+    """All models that are served."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class JobResult(_Shape):
-    """The text of one choice of an ended job."""
+    """The text of one choice of a job that has ended."""
 
     index: int
     text: str
@@ -175,7 +175,7 @@ class JobResult(_Shape):
 
 
 class Job(_Shape):
-    """A job. Times in Unix seconds; `position` from 1 while it is queued."""
+    """A job. Times in Unix seconds; `position` in the queue, from 1."""
 
     id: str
     object: Literal["job"]
@@ -200,14 +200,14 @@ class Job(_Shape):
 
 
 class JobList(_Shape):
-    """Jobs."""
+    """A list of jobs."""
 
     object: Literal["list"]
     data: list[Job]
 
 
 class JobEvent(_Shape):
-    """One event of a job's journal, the data of an SSE event whose id is `seq`."""
+    """One event of a job's journal: the data of a server-sent event whose id is `seq`."""
 
     seq: int = Field(ge=1)
     index: int
@@ -220,13 +220,13 @@ class JobEvent(_Shape):
     error: ErrorDetail | None = None
 
 
-class Status(_Shape):
-    """How the gateway is."""
+class HealthStatus(_Shape):
+    """The gateway works."""
 
     status: Literal["ok"]
 
 
 class Version(_Shape):
-    """Which version the gateway is."""
+    """The version of the gateway."""
 
     version: str

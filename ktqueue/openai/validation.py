@@ -1,6 +1,6 @@
 """pydantic's validation errors to one InvalidRequest that names field, limit and value.
 
-Only the first error is told: one clear sentence is mended sooner than a list. Knows no HTTP.
+Only the first error is reported: one clear sentence is easier to act on than a list.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def _number(limit: float) -> str:
-    return str(limit) if isinstance(limit, int) else f"{limit:.15g}"  # six digits would name another limit
+    return (
+        str(limit) if isinstance(limit, int) else f"{limit:.15g}"
+    )  # the default of six digits would show another limit
 
 
 _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -45,14 +47,14 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def must_be(expected: str, value: Any) -> PydanticCustomError:
-    """An error for a validator to raise: the field `must be {expected}, got {value}`."""
+    """An error that a validator raises: the field `must be {expected}, got {value}`."""
     return PydanticCustomError(
         "ktqueue", "must be {expected}, got {shown}", {"expected": expected, "shown": short_repr(value)}
     )
 
 
 def parse(kind: type[Body], body: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Body:
-    """A validated body of `kind`. `names`: what the client called a field that has another name in `kind`.
+    """A validated body of `kind`. `names`: the client's names of fields that have other names in `kind`.
 
     Raises InvalidRequest naming the dotted field, limit and value.
     """

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktqueue.batches.faults import BatchFault
+from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.batches.input import BatchLine, LineFault, attempt_lines, read_lines, survey
+from ktqueue.batches.line_jobs import request_id
 from ktqueue.batches.output import BatchOutput, OutputPaths, RecordFile
 from ktqueue.batches.spool import spool
-from ktqueue.batches.work import work_id
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
 
@@ -174,15 +174,15 @@ def test_no_output_may_be_the_input(tmp_path, name):
     source = tmp_path / "in.jsonl"
     source.write_text(_line())
     paths = OutputPaths.of(tmp_path / "out.jsonl")
-    paths.check_spare(source)
+    paths.check_differs_from(source)
     (tmp_path / name).symlink_to(source)
     with pytest.raises(BatchFault, match=name.replace(".", r"\.") + ": is the input"):
-        paths.check_spare(source)
+        paths.check_differs_from(source)
 
 
 def test_a_line_has_another_name_for_another_model():
     line = BatchLine(1, "a", "/v1/chat/completions", {"model": "demo", "messages": []})
-    assert work_id(line, "run", None) == work_id(line, "run", "demo") != work_id(line, "run", "other")
+    assert request_id(line, "run", None) == request_id(line, "run", "demo") != request_id(line, "run", "other")
 
 
 @pytest.mark.parametrize("text", ["dear diary\n", "dear diary", '{"custom_id":"a"}\ndear diary', "[1]\n"])

@@ -130,7 +130,7 @@ async def test_a_refused_request_stops_no_job_of_its_idempotency_key(serve_with,
         await worker.claimed(2)
         other = await http.post(PATH, json={**BODY, "prompt": ["a", "c"]}, headers=headers)
         assert other.json()["error"]["code"] == "idempotency_conflict"
-        await server.config.app.state.gateway.settle()
+        await server.config.app.state.gateway.finish_background()
         assert not any(job.cancel_requested for job in await broker.jobs.list())
         go_on.set()
         assert (await first).status_code == 200

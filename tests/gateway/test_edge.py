@@ -178,7 +178,7 @@ async def test_description(http, worker):
         jsonschema.Draft202012Validator(schema).validate(value)
 
     check((await http.post(CHAT, json={**BODY, "logprobs": True})).json(), "ChatCompletion")
-    check((await http.post("/v1/completions", json={"model": "tale", "prompt": "x"})).json(), "Completion")
+    check((await http.post("/v1/completions", json={"model": "tale", "prompt": "x"})).json(), "TextCompletion")
     job = (await http.post("/v1/jobs", json={"model": "tale", "prompt": "x"})).json()
     check(job, "Job")
     check((await http.get("/v1/jobs")).json(), "JobList")

@@ -76,16 +76,16 @@ async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(serve_
                     await asyncio.sleep(0.005)
                     topic = gateway.broker.hub._topics.get(channel)
                     for mailbox in topic.mailboxes if topic else ():
-                        (feed,) = gateway._feeds
+                        (feed,) = gateway.feeds
                         assert mailbox._bytes <= MAILBOX_BYTES
-                        assert len(feed._events) <= BUFFERED_EVENTS
-                        if mailbox._missed and len(feed._events) == BUFFERED_EVENTS:
+                        assert len(feed.buffered) <= BUFFERED_EVENTS
+                        if mailbox._missed and len(feed.buffered) == BUFFERED_EVENTS:
                             return feed
 
             async with asyncio.timeout(60):
                 feed = await dropped()
             flood.calm.set()
-            waits = feed._events[0]
+            waits = feed.buffered[0]
 
             async def other(number: int) -> str:
                 one = (await http.post(JOBS, json=body(str(number)))).json()
@@ -99,8 +99,8 @@ async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(serve_
             async with asyncio.timeout(60):
                 texts = await asyncio.gather(*(other(number) for number in range(OTHERS)))
             assert texts == ["".join(f"{number}-{word} " for word in range(20)) for number in range(OTHERS)]
-            assert feed in gateway._feeds
-            assert feed._events[0] is waits  # all that while
+            assert feed in gateway.feeds
+            assert feed.buffered[0] is waits  # all that while
 
             flood.enough.set()
             async with asyncio.timeout(60):

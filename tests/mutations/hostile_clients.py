@@ -47,7 +47,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     "bodies without a limit together": Mutation(
         "unfinished bodies have a limit of memory together",
         "ktqueue/gateway/http/uploads.py",
-        "if self._held > self._settings.max_bodies_bytes:",
+        "if self._held_bytes > self._settings.max_bodies_bytes:",
         "if False:",
         (f"{LIMITS}::test_bodies_have_a_limit_together_and_the_largest_goes",),
     ),

@@ -122,7 +122,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     "chunks for old clients": Mutation(
         "a client of HTTP/1.0 can read a stream",
         "ktqueue/gateway/http/http10.py",
-        "exchange.chunked_encoding = False",
+        "cycle.chunked_encoding = False",
         "pass",
         (f"{HTTP}::test_old_clients_get_no_chunks",),
     ),
@@ -136,8 +136,8 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     "an event past the end is ours": Mutation(
         "what a client got wrong is a 4xx",
         "ktqueue/gateway/errors.py",
-        '    """A reader says that it has an event which the journal does not hold."""\n\n    status = 400\n',
-        '    """A reader says that it has an event which the journal does not hold."""\n',
+        '    """A reader claims to have an event that is not in the journal."""\n\n    status = 400\n',
+        '    """A reader claims to have an event that is not in the journal."""\n',
         (f"{JOBS}::test_wrong_last_event_id",),
     ),
 }

@@ -374,7 +374,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a refusal that cancels": Mutation(
         "only a client's own wish ends a job before its time",
-        "ktqueue/gateway/exchange.py",
+        "ktqueue/gateway/submission.py",
         "        if key is None:\n            gateway.abandon(record.id",
         "        if True:\n            gateway.abandon(record.id",
         ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),

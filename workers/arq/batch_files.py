@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ktqueue.batches.faults import BatchFault, OutputLocked
+from ktqueue.batches.errors import BatchFault, OutputLocked
 from ktqueue.batches.input import Survey, read_lines, survey
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
@@ -98,7 +98,7 @@ class BatchFiles:
     def _output(self, name: str, found: Survey) -> BatchOutput:
         assert self._root is not None
         output = BatchOutput(self._root / "out" / name)
-        strangers = output.strangers(found.ids)
+        strangers = output.unknown_ids(found.ids)
         if strangers:
             output.close(finished=False)
             raise BatchFault(f"out/{name} has answers that in/{name} does not ask for, such as {strangers[0]!r}")

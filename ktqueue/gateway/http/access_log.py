@@ -1,4 +1,4 @@
-"""The access log: one line for each HTTP request, when it has been answered. Never a query, a header or a body."""
+"""The access log: one line for each answered HTTP request, without its query, headers or body."""
 
 import logging
 from typing import Any
@@ -6,16 +6,17 @@ from typing import Any
 from starlette.types import Scope
 
 MAX_PATH = 200  # characters of a path that are logged
+_UNNAMED = ("method", "path", "status")  # logged as values alone
 
 logger = logging.getLogger("ktqueue.access")
 
 
 def log_request(scope: Scope, *, status: int, seconds: float, request_id: str, job_ids: str | None) -> None:
-    """Log one request. `status` 0: the client left before there was an answer, logged as 499."""
+    """Log one request. `status` 0 means that the client left before the answer, and is logged as 499."""
     if not logger.isEnabledFor(logging.INFO):
         return
     tenant = getattr(scope.get("tenant"), "name", None)
-    path = scope["path"][:MAX_PATH].encode("unicode_escape").decode()  # it may hold line ends
+    path = scope["path"][:MAX_PATH].encode("unicode_escape").decode()  # it may contain line breaks
     fields: dict[str, Any] = {
         "method": scope["method"],
         "path": path,
@@ -25,8 +26,5 @@ def log_request(scope: Scope, *, status: int, seconds: float, request_id: str, j
         "request_id": request_id,
         "job_id": job_ids,
     }
-    words = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _BARE and value is not None)
+    words = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _UNNAMED and value is not None)
     logger.info("%s %s %d %s", scope["method"], path, status or 499, words, extra={"fields": fields})
-
-
-_BARE = ("method", "path", "status")

@@ -20,7 +20,7 @@ _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # zli
 
 
 def check_encoding(encoding: str) -> str:
-    """The one `Content-Encoding` of a request, in small letters. Raises UnsupportedMediaType."""
+    """The `Content-Encoding` of a request in lower case. Only one is allowed. Raises UnsupportedMediaType."""
     name = encoding.strip().lower() or "identity"
     if name not in ("gzip", "x-gzip", "deflate", "identity"):
         raise UnsupportedMediaType(
@@ -33,16 +33,16 @@ def check_encoding(encoding: str) -> str:
 
 
 def decode_content(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """The plain body. Raises RequestTooLarge as soon as it is longer than `max_bytes`, MalformedBody."""
+    """The decompressed body. Raises MalformedBody, and RequestTooLarge as soon as it is longer than `max_bytes`."""
     if encoding == "identity":
         return body
     form = _GZIP
-    if encoding == "deflate":  # the standard's has zlib's header, and some clients leave that out
+    if encoding == "deflate":  # by the standard it has zlib's header, which some clients leave out
         form = _ZLIB if len(body) >= 2 and body[0] & 0x0F == 8 and int.from_bytes(body[:2], "big") % 31 == 0 else _RAW
     plain = bytearray()
     rest = body
     try:
-        while rest:  # gzip may have several members
+        while rest:  # a gzip body may have several members
             decoder = zlib.decompressobj(form)
             plain += decoder.decompress(rest, max_bytes + 1 - len(plain))
             if len(plain) > max_bytes:
@@ -61,7 +61,10 @@ def decode_content(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def check_structure(body: bytes) -> None:
-    """Raises MalformedBody for a body of more than MAX_PARTS lists, objects and keys. Text inside strings is free."""
+    """Raise MalformedBody if a body has more than MAX_PARTS lists, objects and keys. Text in strings is not counted.
+
+    A few bytes of JSON can become a large tree of objects, so this runs before the parser.
+    """
     if _marks(body) <= MAX_PARTS:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -1,7 +1,7 @@
-"""The open connections of a listener: how many there may be, in all and from one address, and which one goes first.
+"""The open connections of a listener, limited in total and by address, and which one is closed when a limit is reached.
 
-A connection whose request is being answered is busy and stays. All others, whether they are silent, in the middle of a
-request or do not read their answer, can be closed to make room for a new one.
+A connection whose request is being answered is busy and stays open. All others can be closed to make room for a new
+one: those that are silent, in the middle of a request, or do not read their answer.
 """
 
 from collections import Counter
@@ -13,40 +13,42 @@ from typing import Protocol
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.errors import TooManyConnections, TooManyFromAddress
 
-LINGERING = 16  # connections whose last bytes are read and thrown away, so that the client gets its answer
-OVERFLOW = 64  # connections beyond the limits: each may send one request, which is refused unless it is a probe
+MAX_LINGERING = 16  # connections whose last bytes are read and thrown away, so that their clients get the answer
+MAX_OVERFLOW = 64  # connections beyond the limits; each may send one request, which is refused unless it is a probe
 
 
-class Connection(Protocol):
-    """What is asked of a connection. It is hashable by identity."""
+class EvictableConnection(Protocol):
+    """A connection that can be closed to make room. Hashable by identity."""
 
     def evict(self) -> None:
-        """Close at once, without a reply."""
+        """Close at once, without an answer."""
 
 
 class Connections:
-    """Counts connections by address. IPv6 addresses of one /64 count as one, since one client has them all."""
+    """Counts connections by address. All IPv6 addresses of a /64 count as one, since one client can use them all."""
 
     def __init__(self, limit: int, *, per_address: int = 0, trusted: Sequence[str] = ()) -> None:
-        """`limit`: in all. `per_address`: of an address that is not `trusted`; 0: no limit."""
+        """`limit`: in total. `per_address`: for each address that is not in the `trusted` networks; 0 for no limit."""
         self._limit = limit
         self._per_address = per_address
-        self._trusted = [ip_network(one, strict=False) for one in trusted]
-        self._addresses: dict[Connection, str] = {}
+        self._trusted = [ip_network(network, strict=False) for network in trusted]
+        self._addresses: dict[EvictableConnection, str] = {}
         self._counts: Counter[str] = Counter()
-        self._idle: dict[str, dict[Connection, None]] = {}  # of each address, the longest idle first; none is empty
-        self._overflow: dict[Connection, None] = {}
-        self._lingering: dict[Connection, None] = {}
+        self._idle: dict[
+            str, dict[EvictableConnection, None]
+        ] = {}  # by address, the longest idle first; no empty entries
+        self._overflow: dict[EvictableConnection, None] = {}
+        self._lingering: dict[EvictableConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._addresses) + len(self._overflow)
 
-    def enter(self, connection: Connection, host: str) -> KtqueueError | None:
+    def enter(self, connection: EvictableConnection, host: str) -> KtqueueError | None:
         """Count a new connection, which is idle at first.
 
-        Where a limit is reached, the connection that was idle longest is closed: of this address for its own limit, of
-        the address with most connections for the limit in all. Where none is idle, what is returned says why the
-        requests of the new one must be refused.
+        If a limit is reached, the connection that was idle longest is closed: one of this address for its own limit,
+        one of the address with the most connections for the total limit. If none is idle, returns the error with which
+        the requests of the new connection must be refused.
         """
         address, trusted = self._group(host)
         refusal: KtqueueError | None = None
@@ -66,34 +68,34 @@ class Connections:
                     value=len(self._addresses),
                 )
         if refusal is not None:
-            self._add(connection, self._overflow, OVERFLOW)
+            self._add_limited(connection, self._overflow, MAX_OVERFLOW)
             return refusal
         self._addresses[connection] = address
         self._counts[address] += 1
         self.idle(connection)
         return None
 
-    def idle(self, connection: Connection) -> None:
-        """Nothing is being answered on this connection: it may be closed for a new one."""
+    def idle(self, connection: EvictableConnection) -> None:
+        """Mark a connection as idle: no request is being answered, so it may be closed for a new one."""
         address = self._addresses.get(connection)
         if address is not None:
             self._idle.setdefault(address, {}).setdefault(connection)
 
-    def busy(self, connection: Connection) -> None:
-        """A request of this connection is being answered."""
+    def busy(self, connection: EvictableConnection) -> None:
+        """Mark a connection as busy: a request is being answered."""
         address = self._addresses.get(connection)
         if address is not None:
             self._not_idle(connection, address)
 
-    def linger(self, connection: Connection, *, on: bool = True) -> None:
-        """What this connection sends from now on is thrown away. However many do that, few are read."""
+    def linger(self, connection: EvictableConnection, *, on: bool = True) -> None:
+        """Note that all further input of this connection is thrown away. The oldest such connections are closed."""
         if not on:
             self._lingering.pop(connection, None)
         elif connection not in self._lingering:
-            self._add(connection, self._lingering, LINGERING)
+            self._add_limited(connection, self._lingering, MAX_LINGERING)
 
-    def leave(self, connection: Connection) -> None:
-        """The connection is closed. Once more is no error."""
+    def leave(self, connection: EvictableConnection) -> None:
+        """Forget a closed connection. Calling it again is no error."""
         self._overflow.pop(connection, None)
         self._lingering.pop(connection, None)
         address = self._addresses.pop(connection, None)
@@ -103,14 +105,14 @@ class Connections:
             if not self._counts[address]:
                 del self._counts[address]
 
-    def _not_idle(self, connection: Connection, address: str) -> None:
+    def _not_idle(self, connection: EvictableConnection, address: str) -> None:
         idle = self._idle.get(address)
         if idle is not None:
             idle.pop(connection, None)
             if not idle:
                 del self._idle[address]
 
-    def _add(self, connection: Connection, few: dict[Connection, None], limit: int) -> None:
+    def _add_limited(self, connection: EvictableConnection, few: dict[EvictableConnection, None], limit: int) -> None:
         if len(few) >= limit:
             self._evict(next(iter(few)))
         few[connection] = None
@@ -122,12 +124,12 @@ class Connections:
         self._evict(next(iter(idle)))
         return True
 
-    def _evict(self, connection: Connection) -> None:
+    def _evict(self, connection: EvictableConnection) -> None:
         self.leave(connection)
         connection.evict()
 
     def _group(self, host: str) -> tuple[str, bool]:
-        """What a peer's address counts as, and whether it is trusted."""
+        """The key under which a peer's address is counted, and whether it is trusted."""
         address = _parse(host)
         if address is None:  # a Unix socket
             return host, True

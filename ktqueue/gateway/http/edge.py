@@ -1,6 +1,6 @@
-"""The outermost layer of every request: its id, its place among the connections, its key, its count.
+"""The outermost layer of every request: its id, its API key, the limit of requests at once, metrics and access log.
 
-Nothing of an unexpected error reaches the client but that it happened, and the request id to ask about.
+The client of an unexpected error learns only that it happened, and the request id that the log names.
 """
 
 import logging
@@ -19,7 +19,7 @@ from ktqueue.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-PROBES = OPEN_PATHS | {"/metrics"}  # let in whatever happens, or an overload would look like a death
+PROBES = OPEN_PATHS | {"/metrics"}  # always answered, or an overloaded gateway would look dead
 
 
 class Edge:
@@ -31,7 +31,7 @@ class Edge:
         self._keys = keys
         self._metrics = metrics
         self._max_active = max_active
-        self.active = 0  # requests that are being answered, without those whose body is still coming
+        self.active = 0  # requests that are being answered, without those whose body is still being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
@@ -39,7 +39,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        id_ = request_id(headers)
+        request_name = request_id(headers)
         status = 0
         job_ids: str | None = None
 
@@ -47,9 +47,9 @@ class Edge:
             nonlocal status, job_ids
             if message["type"] == "http.response.start":
                 status = message["status"]
-                answered = MutableHeaders(scope=message)
-                answered["x-request-id"] = id_
-                job_ids = answered.get("x-job-id")
+                response_headers = MutableHeaders(scope=message)
+                response_headers["x-request-id"] = request_name
+                job_ids = response_headers.get("x-job-id")
             await send(message)
 
         begun = time.monotonic()
@@ -57,10 +57,10 @@ class Edge:
         try:
             await self._serve(scope, headers, receive, send_with_id)
         except Exception:
-            logger.exception("request %s: %s %s", id_, scope["method"], scope["path"])
+            logger.exception("request %s: %s %s", request_name, scope["method"], scope["path"])
             if status:
                 raise
-            refusal = InternalError(f"the gateway made a mistake; its log tells of request {id_}")
+            refusal = InternalError(f"an unexpected error in the gateway; its log names request {request_name}")
             await error_response(refusal)(scope, receive, send_with_id)
         finally:
             self._metrics.http_in_progress.dec()
@@ -69,10 +69,10 @@ class Edge:
             self._metrics.http_requests.labels(method, route, str(status or 499)).inc()
             seconds = time.monotonic() - begun
             self._metrics.http_duration.labels(route).observe(seconds)
-            log_request(scope, status=status, seconds=seconds, request_id=id_, job_ids=job_ids)
+            log_request(scope, status=status, seconds=seconds, request_id=request_name, job_ids=job_ids)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        place = _Place(self)
+        slot = _ActiveSlot(self)
         path = scope["path"]
         try:
             scope["tenant"] = self._keys.tenant(path, headers)
@@ -83,19 +83,19 @@ class Edge:
                     return
                 if _has_body(scope, headers):
                     self.check_room()
-                    receive = place.taken_with_body(receive)
+                    receive = slot.take_after_body(receive)
                 else:
-                    place.take()
+                    slot.take()
         except KtqueueError as error:
             await error_response(error)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
         finally:
-            place.free()
+            slot.free()
 
     def check_room(self) -> None:
-        """Raises TooManyConnections if as many requests are being answered as may be."""
+        """Raises TooManyConnections if the limit of requests at once is reached."""
         limit = self._max_active
         if self.active >= limit:
             raise TooManyConnections(
@@ -103,9 +103,9 @@ class Edge:
             )
 
 
-class _Place:
-    """A request's place among those that are answered. It is taken once the body is there: whoever sends a body slowly
-    keeps nobody out."""
+class _ActiveSlot:
+    """A request's slot among those being answered. It is taken once the body has arrived, so that slow senders do not
+    keep others out."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -118,8 +118,8 @@ class _Place:
             self._edge.active += 1
             self._taken = True
 
-    def taken_with_body(self, receive: Receive) -> Receive:
-        """`receive`, which takes the place with the body's last piece, and then raises what `take` raises."""
+    def take_after_body(self, receive: Receive) -> Receive:
+        """A `receive` that takes the slot with the last part of the body. It raises what `take` raises."""
 
         async def receive_and_take() -> Message:
             message = await receive()
@@ -130,14 +130,14 @@ class _Place:
         return receive_and_take
 
     def free(self) -> None:
-        """The request is over."""
+        """Give the slot back, if it was taken."""
         if self._taken:
             self._edge.active -= 1
             self._taken = False
 
 
 def _refusal(scope: Scope) -> KtqueueError | None:
-    """Why this connection is for probes alone, if it is: see protocol.py."""
+    """Why only probes are answered on this connection, if so. `LimitedProtocol` puts it into the scope."""
     state = scope.get("state", {})
     if state.get("probes_only"):
         return RouteNotFound("this port is for /healthz, /readyz and /metrics", param="path", value=scope["path"])
@@ -146,6 +146,6 @@ def _refusal(scope: Scope) -> KtqueueError | None:
 
 
 def _has_body(scope: Scope, headers: Headers) -> bool:
-    """Whether a body follows that the application will read."""
+    """Whether the request has a body that the application will read."""
     announced = headers.get("content-length", "0")
     return scope["method"] == "POST" and ("transfer-encoding" in headers or announced != "0")

@@ -1,4 +1,4 @@
-"""Headers that carry meaning: the request id, the idempotency key, where a reader stopped; what a tenant has left."""
+"""Request headers: request id, idempotency key, conversation, last event. Response headers: rate limits."""
 
 import re
 from math import ceil, inf
@@ -11,9 +11,8 @@ from ktqueue.core.errors import InvalidRequest
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
-_SEQ = re.compile(r"[0-9]{1,18}")
 _PLACE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,3}))?")
-# Headers of answers that a page of another origin may read (CORS).
+# Response headers that a page of another origin may read (CORS).
 EXPOSED_HEADERS = (
     "location",
     "retry-after",
@@ -22,79 +21,72 @@ EXPOSED_HEADERS = (
     "x-request-id",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-Place = tuple[int, float]  # in a numbered stream: seq of an event, and how many of its frames; inf for all of them
+# A place in a numbered stream: seq of an event, and the number of its frames; inf for all of them.
+StreamPlace = tuple[int, float]
+STREAM_START: StreamPlace = (0, 0.0)
 
 
 def request_id(headers: Headers) -> str:
-    """The client's `X-Request-Id` if it is a plain short word, else a new one."""
+    """The client's `X-Request-Id` if it is 1 to 128 visible ASCII characters, else a new id."""
     given = headers.get("x-request-id", "")
     return given if _ID.fullmatch(given) else new_request_id()
 
 
 def new_request_id() -> str:
-    """An id for a request that brought none."""
+    """An id for a request that has none."""
     return f"req-{uuid4().hex}"
 
 
 def idempotency_key(headers: Headers) -> str | None:
-    """The `Idempotency-Key`, if given. Raises InvalidRequest."""
+    """The `Idempotency-Key`, if sent. Raises InvalidRequest."""
     return checked_key("Idempotency-Key", headers.get("idempotency-key"))
 
 
 def conversation_id(headers: Headers) -> str | None:
-    """The `X-Conversation-Id`, if given. Raises InvalidRequest."""
+    """The `X-Conversation-Id`, if sent. Raises InvalidRequest."""
     return checked_key("X-Conversation-Id", headers.get("x-conversation-id"))
 
 
-def checked_key(name: str, given: str | None) -> str | None:
-    """A word of the client's own. Raises InvalidRequest."""
-    if given is not None and not _KEY.fullmatch(given):
+def checked_key(name: str, key: str | None) -> str | None:
+    """`key`, if it is a valid name chosen by a client. Raises InvalidRequest."""
+    if key is not None and not _KEY.fullmatch(key):
         raise InvalidRequest(
             f"{name} must be 1 to 255 printable ASCII characters",
             param=name,
             limit="1 to 255 printable ASCII characters",
-            value=len(given),
+            value=len(key),
         )
-    return given
+    return key
 
 
 def last_seq(headers: Headers, query: QueryParams) -> int:
     """The last event that a reader has: `Last-Event-ID`, else `?starting_after=`, else 0. Raises InvalidRequest."""
-    name, given = _last_event(headers, query)
-    if not given:
-        return 0
-    if not _SEQ.fullmatch(given):
-        raise _no_event(name, given)
-    return int(given)
+    return int(_last_event(headers, query, parts_allowed=False)[0])
 
 
-def last_place(headers: Headers, query: QueryParams) -> Place:
-    """The last frame that a reader of a numbered stream has, told as in `last_seq`. Raises InvalidRequest."""
-    name, given = _last_event(headers, query)
-    if not given:
-        return 0, 0.0
-    match = _PLACE.fullmatch(given)
-    if match is None:
-        raise _no_event(name, given)
+def last_place(headers: Headers, query: QueryParams) -> StreamPlace:
+    """The last frame that a reader of a numbered stream has, sent like `last_seq`. Raises InvalidRequest."""
+    return _last_event(headers, query, parts_allowed=True)
+
+
+def _last_event(headers: Headers, query: QueryParams, *, parts_allowed: bool) -> StreamPlace:
+    header = headers.get("last-event-id")
+    name, text = ("Last-Event-ID", header) if header else ("starting_after", query.get("starting_after"))
+    if not text:
+        return STREAM_START
+    match = _PLACE.fullmatch(text)
+    if match is None or (match[2] is not None and not parts_allowed):
+        raise InvalidRequest(
+            f"{name} must be the number of an event, got {text[:80]!r}",
+            param=name,
+            limit="0 or a positive integer",
+            value=text[:80],
+        )
     return int(match[1]), inf if match[2] is None else float(match[2])
 
 
-def _last_event(headers: Headers, query: QueryParams) -> tuple[str, str | None]:
-    header = headers.get("last-event-id")
-    return ("Last-Event-ID", header) if header else ("starting_after", query.get("starting_after"))
-
-
-def _no_event(name: str, given: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} must be the number of an event, got {given[:80]!r}",
-        param=name,
-        limit="0 or a positive integer",
-        value=given[:80],
-    )
-
-
 def rate_headers(standing: Standing | None) -> dict[str, str]:
-    """OpenAI's `x-ratelimit-*`: of each rate the most at once, what is left, and when all of it will be again."""
+    """OpenAI's `x-ratelimit-*` headers: for each rate its limit, what remains, and the time until it is full again."""
     headers: dict[str, str] = {}
     if standing is not None:
         for what, rate in (("requests", standing.requests), ("tokens", standing.tokens)):

@@ -1,4 +1,4 @@
-"""Answers to clients of HTTP/1.0: what has no length ends with the connection, since they know no chunks."""
+"""Answers to HTTP/1.0 clients. They know no chunks, so a body without a length ends with the connection."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 class Http10:
-    """ASGI middleware, the outermost: it must see the server's own `send`, which decides how a body is framed."""
+    """The outermost ASGI middleware: it needs the server's own `send`, whose object decides how a body is framed."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -15,20 +15,22 @@ class Http10:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        exchange: Any = getattr(send, "__self__", None)  # uvicorn's, which closes such a connection by itself
-        if scope["type"] != "http" or scope["http_version"] != "1.0" or not hasattr(exchange, "chunked_encoding"):
+        cycle: Any = getattr(send, "__self__", None)  # uvicorn's RequestResponseCycle, which closes such a connection
+        if scope["type"] != "http" or scope["http_version"] != "1.0" or not hasattr(cycle, "chunked_encoding"):
             await self._app(scope, receive, send)
             return
-        endless = False
+        without_length = False
 
         async def send_unframed(message: Message) -> None:
-            nonlocal endless
+            nonlocal without_length
             if message["type"] == "http.response.start":
-                endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
-                if endless:
-                    exchange.chunked_encoding = False
-            elif endless:
-                exchange.expected_content_length = len(message.get("body", b""))  # of this piece, so it always fits
+                without_length = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if without_length:
+                    cycle.chunked_encoding = False
+            elif without_length:
+                cycle.expected_content_length = len(
+                    message.get("body", b"")
+                )  # of this part, so that uvicorn accepts it
             await send(message)
 
         await self._app(scope, receive, send_unframed)

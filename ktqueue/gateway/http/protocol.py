@@ -1,8 +1,8 @@
-"""HTTP/1.1 with limits: uvicorn's protocol, except that a client which sends too much or too slowly is cut off.
+"""HTTP/1.1 with limits: uvicorn's protocol, except that a client that sends too much or too slowly is disconnected.
 
-The headers of a request have limits of bytes, number and time. The parser is never fed more than a limit without having
-anything to show for it, and a client that reads nothing is dropped. How long a body may take is the business of
-`uploads`. Nothing here is logged, since a stranger could fill the disk with it; everything is counted.
+The headers of a request have limits of bytes, number and time. The parser gets a limited number of bytes without a
+callback, and a client that reads nothing is disconnected. `uploads` limits the time of a body. Nothing here is logged,
+since anybody could fill the disk with it; everything is counted.
 """
 
 import asyncio
@@ -23,37 +23,37 @@ from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.http.uploads import too_large
 from ktqueue.gateway.metrics import Metrics
 
-PIECE_BYTES = 4 << 10  # fed to the parser at once: what it may take beyond a limit
-MAX_PIPELINED = 2  # requests that wait for the answer to one before them; the connection ends after that many
-IGNORED_SECONDS = 0.02  # between two pieces that are read to be thrown away
-LINGER_SECONDS = 2.0  # from a refusal to the end of its connection: closed with bytes unread, it would lose the refusal
+PIECE_BYTES = 4 << 10  # fed to the parser in one call, so it may exceed a limit by this much
+MAX_PIPELINED = 2  # requests that wait for an earlier answer; with more, the connection is closed
+IGNORED_SECONDS = 0.02  # pause between two reads of input that is thrown away
+LINGER_SECONDS = 2.0  # between a refusal and the close; closing with unread input would lose the refusal
 
 
-class _Enough(Exception):
-    """Ends the parsing. The error for the client is not raised itself, since it would keep what was sent in memory: it
-    refers to this call and the connection to it."""
+class _StopParsing(Exception):
+    """Ends the parsing. The error for the client is stored instead of raised: its traceback would keep the input in
+    memory, as long as the connection refers to the error."""
 
 
 class _NoReadAhead(FlowControl):
-    """Reads on only once the application has taken the piece of a body that is there."""
+    """Resumes reading only when the application has taken the part of the body that has arrived."""
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         super().__init__(protocol.transport)
         self._protocol: HttpToolsProtocol | None = protocol
 
     def resume_reading(self) -> None:
-        """Called when the application asks for more, which is before it gets what is there."""
+        """Called when the application asks for more of the body, before it gets the part that has arrived."""
         cycle = self._protocol.cycle if self._protocol is not None else None
         if cycle is None or not cycle.body or cycle.response_complete:
             super().resume_reading()
 
     def forget(self) -> None:
-        """The connection is closed. Two objects that refer to each other would stay in memory for a while."""
+        """Drop the reference to the closed connection, since a reference cycle would stay in memory for a while."""
         self._protocol = None
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. A callback of the parser (`on_...`) that raises ends the parsing."""
+    """One connection. A parser callback (`on_...`) that raises ends the parsing."""
 
     def __init__(
         self,
@@ -67,26 +67,26 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._settings = settings
         self._metrics = metrics
-        # With its framing a body may take twice what it says: the rest is chunk headers of tiny chunks, or an attack.
+        # With chunk headers a body may take twice its size. More is an attack with tiny chunks.
         self._longest_body = 2 * self._settings.max_body_bytes + self._settings.max_header_bytes
         self._connections = connections
         self._probes_only = probes_only
-        self._refusal: KtqueueError | None = None  # of what this connection asks for, unless it is a probe
-        self._fault: KtqueueError | None = None  # what a callback found
+        self._refusal: KtqueueError | None = None  # of every request of this connection that is not a probe
+        self._fault: KtqueueError | None = None  # found by a parser callback
         self._reading: _NoReadAhead  # `flow`
-        self._answered: RequestResponseCycle | None = None  # `cycle` is the last one, which may have to wait
-        self._deaf = False  # nothing that comes is parsed any more
+        self._answered: RequestResponseCycle | None = None  # `cycle` is the newest one, which may be waiting
+        self._ignores_input = False  # from now on input is thrown away
         self._in_headers = False
         self._in_body = False
-        self._unparsed_bytes = 0  # fed since the parser called back
+        self._unparsed_bytes = 0  # fed since the last parser callback
         self._header_bytes = 0
         self._header_count = 0
-        self._body_wire_bytes = 0  # of a body with its framing
+        self._body_wire_bytes = 0  # of the body, with chunk headers
         self._header_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, and wait for headers."""
+        """Count the connection and wait for headers."""
         super().connection_made(transport)
         self.flow = self._reading = _NoReadAhead(self)
         self._metrics.connections.inc()
@@ -96,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is being answered, and forget all."""
+        """Tell the request that is being answered, and release everything."""
         self._metrics.connections.dec()
         self._connections.leave(self)
         self._stop_header_timer()
@@ -113,24 +113,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.body = bytearray()
 
     def evict(self) -> None:
-        """Make room for another connection."""
+        """Close at once, to make room for another connection."""
         self._end("evicted")
 
     def shutdown(self) -> None:
-        """The server stops: answer what is being answered, and close."""
-        if self._deaf and self._end_timer is not None:
+        """The server stops: finish the current answer, then close."""
+        if self._ignores_input and self._end_timer is not None:
             self.transport.close()
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """The client does not read: it gets `stall_seconds`."""
+        """The client does not read: from now on it must read something in each `stall_seconds`."""
         super().pause_writing()
         self._note_state()
         self._await_reading()
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read enough for writing to continue."""
         super().resume_writing()
         self._note_state()
         if self._end_timer is not None and not self.transport.is_closing():
@@ -138,13 +138,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._end_timer = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, in small pieces."""
-        if self._deaf or (self._in_body and self.cycle.response_complete):
+        """Parse the input in small pieces."""
+        if self._ignores_input or (self._in_body and self.cycle.response_complete):
             self.flow.pause_reading()
-            self.loop.call_later(IGNORED_SECONDS, self._read_on)
+            self.loop.call_later(IGNORED_SECONDS, self._force_reading)
         view = memoryview(data)
         for start in range(0, len(view), PIECE_BYTES):
-            if self._deaf:
+            if self._ignores_input:
                 return
             self._parse(view[start : start + PIECE_BYTES])
         if self._in_body and self.cycle.body and not self.cycle.response_complete:
@@ -152,8 +152,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_headers and self._header_timer is None:
             self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
 
-    def _read_on(self) -> None:
-        """Read, though nobody asks for it."""
+    def _force_reading(self) -> None:
+        """Read although the application does not ask for it."""
         if not self.transport.is_closing():
             FlowControl.resume_reading(self.flow)
 
@@ -164,10 +164,10 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            self._deaf = True  # what follows is in a language that is not spoken here
+            self._ignores_input = True  # what follows is in another protocol
         except httptools.HttpParserError:
-            if not self._deaf:
-                self._refuse(self._fault or MalformedRequest("what was sent is no HTTP/1.1 request"))
+            if not self._ignores_input:
+                self._refuse(self._fault or MalformedRequest("the input is not an HTTP/1.1 request"))
         else:
             if self._unparsed_bytes > settings.max_header_bytes:
                 self._refuse(self._too_large())
@@ -175,7 +175,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(too_large(self._body_wire_bytes, settings.max_body_bytes))
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """The first byte of a request has arrived."""
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._in_headers = True
@@ -183,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope["state"].update(refusal=self._refusal, probes_only=self._probes_only)
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request's target."""
+        """A part of the URL has arrived."""
         self._unparsed_bytes = 0
         super().on_url(url)
         self._header_bytes += len(url)
@@ -192,16 +192,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self._fault = UrlTooLong(
                 f"the URL must be at most {limit} bytes (gateway.max_url_bytes)", limit=limit, value=len(self.url)
             )
-            raise _Enough
+            raise _StopParsing
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer: those are counted and dropped, since uvicorn would add them to the headers."""
+        """A header or trailer has arrived. Trailers are counted and dropped: uvicorn would add them to the headers."""
         self._unparsed_bytes = 0
         self._header_bytes += len(name) + len(value) + 4
         self._header_count += 1
         if self._header_bytes > self._settings.max_header_bytes:
             self._fault = self._too_large()
-            raise _Enough
+            raise _StopParsing
         limit = self._settings.max_headers
         if self._header_count > limit:
             self._fault = HeadersTooLarge(
@@ -209,17 +209,17 @@ class LimitedProtocol(HttpToolsProtocol):
                 limit=limit,
                 value=self._header_count,
             )
-            raise _Enough
+            raise _StopParsing
         if self._in_headers:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Let the application have the request, or let it wait for the one before it."""
+        """Give the request to the application, or let it wait for the previous one."""
         self._unparsed_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._deaf = True
+            self._ignores_input = True
             self.cycle.keep_alive = False
-            raise _Enough
+            raise _StopParsing
         super().on_headers_complete()
         self._in_headers, self._in_body = False, True
         self._stop_header_timer()
@@ -227,16 +227,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """A part of the body has arrived."""
         self._unparsed_bytes = 0
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """The size of a chunk, with its extensions."""
+        """The size of a chunk has arrived, with its extensions."""
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
-        """The request is there as a whole."""
+        """The whole request has arrived."""
         self._unparsed_bytes = 0
         self._in_body = False
         self._connections.linger(self, on=False)
@@ -244,7 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._note_state()
 
     def on_response_complete(self) -> None:
-        """The answer is written; the rest of the body, if any, is skipped for as long as a connection may be idle."""
+        """The answer is written. The rest of the body is skipped for as long as a connection may be idle."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._await_reading()
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._note_state()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No other request came."""
+        """No further request arrived in time."""
         super().timeout_keep_alive_handler()
         self._await_reading()
 
@@ -265,7 +265,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = None
         seconds = self._settings.header_timeout
         if self._in_headers:
-            self._refuse(SlowHeaders(f"the headers did not end within {seconds:g} seconds", limit=seconds))
+            self._refuse(
+                SlowHeaders(f"the headers must end within {seconds:g} seconds (gateway.header_timeout)", limit=seconds)
+            )
         else:
             self._end("silent")
 
@@ -277,8 +279,8 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: KtqueueError) -> None:
-        """Answer with an error where that is possible, and end the connection."""
-        self._deaf = True
+        """End the connection, with an error as the answer if that is still possible."""
+        self._ignores_input = True
         self._stop_header_timer()
         self._count(error.code)
         cycle = self.cycle
@@ -287,7 +289,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif cycle.response_complete:
             self._end(None)
         elif self._in_headers or not self._in_body or self.pipeline or cycle.response_started:
-            cycle.keep_alive = False  # what came before is answered
+            cycle.keep_alive = False  # earlier requests are still answered
         else:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -304,12 +306,12 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
         self.transport.write_eof()
-        self._read_on()
+        self._force_reading()
         self._connections.linger(self)
         self._end_within(LINGER_SECONDS)
 
     def _note_state(self) -> None:
-        """A connection is busy while the answer to a whole request is computed or sent, and taken by the client."""
+        """A connection is busy while the answer to a complete request is computed or sent, and the client reads it."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused:
             self._connections.idle(self)
@@ -322,22 +324,22 @@ class LimitedProtocol(HttpToolsProtocol):
     def _end(self, reason: str | None) -> None:
         if reason is not None:
             self._count(reason)
-        self._deaf = True
+        self._ignores_input = True
         self.transport.abort()
 
     def _end_within(self, seconds: float) -> None:
         self._set_end_timer(seconds, self._end, None)
 
     def _await_reading(self) -> None:
-        """End the connection unless the client takes some of what waits for it, each `stall_seconds`.
+        """End the connection unless the client reads something in each `stall_seconds`.
 
-        This is for a closed connection too: by itself it stays until the client has read everything.
+        Closed connections need this too: they stay until the client has read everything.
         """
-        waiting = self.transport.get_write_buffer_size()
-        self._set_end_timer(self._settings.stall_seconds, self._check_reading, waiting)
+        unread_bytes = self.transport.get_write_buffer_size()
+        self._set_end_timer(self._settings.stall_seconds, self._check_reading, unread_bytes)
 
-    def _check_reading(self, waited: int) -> None:
-        if self.transport.get_write_buffer_size() < waited:
+    def _check_reading(self, unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unread_bytes:
             self._await_reading()
         else:
             self._end("not_reading")

@@ -1,4 +1,4 @@
-"""Plain data to HTTP responses: JSON bodies, and errors in their one shape."""
+"""HTTP responses from plain data and from errors."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def error_response(error: KtqueueError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error with its status, and with Retry-After where another try may help. The connection ends after a 408."""
+    """An error with its status and the headers that a retry needs. A 408 also closes the connection."""
     info = error.info()
     status = status_of(info)
     more = {"connection": "close"} if status == 408 else retry_headers(status, error.retry_after)

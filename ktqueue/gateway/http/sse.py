@@ -1,7 +1,7 @@
-"""Server-sent events: frames, and the response that writes them for as long as there is a reader.
+"""Server-sent events: frames, and the response that writes them until they end or the client leaves.
 
-A client that does not read is disconnected by the protocol, which ends its stream. Heartbeats are comments, which every
-reader of the format ignores. Knows nothing of jobs.
+`LimitedProtocol` disconnects a client that does not read, which ends its stream. Heartbeats are comments, which every
+reader of the format ignores. It knows no jobs.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(value: Any, *, event_id: int | str | None = None) -> bytes:
-    """One event with JSON data, and its `id:` where it has one."""
+    """One event with JSON data and, if given, an `id:`."""
     head = b"" if event_id is None else f"id: {event_id}\n".encode()
     return b"%bdata: %b\n\n" % (head, dumps(value))
 
 
 def error_frame(error: KtqueueError) -> bytes:
-    """An error after the status line was sent."""
+    """An error that occurs after the status line was sent."""
     return frame(error_body(error.info()))
 
 
 class EventStream(Response):
-    """Writes what `frames` yields. `frames` raises KtqueueError to end the stream with an error frame,
-    ClientGone to end it without one; `finished` is called once, however the stream ends."""
+    """Writes what `frames` yields. If `frames` raises KtqueueError, the stream ends with an error frame, unless it is
+    ClientGone. `finished` is called once, however the stream ends."""
 
     media_type = "text/event-stream"
 
@@ -48,7 +48,7 @@ class EventStream(Response):
         finished: Callable[[], None],
         headers: dict[str, str],
     ) -> None:
-        # no-transform and X-Accel-Buffering keep proxies from holding frames back.
+        # no-transform and X-Accel-Buffering stop proxies from buffering frames.
         super().__init__(headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._frames = frames
@@ -57,7 +57,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
         try:
-            # A task of its own: each wake-up would go through all layers of the application otherwise.
+            # A separate task, since each wake-up would otherwise go through all layers of the application.
             await asyncio.create_task(self._answer(scope, send), name=f"stream {scope['path']}")
         finally:
             self._finished()
@@ -76,8 +76,8 @@ class EventStream(Response):
         except KtqueueError as error:
             await write(error_frame(error))
         except Exception:
-            logger.exception("a stream of %s broke", scope["path"])
-            await write(error_frame(InternalError("the gateway made a mistake; its log knows more")))
+            logger.exception("a stream of %s failed", scope["path"])
+            await write(error_frame(InternalError("an unexpected error in the gateway; its log has the details")))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,4 +1,4 @@
-"""The request bodies that are being read: each in time and at a least rate, all together within a limit of memory."""
+"""Reads request bodies: each within a time limit and at a minimum rate, all together within a memory limit."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,31 +12,40 @@ from ktqueue.core.errors import RequestTooLarge
 from ktqueue.core.units import format_bytes
 from ktqueue.gateway.errors import ClientGone, SlowBody, TooManyBodyBytes
 
-GRACE_SECONDS = 5.0  # before the least rate counts
-ROOM = 7 / 8  # of the limit for all bodies: what is left once some were given up
-SMALL_BYTES = 32 << 10  # what is longer takes turns, a piece at a time, so that large bodies don't delay small ones
+GRACE_SECONDS = 5.0  # before the minimum rate applies
+KEPT_SHARE = 7 / 8  # of the limit for all bodies: what may remain after some were dropped
+SMALL_BYTES = 32 << 10  # longer bodies take turns, one part at a time, so that they do not delay small ones
 
 
 @dataclass(slots=True, eq=False)
 class _Upload:
     timer: asyncio.Timeout
     data: bytearray = field(default_factory=bytearray)
-    whole: bool = False
-    dropped: bool = False  # to make room
+    complete: bool = False
+    dropped: bool = False  # to make room for others
 
 
 class Uploads:
-    """All bodies that this gateway reads at the moment."""
+    """All bodies that the gateway is reading."""
 
     def __init__(self, settings: GatewayConfig) -> None:
         self._settings = settings
         self._open: set[_Upload] = set()
-        self._held = 0  # bytes
-        self._turns = asyncio.Lock()  # first come, first served
+        self._held_bytes = 0
+        self._turn = asyncio.Lock()  # first come, first served
+
+    def __len__(self) -> int:
+        """The number of bodies that are being read."""
+        return len(self._open)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies that are being read."""
+        return self._held_bytes
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytearray, None]:
-        """The whole body, whose bytes count until the end of the block.
+        """The whole body. Its bytes count as held until the end of the block.
 
         Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone.
         """
@@ -47,13 +56,13 @@ class Uploads:
                 async with upload.timer:
                     await self._receive(request, upload)
             except TimeoutError:
-                raise self._why(upload) from None
-            upload.whole = True
+                raise self._error_of(upload) from None
+            upload.complete = True
             yield upload.data
         finally:
             self._open.discard(upload)
-            self._held -= len(upload.data)
-            upload.data = bytearray()  # not to be kept by an error's traceback
+            self._held_bytes -= len(upload.data)
+            upload.data = bytearray()  # else the traceback of an error would keep it
 
     async def _receive(self, request: Request, upload: _Upload) -> None:
         clock = asyncio.get_running_loop().time
@@ -66,17 +75,17 @@ class Uploads:
                 raise ClientGone("the client left while sending its body")
             more = message.get("more_body", False)
             upload.data += message["body"]
-            self._held += len(message["body"])
-            del message  # a waiting request keeps no second copy
+            self._held_bytes += len(message["body"])
+            del message  # else a waiting request would keep a second copy
             if len(upload.data) > self._settings.max_body_bytes:
                 raise too_large(len(upload.data), self._settings.max_body_bytes)
-            if self._held > self._settings.max_bodies_bytes:
+            if self._held_bytes > self._settings.max_bodies_bytes:
                 self._drop_largest()
             if not upload.dropped:
                 self._set_deadline(upload, began, clock())
             if more and len(upload.data) > SMALL_BYTES:
-                async with self._turns:
-                    await asyncio.sleep(0)  # lets the loop serve everybody else once
+                async with self._turn:
+                    await asyncio.sleep(0)  # lets the event loop serve all others once
 
     def _set_deadline(self, upload: _Upload, began: float, now: float) -> None:
         settings = self._settings
@@ -89,20 +98,22 @@ class Uploads:
         )
 
     def _drop_largest(self) -> None:
-        """Give up the unfinished bodies that hold most, several at once since looking at all of them takes time.
+        """Drop the largest unfinished bodies, so that small ones are never refused because of them.
 
-        So a small one is never refused for the sake of large ones.
+        It drops several at once, since sorting all of them takes time.
         """
-        waiting = [one for one in self._open if not one.whole and not one.dropped and not one.timer.expired()]
-        for upload in sorted(waiting, key=lambda one: len(one.data), reverse=True):
-            if self._held <= ROOM * self._settings.max_bodies_bytes:
+        waiting = [
+            upload for upload in self._open if not upload.complete and not upload.dropped and not upload.timer.expired()
+        ]
+        for upload in sorted(waiting, key=lambda candidate: len(candidate.data), reverse=True):
+            if self._held_bytes <= KEPT_SHARE * self._settings.max_bodies_bytes:
                 break
             upload.dropped = True
-            self._held -= len(upload.data)
+            self._held_bytes -= len(upload.data)
             upload.data = bytearray()
             upload.timer.reschedule(0)
 
-    def _why(self, upload: _Upload) -> SlowBody | TooManyBodyBytes:
+    def _error_of(self, upload: _Upload) -> SlowBody | TooManyBodyBytes:
         settings = self._settings
         if upload.dropped:
             limit = settings.max_bodies_bytes
@@ -122,7 +133,7 @@ class Uploads:
 
 
 def too_large(size: int, max_bytes: int) -> RequestTooLarge:
-    """The error of a body of `size` bytes or more."""
+    """The error for a body of `size` bytes or more."""
     return RequestTooLarge(
         f"the body must be at most {max_bytes} bytes ({format_bytes(max_bytes)}), got {size} or more",
         param="body",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.batches.faults import OutputLocked
+from ktqueue.batches.errors import OutputLocked
 from ktqueue.batches.input import BatchLine
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun

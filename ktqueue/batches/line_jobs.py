@@ -1,4 +1,4 @@
-"""One batch line to generation requests, and their events to the line's record in the output. Pure.
+"""One batch line to the requests of its jobs, and their events to the line's output record.
 
 `ktqueue.openai` makes the bodies, so a batch answers exactly as HTTP does.
 A record: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": {"code", "message"}}, where
@@ -22,33 +22,33 @@ from ktqueue.openai.errors import error_body, failure, status_of
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
 
-class Work:
-    """What one line asks for. `requests` has one for each of its prompts."""
+class LineJobs:
+    """The jobs of one line: `requests` has one for each of its prompts."""
 
     def __init__(self, line: BatchLine, run: str, *, model: str | None, job_class: JobClass) -> None:
-        """`run` names the batch run, `model` stands in for the line's own. Raises InvalidRequest."""
+        """`run` names the batch run; `model` replaces the line's model. Raises InvalidRequest."""
         self.custom_id = line.custom_id
-        self.id = work_id(line, run, model)
+        self.id = request_id(line, run, model)
         self._endpoint = ENDPOINTS[line.url]
         requests = self._endpoint.parse(_body(line, model)).requests()
         self.requests = tuple(replace(request, job_class=job_class) for request in requests)
 
     def job_id(self, place: int, attempt: int = 0) -> str:
-        """The name of the job of one prompt: the same in each try of the run, so that its job is found again."""
-        again = f"-r{attempt}" if attempt else ""
-        return f"{self.id}-{place}{again}"
+        """The id of one prompt's job. It is the same when the run is resumed, so that the job is found again."""
+        suffix = f"-r{attempt}" if attempt else ""
+        return f"{self.id}-{place}{suffix}"
 
     def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> dict[str, Any]:
-        """The record of a line whose jobs are done. `events` are (place of the prompt, event)."""
+        """The output record of a line whose jobs are done. `events` are (place of the prompt, event)."""
         first = self.requests[0]
         reply = self._endpoint.reply_to(first, self.id, created)
         choices = Choices(len(self.requests), first.sampling.n)
         whole = choices.whole(events)
-        return record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
+        return response_record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
 
 
-def work_id(line: BatchLine, run: str, model: str | None) -> str:
-    """A line's name in its run; another body, or model, under the same custom_id has another name."""
+def request_id(line: BatchLine, run: str, model: str | None) -> str:
+    """The id of a line's request in its run. It depends on the custom_id, the URL, the body and the model."""
     digest = blake2b(dumps([line.custom_id, line.url, _body(line, model)]), digest_size=8)
     return f"batch-{run}-{digest.hexdigest()}"
 
@@ -57,21 +57,21 @@ def _body(line: BatchLine, model: str | None) -> dict[str, Any]:
     return line.body if model is None else {**line.body, "model": model}
 
 
-def record(name: str, custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """A record with an HTTP response, good or bad."""
-    response = {"status_code": status, "request_id": name, "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+def response_record(record_id: str, custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """A record with an HTTP response, of any status."""
+    response = {"status_code": status, "request_id": record_id, "body": body}
+    return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": response, "error": None}
 
 
-def failure_record(name: str, custom_id: str, info: ErrorInfo) -> dict[str, Any]:
+def failure_record(record_id: str, custom_id: str, info: ErrorInfo) -> dict[str, Any]:
     """The record of a line that failed. An expired job has no HTTP response, as in OpenAI's batches."""
     if info.code == DeadlineExceeded.code:
         error = {"code": "batch_expired", "message": EXPIRED_MESSAGE}
-        return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": None, "error": error}
-    return record(name, custom_id, status_of(info), error_body(info))
+        return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": None, "error": error}
+    return response_record(record_id, custom_id, status_of(info), error_body(info))
 
 
-def failed(event: TokenEvent) -> ErrorInfo | None:
-    """The error with which a job ended, None if it is done or goes on."""
+def failure_info(event: TokenEvent) -> ErrorInfo | None:
+    """The error of the last event of a job that failed, else None."""
     fault = failure(event)
     return fault.info() if fault is not None else None

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a batch."""
+"""Errors in the files of a batch."""
 
 from ktqueue.core.errors import InvalidRequest
 

@@ -1,0 +1,118 @@
+"""The HTTP answer to a generating request: one JSON body, or a stream of frames. Also used to resume a stream."""
+
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from starlette.responses import Response
+
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.codec import dumps
+from ktqueue.gateway.feed import Batch
+from ktqueue.gateway.follow import JobFollower
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http.headers import StreamPlace, rate_headers
+from ktqueue.gateway.http.sse import DONE, PING, EventStream, frame
+from ktqueue.openai.choices import Choices
+from ktqueue.openai.endpoints import endpoint_of
+
+
+class AnswerWriter:
+    """Writes the answer of one or more jobs in the form of the endpoint that they came from."""
+
+    def __init__(self, records: Sequence[JobRecord]) -> None:
+        first = records[0]
+        generation = first.readable_request()
+        self.headers = {"x-job-id": ",".join(record.id for record in records), **rate_headers(records[-1].standing)}
+        self._reply = endpoint_of(generation).reply_to(generation, first.id, int(first.created_at))
+        self._choices = Choices(len(records), generation.sampling.n)
+
+    def whole(self, events: Batch) -> bytes:
+        """The JSON body made from all events of all jobs."""
+        return dumps(self._reply.whole(self._choices.whole(events), self._choices.usage()))
+
+    def frames(self, batch: Batch) -> bytes:
+        """Frames for new events. Text of one choice is joined to one frame."""
+        return b"".join(frame(chunk) for delta in self._choices.absorb(batch) for chunk in self._reply.chunks(delta))
+
+    def numbered_frames(self, batch: Batch, after: StreamPlace) -> bytes:
+        """Frames with ids, without those up to `after`. Of one job only.
+
+        They are made event by event, so that every reader gets the same frames, however the events arrived.
+        """
+        return b"".join(self._number(batch, after))
+
+    def usage_frame(self) -> bytes:
+        """The frame with the token counts of all jobs."""
+        return frame(self._reply.usage_chunk(self._choices.usage()))
+
+    def _number(self, batch: Batch, after: StreamPlace) -> Iterator[bytes]:
+        """The id of an event's last frame is its seq, that of an earlier frame `SEQ.PART`."""
+        for place_and_event in batch:
+            deltas = self._choices.absorb([place_and_event])
+            chunks = [chunk for delta in deltas for chunk in self._reply.chunks(delta)]
+            seq = place_and_event[1].seq
+            for part, chunk in enumerate(chunks, 1):
+                is_last = part == len(chunks)
+                if (seq, math.inf if is_last else part) > after:
+                    yield frame(chunk, event_id=seq if is_last else f"{seq}.{part}")
+
+
+async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
+    """The JSON body, once all jobs are done. Raises the error of a job that failed."""
+    try:
+        events: Batch = []
+        while follower.running:
+            batch = await follower.take()
+            follower.raise_failure(batch)
+            events += batch
+        return Response(writer.whole(events), media_type="application/json", headers=writer.headers)
+    finally:
+        follower.close()
+
+
+async def stream_answer(
+    gateway: Gateway,
+    follower: JobFollower,
+    writer: AnswerWriter,
+    *,
+    include_usage: bool,
+    after: StreamPlace | None = None,
+    resumed: bool = False,
+) -> Response:
+    """The stream of frames. With `after` they have ids, and those up to `after` are left out.
+
+    An error among the first events is raised, so that it gets its own HTTP status. A resumed stream has it as its last
+    frame, since the text before the error must come first.
+    """
+    try:
+        first = await follower.take(min(gateway.config.gateway.first_event_wait, follower.heartbeat_seconds))
+        if not resumed:
+            follower.raise_failure(first)
+    except BaseException:
+        follower.close()
+        raise
+    gateway.metrics.streams.inc()
+
+    def end() -> None:
+        gateway.metrics.streams.dec()
+        follower.close()
+
+    return EventStream(_frames(follower, writer, first, include_usage, after), finished=end, headers=writer.headers)
+
+
+async def _frames(
+    follower: JobFollower, writer: AnswerWriter, batch: Batch, include_usage: bool, after: StreamPlace | None
+) -> AsyncGenerator[bytes, None]:
+    while True:
+        frames = writer.frames(batch) if after is None else writer.numbered_frames(batch, after)
+        if frames:
+            yield frames
+        elif not batch:
+            yield PING
+        follower.raise_failure(batch)
+        if not follower.running:
+            break
+        batch = await follower.take()
+    if include_usage:
+        yield writer.usage_frame()
+    yield DONE
