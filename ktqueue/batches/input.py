@@ -1,7 +1,7 @@
 """The input of a batch: one JSON object on each line, read one at a time. Errors name file and line.
 
 A line is {"custom_id", "method": "POST", "url", "body"}, with a custom_id that is unique in the file (OpenAI API
-reference, Batch, "request input object"). Or it is plain: a body with `prompt` or `messages`, and an optional custom_id.
+reference, Batch, "request input object"). Or it is plain: a body with `prompt` or `messages`, and maybe a custom_id.
 Without one, the line number names it, as in `line-7`.
 """
 

@@ -1,8 +1,10 @@
-"""Input and output files of a batch: faults by line, torn ends, exactly one record a custom_id."""
+"""Input and output files of a batch: faults by line, incomplete last lines, one record for each custom_id."""
 
 import io
 import json
 import resource
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,21 +12,28 @@ from hypothesis import strategies as st
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
-from ktqueue.batches.input import BatchLine, LineFault, attempt_lines, read_lines, survey
+from ktqueue.batches.input import MAX_LINE_BYTES, BatchLine, LineFault, attempt_lines, read_lines, survey
 from ktqueue.batches.line_jobs import request_id
 from ktqueue.batches.output import BatchOutput, OutputPaths, RecordFile
 from ktqueue.batches.spool import spool
 
-GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": []}}
+GOOD: dict[str, Any] = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "demo", "messages": []},
+}
 
 
-def _line(**changes):
+def _line(**changes: Any) -> str:
+    """A valid batch line with changed fields."""
     return json.dumps({**GOOD, **changes})
 
 
 @given(st.lists(st.text(max_size=3)))
-def test_an_id_set_is_a_set(texts):
-    ids, plain = IdSet(), set()
+def test_an_id_set_is_a_set(texts: list[str]) -> None:
+    ids = IdSet()
+    plain: set[str] = set()
     for text in texts:
         assert ids.add(text) == (text not in plain)
         plain.add(text)
@@ -32,17 +41,17 @@ def test_an_id_set_is_a_set(texts):
     assert len(ids) == len(plain)
 
 
-def test_an_id_set_takes_32_bytes_a_text_at_most():
+def test_an_id_set_takes_at_most_32_bytes_for_each_text() -> None:
     ids = IdSet()
     for number in range(50_000):
         assert ids.add(f"request-{number}")
     assert len(ids) == 50_000
     assert "request-50000" not in ids
-    assert len(ids._slots) * 8 <= 50_000 * 32
+    assert ids.size_bytes <= 50_000 * 32
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
         ("[]", "must be a JSON object"),
@@ -55,15 +64,15 @@ def test_an_id_set_takes_32_bytes_a_text_at_most():
         (_line(body={"stream": True}), "body.stream must be false"),
     ],
 )
-def test_a_faulty_line_is_named(tmp_path, text, says):
+def test_a_faulty_line_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(_line() + "\n\n" + text + "\n")
     with pytest.raises(BatchFault, match=r"in\.jsonl:3: ") as fault:
         survey(path, model=None)
-    assert says in fault.value.message
+    assert message in fault.value.message
 
 
-def test_broken_utf8_and_a_second_use_of_an_id_are_named(tmp_path):
+def test_errors_name_broken_utf8_and_a_repeated_custom_id(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(_line().encode() + b"\n\xff\n" + _line().encode())
     with pytest.raises(BatchFault) as fault:
@@ -72,7 +81,7 @@ def test_broken_utf8_and_a_second_use_of_an_id_are_named(tmp_path):
     assert "in.jsonl:3: custom_id 'a' was used before" in fault.value.message
 
 
-def test_ten_faults_are_enough(tmp_path):
+def test_at_most_ten_faults_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("{\n" * 1_000)
     with pytest.raises(BatchFault) as fault:
@@ -80,7 +89,7 @@ def test_ten_faults_are_enough(tmp_path):
     assert fault.value.message.count("not JSON") == 10
 
 
-def test_an_endless_line_is_not_read_to_its_end(tmp_path):
+def test_a_line_that_is_too_long_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     with path.open("wb") as file:
         file.truncate(40 << 20)
@@ -88,7 +97,7 @@ def test_an_endless_line_is_not_read_to_its_end(tmp_path):
         next(read_lines(path))
 
 
-def test_lines_blank_lines_and_models(tmp_path):
+def test_a_survey_counts_lines_and_models_without_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("\ufeff" + _line() + "\r\n\r\n" + _line(custom_id="b", body={"model": "other"}))
     found = survey(path, model=None)
@@ -108,14 +117,14 @@ def test_lines_blank_lines_and_models(tmp_path):
         (b'{"custom_id":"a"}\n{"id":"batch_req_' + b"x" * 200_000, b'{"custom_id":"a"}\n'),
     ],
 )
-def test_a_torn_end_is_mended(tmp_path, before, after):
+def test_an_incomplete_last_line_is_cut_off(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(before)
     RecordFile(path).close()
     assert path.read_bytes() == after
 
 
-def test_two_runs_cannot_write_one_output(tmp_path):
+def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     first = BatchOutput(tmp_path / "out.jsonl")
     with pytest.raises(BatchFault, match="another batch run"):
         BatchOutput(tmp_path / "out.jsonl")
@@ -123,9 +132,9 @@ def test_two_runs_cannot_write_one_output(tmp_path):
     BatchOutput(tmp_path / "out.jsonl").close(finished=False)
 
 
-def test_a_run_keeps_its_name_until_it_is_finished(tmp_path):
+def test_a_run_keeps_its_name_until_it_is_finished(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    names = []
+    names: list[str] = []
     for finished in (False, True, False):
         output = BatchOutput(path)
         names.append(output.run)
@@ -133,7 +142,7 @@ def test_a_run_keeps_its_name_until_it_is_finished(tmp_path):
     assert names[0] == names[1] != names[2]
 
 
-def test_each_custom_id_has_one_record(tmp_path):
+def test_each_custom_id_has_one_record(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     output = BatchOutput(path)
     for custom_id in ("a", "b", "a"):
@@ -149,7 +158,7 @@ def test_each_custom_id_has_one_record(tmp_path):
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_a_record_for_which_the_disk_has_no_room_is_not_written_at_all(tmp_path):
+def test_no_part_of_a_record_is_written_to_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     output = BatchOutput(path)
     output.answer({"custom_id": "a"})
@@ -161,7 +170,7 @@ def test_a_record_for_which_the_disk_has_no_room_is_not_written_at_all(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (output.answered, len(output.ids)) == (1, 1)
-    output.answer({"custom_id": "c"})  # of a line that had ended already
+    output.answer({"custom_id": "c"})  # a line whose job has ended before
     output.close(finished=False)
     again = BatchOutput(path)
     assert (again.answered, again.run) == (2, output.run)
@@ -170,50 +179,56 @@ def test_a_record_for_which_the_disk_has_no_room_is_not_written_at_all(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl", "out.jsonl.run", "out.jsonl.run.new"])
-def test_no_output_may_be_the_input(tmp_path, name):
+def test_no_output_may_be_the_input(tmp_path: Path, name: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(_line())
     paths = OutputPaths.of(tmp_path / "out.jsonl")
     paths.check_differs_from(source)
     (tmp_path / name).symlink_to(source)
-    with pytest.raises(BatchFault, match=name.replace(".", r"\.") + ": is the input"):
+    with pytest.raises(BatchFault, match=name.replace(".", r"\.") + ": the output would overwrite"):
         paths.check_differs_from(source)
 
 
-def test_a_line_has_another_name_for_another_model():
+def test_the_id_of_a_request_depends_on_its_model() -> None:
     line = BatchLine(1, "a", "/v1/chat/completions", {"model": "demo", "messages": []})
     assert request_id(line, "run", None) == request_id(line, "run", "demo") != request_id(line, "run", "other")
 
 
 @pytest.mark.parametrize("text", ["dear diary\n", "dear diary", '{"custom_id":"a"}\ndear diary', "[1]\n"])
-def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+def test_a_file_that_is_no_batch_output_is_not_changed(tmp_path: Path, text: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(text)
     with pytest.raises(BatchFault, match=r"out\.jsonl.*--overwrite"):
         BatchOutput(path)
     assert path.read_text() == text
-    assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     BatchOutput(path, overwrite=True).close(finished=True)
     assert path.read_text() == ""
 
 
-def test_plain_lines_are_bodies_that_are_called_after_their_numbers(tmp_path):
+def test_plain_lines_are_bodies_that_are_named_by_their_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    chat = {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "hello", "model": "demo"}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "hello", "model": "demo"}
     path.write_text('{"prompt": "Once", "max_tokens": 5}\n\n' + json.dumps(chat) + "\n" + _line() + "\n")
-    once, hello, whole = read_lines(path)
+    once, hello, full = read_lines(path)
     assert (once.custom_id, once.url, once.body) == ("line-1", "/v1/completions", {"prompt": "Once", "max_tokens": 5})
     assert (hello.custom_id, hello.url) == ("hello", "/v1/chat/completions")
     assert hello.body == {"messages": chat["messages"], "model": "demo"}
-    assert whole.custom_id == "a"
+    assert full.custom_id == "a"
     found = survey(path, model=None)
     assert (found.lines, found.modelless, dict(found.models)) == (3, 1, {"demo": 3})
 
 
-def test_invalid_lines_may_be_skipped_and_keep_their_places(tmp_path, monkeypatch):
-    monkeypatch.setattr("ktqueue.batches.input.MAX_LINE_BYTES", 200)
+def test_invalid_lines_can_be_skipped_and_keep_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    lines = [_line(), "{", _line(), _line(custom_id="b", method="GET"), "x" * 1000, _line(custom_id="c")]
+    lines = [
+        _line(),
+        "{",
+        _line(),
+        _line(custom_id="b", method="GET"),
+        "x" * (MAX_LINE_BYTES + 1000),
+        _line(custom_id="c"),
+    ]
     path.write_text("\n".join(lines) + "\n")
     found = survey(path, model=None, skip_invalid=True)
     assert (found.lines, found.invalid) == (6, 4)
@@ -225,20 +240,19 @@ def test_invalid_lines_may_be_skipped_and_keep_their_places(tmp_path, monkeypatc
         survey(path, model=None)
 
 
-def test_standard_input_goes_on_with_the_input_that_it_began_with(tmp_path, monkeypatch):
+def test_a_batch_from_standard_input_is_resumed_only_with_the_same_input(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     first = spool(io.BytesIO(b"one\n"), target, overwrite=False)
     assert first.read_bytes() == b"one\n"
     target.write_text('{"custom_id": "line-1"}\n')
     assert spool(io.BytesIO(b"one\n"), target, overwrite=False) == first
-    with pytest.raises(BatchFault, match=r"holds another input.*batch run .*out\.jsonl\.in -o"):
+    with pytest.raises(BatchFault, match=r"has another input.*batch run .*out\.jsonl\.in -o"):
         spool(io.BytesIO(b"two\n"), target, overwrite=False)
     assert first.read_bytes() == b"one\n"
     first.unlink()  # the batch was finished
     with pytest.raises(BatchFault, match="answers of an earlier run"):
         spool(io.BytesIO(b"two\n"), target, overwrite=False)
     assert spool(io.BytesIO(b"two\n"), target, overwrite=True).read_bytes() == b"two\n"
-    monkeypatch.setattr("ktqueue.batches.spool.MAX_BYTES", 10)
     with pytest.raises(BatchFault, match="longer than"):
-        spool(io.BytesIO(b"x" * 11), target, overwrite=True)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.in"]
+        spool(io.BytesIO(b"x" * 11), target, overwrite=True, max_bytes=10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.in"]

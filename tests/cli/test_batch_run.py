@@ -161,7 +161,7 @@ def test_the_input_is_never_taken_for_an_output(ktqueue, stack, tmp_path):
     text = source.read_text()
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", "--overwrite", *stack.flags)
     assert done.returncode == 2
-    assert "out.errors.jsonl: is the input" in done.stderr
+    assert "out.errors.jsonl: the output would overwrite the input" in done.stderr
     assert source.read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["out.errors.jsonl"]
 

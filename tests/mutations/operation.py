@@ -69,7 +69,7 @@ OPERATION: dict[str, Mutation] = {
         "ktqueue/batches/spool.py",
         "        if not filecmp.cmp(draft, path, shallow=False):",
         "        if False:",
-        ("tests/batches/test_files.py::test_standard_input_goes_on_with_the_input_that_it_began_with",),
+        ("tests/batches/test_files.py::test_a_batch_from_standard_input_is_resumed_only_with_the_same_input",),
     ),
     "an invalid line that is lost": Mutation(
         "a skipped line is in the file of failures",
