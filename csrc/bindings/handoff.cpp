@@ -14,10 +14,11 @@
 namespace ktqueue {
 namespace {
 
-// Addresses: input, out, request word, done word.
+// The addresses of input, output, request word and done word.
 using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 
-// `kept`: the object that owns the memory. It and the layers are released only when no thread can touch them.
+// The hand-off with the Python objects that it uses. `kept` owns the memory. It and the layers are released only when
+// no thread can use them.
 class BoundHandoff {
   public:
     BoundHandoff(size_t hidden, size_t experts_per_token, size_t max_tokens, const Addresses& memory, nb::object kept,
@@ -43,7 +44,7 @@ class BoundHandoff {
             ended = handoff_.close(seconds);
         }
         if (!ended)
-            for (nb::object& one : kept_) one.release();  // for as long as the process lives
+            for (nb::object& one : kept_) one.release();  // kept until the process exits
         return ended;
     }
 

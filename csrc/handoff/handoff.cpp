@@ -40,7 +40,7 @@ bool aligned(const void* address, size_t bytes) {
 
 }  // namespace
 
-// Shared by the object and its threads, which are detached: the last of them frees it.
+// Shared by the object and its detached threads: the last of them frees it.
 struct Handoff::State {
     struct HostTask {
         State* state;
@@ -56,14 +56,14 @@ struct Handoff::State {
     Word taken{0};  // the request that is being served
     std::array<std::atomic<const ExpertLayer*>, kMaxLayers> layers{};
     std::atomic<bool> stop{false}, broken{false};
-    std::atomic<Clock::rep> busy_since{0};  // of the serving thread; 0: idle
+    std::atomic<Clock::rep> busy_since{0};  // when the serving thread started its work; 0: idle
 
     mutable std::mutex mutex;  // protects everything below
     std::condition_variable changed;
     size_t layer_count = 0, running_threads = 0;
     std::map<uint32_t, HostTask> host_tasks;  // their addresses do not change
     HandoffStatistics statistics;
-    std::string error;  // the first since it was taken
+    std::string error;  // the first one that has not been taken
     std::vector<uint8_t> used;
 
     Prediction prediction;  // belongs to the thread that runs tasks
@@ -96,7 +96,7 @@ void Handoff::State::keep_error(const std::string& message) {
     ++statistics.failed;
 }
 
-// `used` is only touched here, under the mutex. The ids still belong to this task: its end is not announced yet.
+// The ids are read before C4, so they are still this task's.
 void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time) {
     std::lock_guard lock(mutex);
     used.assign(layer.experts(), 0);
@@ -151,12 +151,12 @@ void Handoff::State::fetch_predicted(uint32_t word) {
     };
     try {
         prediction.fetch(*layer, ids, tokens * shape.experts_per_token, must_stop);
-    } catch (const std::bad_alloc&) {  // a fetch is never necessary
+    } catch (const std::bad_alloc&) {  // the fetch is optional
     }
 }
 
-// Does a part of the serving thread's work while watch() measures its time. Returns false if another thread answers
-// requests from here on; it may have answered this one.
+// Runs a part of the serving thread's work while watch() measures its time. Returns false if another thread answers
+// requests from now on; it may have answered this one.
 template <class Work>
 bool Handoff::State::watched(Work work) {
     busy_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
@@ -165,13 +165,13 @@ bool Handoff::State::watched(Work work) {
     return !broken.load() && !stop.load();
 }
 
-// Looks once. Returns whether there was a request.
+// Serves a request if there is one. Returns whether there was.
 bool Handoff::State::serve_request() {
     const uint32_t word = request->load(std::memory_order_acquire);  // C1
     if (word == 0) return false;
     taken.store(word, std::memory_order_relaxed);
     const bool still_serving = watched([&] {
-        request->store(0, std::memory_order_relaxed);  // C2, before C4 by its release
+        request->store(0, std::memory_order_relaxed);  // C2, which comes before C4 by its release
         perform(word);
     });
     if (!still_serving) return true;
@@ -197,13 +197,13 @@ void Handoff::State::serve() {
         const Seconds idle = Clock::now() - idle_since;
         if (idle.count() < times.idle_seconds) continue;
         std::this_thread::sleep_for(std::clamp(idle / 20, kShortestNap, kLongestNap));
-        pauses = kPausesPerYield - 1;  // one look, then the next nap
+        pauses = kPausesPerYield - 1;  // read the word once, then nap again
     }
     ended();
 }
 
-// Answers the request without running it. A word may be answered more than once: the thread that served may announce an
-// end late, over an answer of this one. The waiting stream then finds its answer at the next call.
+// Answers the request without running it. A word may be answered more than once: the serving thread may store C4 late,
+// over an answer from here. The waiting stream then finds its answer at the next call.
 void Handoff::State::answer_without_running() {
     if (const uint32_t word = request->exchange(0)) taken.store(word);
     if (const uint32_t word = taken.load()) done->store(word, std::memory_order_release);
@@ -222,7 +222,7 @@ void Handoff::State::watch() {
                    " s; the hand-off is broken");
         broken.store(true);
     }
-    while (!stop.load()) {  // only when broken
+    while (!stop.load()) {  // only if the service is broken
         answer_without_running();
         std::this_thread::sleep_for(kAnswerPeriod);
     }
@@ -256,7 +256,7 @@ Handoff::Handoff(const HandoffShape& shape, const HandoffMemory& memory, bool se
         }
         try {
             std::thread([state = state_, work] { ((*state).*work)(); }).detach();
-        } catch (...) {  // the system has no thread left
+        } catch (...) {  // the system can create no more threads
             state_->ended();
             close(1);
             throw;
@@ -296,7 +296,7 @@ void Handoff::run_host_function(void* task) {
 std::optional<std::string> Handoff::take_error() {
     std::lock_guard lock(state_->mutex);
     if (state_->error.empty()) return {};
-    if (state_->broken.load()) return state_->error;  // stays
+    if (state_->broken.load()) return state_->error;  // permanent
     return std::exchange(state_->error, {});
 }
 

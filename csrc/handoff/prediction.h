@@ -1,5 +1,5 @@
 // Fetches the experts that a layer will probably use, while the layer before it is being computed and the CPU has no
-// other work. A wrong prediction costs only that time. Knows neither slots nor words of a hand-off.
+// other work. A wrong prediction costs only that time. Knows nothing about the hand-off's words.
 #pragma once
 
 #include <cstdint>

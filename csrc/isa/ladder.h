@@ -9,8 +9,8 @@
 
 namespace ktqueue {
 
-// The best table for this CPU, limited by the environment variable KTQUEUE_ISA (a table's name) if it is set. Decided at
-// the first call. Throws std::invalid_argument if the variable's value is unknown.
+// The best table for this CPU, limited by the environment variable KTQUEUE_ISA (a table's name) if it is set. Decided
+// at the first call. Throws std::invalid_argument if the variable's value is unknown.
 const KernelTable& best_kernels();
 
 // The table with that name; empty: best_kernels(). Throws std::invalid_argument if it is unknown or this CPU lacks it.

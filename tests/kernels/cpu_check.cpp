@@ -1,4 +1,4 @@
-// Prints what the kernels make of a machine that a test describes in files. Built and run by test_threads.py.
+// Prints how the kernels see a machine that a test describes in files. Built and run by test_threads.py.
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>

@@ -1,9 +1,9 @@
 // Drives the kernels without Python over random odd shapes, damaged indices and weights, and non-finite numbers, and
-// checks what they make of them. For sanitizers: all arrays have exactly the size that they should, or lie against pages
-// without rights, so that a read or write beyond is seen. `make sanitize`, `make fuzz`.
+// checks the results. Made for sanitizers: all arrays have exactly their required size, or are next to pages without
+// access rights, so that any access beyond them is detected. See `make sanitize` and `make fuzz`.
 //
-// kernel_driver CASES [SECONDS [SEED]]: stops after CASES or SECONDS, whatever is first. A case that fails names its
-// seed; CASES 1 with that seed runs it again.
+// kernel_driver CASES [SECONDS [SEED]]: stops after CASES or SECONDS, whichever comes first. A case that fails prints
+// its seed; CASES 1 with that seed runs it again.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

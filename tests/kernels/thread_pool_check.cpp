@@ -1,5 +1,5 @@
-// Checks of the thread pool that need C++. Built and run by test_threads.py, also under sanitizers; exits 0
-// if all hold.
+// Checks of the thread pool that need C++. Built and run by test_threads.py, also under sanitizers. Exits with 0 if all
+// hold.
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ namespace {
 
 std::atomic<bool> workers_dawdle{false};
 
-// Called between the moment in which a thread has read a job and its claim.
+// Called after a thread has read a job and before its claim.
 void dawdle() {
     static const pid_t caller = getpid();
     if (workers_dawdle && gettid() != caller) usleep(1 + static_cast<unsigned>(rand()) % 300);
@@ -26,7 +26,7 @@ void dawdle() {
 
 }  // namespace
 
-// The pool itself, with a pause put before each claim.
+// The pool itself, with a pause before each claim.
 #define compare_exchange_weak(word, ...) compare_exchange_weak((dawdle(), word), __VA_ARGS__)
 #include "threads/thread_pool.cpp"
 #undef compare_exchange_weak
@@ -41,7 +41,7 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
-// Every task of every job runs exactly once, and is over when run() returns.
+// Every task of every job runs exactly once, and has finished when run() returns.
 void every_task_once(uint32_t spin_microseconds, size_t threads, size_t jobs) {
     ThreadPool pool(threads, spin_microseconds);
     std::vector<int> runs(64);  // not atomic: a task's write must be visible to the caller, and to no other task
@@ -54,13 +54,13 @@ void every_task_once(uint32_t spin_microseconds, size_t threads, size_t jobs) {
     }
 }
 
-// A worker that is late, between its look at a job and its claim, must not take the next job's task for its own: the
-// lanes of equal jobs look alike but for the number.
+// A worker that is delayed between reading a job and its claim must not take the next job's task: the lanes of equal
+// jobs differ only in their number.
 void late_workers_take_nothing() {
     ThreadPool pool(3, 1000);
     std::vector<int> odd(6), even(6);
     const auto count = [](std::vector<int>& runs, size_t i) {
-        if (i == 0) usleep(50);  // the first task is the caller's: the workers' lanes stay as they are meanwhile
+        if (i == 0) usleep(50);  // the first task is the caller's: meanwhile the workers' lanes do not change
         ++runs[i];
     };
     const auto count_odd = [&](size_t i) { count(odd, i); };
@@ -74,7 +74,7 @@ void late_workers_take_nothing() {
     workers_dawdle = false;
 }
 
-// More tasks than the lanes have room for are handed out a few at a time.
+// More tasks than the lanes can hold are handed out a few at a time.
 void large_jobs_are_whole(size_t threads, size_t count) {
     ThreadPool pool(threads, 50);
     std::vector<unsigned char> runs(count + 8, 0);
@@ -82,8 +82,8 @@ void large_jobs_are_whole(size_t threads, size_t count) {
     for (size_t i = 0; i < runs.size(); ++i) require(runs[i] == (i < count), "large jobs are whole");
 }
 
-// Which tasks each thread ran, in its order, where every thread first waits until all have begun; then the workers wait
-// in their first task until `released` tasks have ended.
+// Records which tasks each thread ran, in order. Every thread first waits until all have begun. Then the workers wait
+// in their first task until `released` tasks have finished.
 std::vector<std::vector<size_t>> record(ThreadPool& pool, size_t count, int released) {
     static uint64_t recordings = 0;
     const uint64_t recording = ++recordings;
@@ -131,12 +131,12 @@ void the_nearest_are_helped_first() {
     require(pool.nodes() == 2 && pool.node_of(0) == 0 && pool.node_of(1) == 0 && pool.node_of(2) == 1, "two nodes");
     require(pool.node_range(0, 13).begin == 0 && pool.node_range(0, 13).end == 7, "tasks of the first node");
     require(pool.node_range(1, 13).begin == 7 && pool.node_range(1, 13).end == 13, "tasks of the last node");
-    const std::vector<size_t> expected = {0, 1, 2, 5, 4, 8, 7, 11, 10};  // the workers hold 3, 6 and 9
+    const std::vector<size_t> expected = {0, 1, 2, 5, 4, 8, 7, 11, 10};  // the workers still run 3, 6 and 9
     for (int round = 0; round < 20; ++round)
         require(record(pool, 12, 9)[0] == expected, "the nearest are helped first");
 }
 
-// A worker that is held in its task holds up no other task.
+// A worker that waits in its task delays no other task.
 void tasks_of_a_held_thread_are_stolen() {
     ThreadPool pool(3, 50);
     for (size_t held : {0, 10, 29}) {
@@ -202,7 +202,7 @@ void a_forked_child_gets_a_pool_of_its_own() {
         alarm(20);
         done = 0;
         const int together = static_cast<int>(std::min<size_t>(2, default_threads()));
-        shared_pool()->for_each(2, [&](size_t) {  // needs two threads at once, where there are two CPUs
+        shared_pool()->for_each(2, [&](size_t) {  // needs two threads at once, if there are two CPUs
             ++done;
             while (done < together) usleep(100);
         });
@@ -229,7 +229,7 @@ void wrong_places_are_refused() {
     }
 }
 
-// In a child of its own: the limit stays.
+// In a child process, because the limit remains.
 void no_thread_left_is_an_exception() {
     const pid_t child = fork();
     if (child == 0) {
@@ -265,7 +265,7 @@ int main() {
     callers_take_turns();
     the_pool_may_be_replaced_under_a_job();
     wrong_places_are_refused();
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they follow no fork, and take much memory
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // sanitizers do not follow forks
     a_forked_child_gets_a_pool_of_its_own();
     no_thread_left_is_an_exception();
 #endif

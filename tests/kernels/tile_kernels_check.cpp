@@ -1,5 +1,5 @@
-// Checks of the tile kernels on emulated tiles and halves and, where this CPU has AMX, on real ones. Built and run by
-// test_tile_kernels.py; exits 0 if all hold.
+// Checks of the tile kernels on emulated tiles and halves and, if this CPU has AMX, on real ones. Built and run by
+// test_tile_kernels.py. Exits with 0 if all hold.
 #include <sys/mman.h>
 
 #include <random>
@@ -52,7 +52,7 @@ float from_bf16(uint16_t half) {
     return value;
 }
 
-// Memory that ends at a page that may not be touched.
+// Memory that ends at a page without access rights.
 class Fenced {
   public:
     explicit Fenced(size_t bytes) : bytes_(bytes), mapped_(round_up(bytes, 4096) + 4096) {
@@ -102,7 +102,7 @@ std::vector<uint8_t> random_blocks(Quant quant, size_t weights) {
     return data;
 }
 
-// Packed panels that end at a page that may not be touched.
+// Packed panels that end at a page without access rights.
 struct Panels {
     Quant quant;
     size_t columns, stride;
@@ -130,7 +130,7 @@ struct Panels {
         for (float weight : weights) require(std::fabs(weight) <= bound, name() + ": a weight beyond its bound");
     }
 
-    // [tokens][16 * panels] of the last panels. Fails if anything else of y is written.
+    // Returns [tokens][16 * panels] of the last panels. Fails if anything else of y is written.
     std::vector<float> run(PanelKernel kernel, const std::vector<const void*>& x, size_t panels) const {
         constexpr size_t kGap = 16;
         const size_t tokens = x.size(), width = kPanelRows * panels, row = width + kGap;
@@ -160,11 +160,11 @@ struct Panels {
     }
 };
 
-// Rows as the kernel wants them, at a constant distance.
+// Rows in the kernel's form, at a constant distance.
 struct Rows {
     size_t padded;
-    std::vector<float> values;     // [kTokens][padded]; for BF16 weights such as bf16 holds
-    std::vector<uint16_t> halves;  // [kTokens][padded] made ready
+    std::vector<float> values;  // [kTokens][padded]; for BF16 weights, numbers that bf16 holds exactly
+    std::vector<uint16_t> halves;  // [kTokens][padded], prepared
 
     Rows(const Panels& weights)
         : padded(round_up(weights.columns, kSlab)), values(kTokens * padded), halves(kTokens * padded) {
@@ -194,8 +194,9 @@ struct Rows {
     }
 };
 
-// Against double arithmetic: BF16 to rounding of the sums, block formats to that of bf16 weights and activations, in
-// which each sum is within a few standard deviations; all of them within kTileError, and no factor off.
+// Compares with double arithmetic. BF16: up to rounding of the sums. Block formats: up to bf16's rounding of weights
+// and activations, with each sum within a few standard deviations, all of them within kTileError, and no systematic
+// factor.
 constexpr double kTileError = 0.0027, kFactorError = 0.001;
 
 void values_are_right(const Panels& weights, const Rows& x, const std::vector<float>& y) {
@@ -229,7 +230,7 @@ void values_are_right(const Panels& weights, const Rows& x, const std::vector<fl
             weights.name() + ": error " + std::to_string(relative) + ", factor " + std::to_string(factor));
 }
 
-// A result depends on its panel and its row of x alone, bit for bit; an infinity or a NaN stays in its row.
+// A result depends only on its panel and its row of x, bit for bit. An infinity or a NaN stays in its row.
 void company_changes_nothing(const Panels& weights, Rows& x, PanelKernel kernel, const std::vector<float>& alone) {
     for (size_t tokens : {1, 2, 15, 16, 17, 33, 48, 64, 65, 128, 270, 300})
         for (size_t panels = 1; panels <= kMaxPanels; ++panels) {
@@ -264,7 +265,7 @@ void company_changes_nothing(const Panels& weights, Rows& x, PanelKernel kernel,
 void kernel_is_right(Quant quant, size_t columns, PanelKernel emulated, PanelKernel real) {
     const Panels weights(quant, columns);
     Rows x(weights);
-    std::vector<float> alone;  // [kTokens][48], each token by itself
+    std::vector<float> alone;  // [kTokens][48], each token alone
     for (size_t t = 0; t < kTokens; ++t) {
         const std::vector<float> row = x.times(weights, emulated, t, 1);
         alone.insert(alone.end(), row.begin(), row.end());

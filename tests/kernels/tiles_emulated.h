@@ -1,6 +1,6 @@
-// The eight tiles of AMX in plain C++, for kernels/tile_kernels.h: configuration, loads, stores and the product as the
-// operation sections of Intel's Software Developer's Manual, volume 2, spell them out. What would be an
-// illegal-instruction fault there ends the program here.
+// The eight AMX tiles in plain C++, for kernels/tile_kernels.h: configuration, loads, stores and the product, following
+// the operation sections of Intel's Software Developer's Manual, volume 2. What would be an illegal-instruction fault
+// on the CPU ends the program here.
 #pragma once
 
 #include <immintrin.h>
@@ -29,7 +29,7 @@ inline void fault_unless(bool holds, const char* what) {
     std::abort();
 }
 
-// Subnormal numbers are zeros to the product, in operands and results.
+// The product treats subnormal operands and results as zero.
 inline float flushed(float x) {
     return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
@@ -84,7 +84,7 @@ struct EmulatedTiles {
         for (size_t k = 0; k < 16; ++k)
             for (size_t n = 0; n < 32; ++n) operands[k][n] = bf16_at(tile(B).bytes[k] + 2 * n);
         for (size_t m = 0; m < tile(C).rows; ++m) {
-            float sums[32] = {};  // even and odd k of each n apart, from zero
+            float sums[32] = {};  // even and odd k of each n are summed apart, from zero
             for (size_t k = 0; k < 16; ++k) {
                 const float x[2] = {bf16_at(tile(A).bytes[m] + 4 * k), bf16_at(tile(A).bytes[m] + 4 * k + 2)};
                 for (size_t n = 0; n < 32; ++n) sums[n] = flushed(std::fma(x[n % 2], operands[k][n], sums[n]));
@@ -114,8 +114,8 @@ struct EmulatedHalf {
     }
 
   private:
-    // Doubles hold every result of halves that differ by less than 2^30. On their way back they pass through floats cut
-    // towards zero, whose last bit says whether something was cut, so that nothing is rounded twice.
+    // Doubles hold every result of halves that differ by less than 2^30. The result is cut towards zero to a float
+    // whose last bit records whether anything was cut, so that it is rounded only once.
     template <class Operation>
     static __m512i each(__m512i a, __m512i b, __m512i c, Operation operation) {
         alignas(64) unsigned short halves[3][32];

@@ -32,7 +32,7 @@ struct AttentionCase {
             used.push_back((context + page_size - 1) / page_size);
             max_pages = std::max(max_pages, used.back());
         }
-        page_table.assign(rows * max_pages, -1);  // beyond a row's pages nothing is read
+        page_table.assign(rows * max_pages, -1);  // nothing is read beyond a row's pages
         pages = 0;
         for (size_t row = 0; row < rows; ++row) {
             for (size_t i = 0; i < used[row]; ++i) page_table[row * max_pages + i] = static_cast<int32_t>(pages++);
@@ -86,7 +86,7 @@ void run_attention(Random& random, const KernelTable& kernels) {
     std::vector<int64_t> wanted;
     for (size_t t = 0; t < tokens; ++t)
         if (random.chance(2)) wanted.push_back(static_cast<int64_t>(t));
-    const bool all = wanted.empty() || random.chance(2);  // no pointer means all of them
+    const bool all = wanted.empty() || random.chance(2);  // a null pointer means all of them
     const size_t queries = all ? tokens : wanted.size();
     AttentionPlan plan;
     plan_attention(step, shape, all ? nullptr : wanted.data(), queries, plan);

@@ -1,4 +1,4 @@
-// The AVX-512 kernels with tiles in plain C++ from a few tokens on, so that code for AMX is driven without AMX. Compiled
+// The AVX-512 kernels with tiles in plain C++ from a few tokens on, so that code for AMX runs without AMX. Compiled
 // with the flags of AVX-512, so nothing compiled here may be shared with other files.
 #include "../tiles_emulated.h"
 #include "isa/ladder.h"

@@ -1,4 +1,4 @@
-// An expert layer: any formats, shapes, activations and routes; weights and activations that are not finite.
+// An expert layer with any formats, shapes, activations and routes, and with non-finite weights and activations.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace ktqueue {
 namespace {
 
 constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
-constexpr double kRounding = 1e-4;       // of float32 sums, as a part of their size
+constexpr double kRounding = 1e-4;  // of float32 sums, relative to their magnitude
 constexpr double kTileRounding = 0.03;   // of weights and activations to bf16: many standard deviations
 
 // One matrix of all experts.
@@ -47,7 +47,7 @@ struct Stack {
     }
 };
 
-// A number and how far a kernel may be off.
+// A number and the largest error that a kernel may make.
 struct Value {
     double value, error;
 };
@@ -56,7 +56,7 @@ double sigmoid(double x) {
     return 1 / (1 + std::exp(-x));
 }
 
-// The gate's factor, and the one of up.
+// Returns the factors of gate and up.
 std::pair<double, double> activate(const ExpertOptions& options, double gate, double up) {
     switch (options.activation) {
         case Activation::Silu:
@@ -101,12 +101,12 @@ struct Layer {
     Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x, bool tiles) const {
         const Matrix::Product product = stack.matrices[expert].times(row, x);
         const double bias = stack.bias_of(expert, row);
-        if (!(product.size < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow, or no tiles be used
+        if (!(product.size < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow
         const double error = kRounding * (product.size + std::fabs(bias)) + 1e-30;
         return {product.value + bias, error + (tiles ? kTileRounding * product.root : 0)};
     }
 
-    // expert(x), each number with the error that it may have. `tiles`: whether gate, up and down run on them.
+    // Computes expert(x), each number with the error that it may have. `tiles`: whether gate, up and down use tiles.
     std::vector<Value> run(size_t expert, const float* x, const bool (&tiles)[3]) const {
         const auto seen_by = [&](size_t matrix, const float* row, size_t columns) {
             return seen(row, columns, quants[matrix], tiles[matrix] ? Precision::Exact : options.precision);
@@ -124,7 +124,7 @@ struct Layer {
         }
         if (!is_float(quants[2]) && options.precision == Precision::Fast && !tiles[2])
             for (size_t begin = 0; begin < intermediate;
-                 begin += kSlab) {  // a number near an edge takes the other step
+                 begin += kSlab) {  // a number near an edge may be rounded to the other step
                 double largest = 0, error = 0;
                 for (size_t i = begin; i < begin + kSlab; ++i) {
                     largest = std::max<double>(largest, std::fabs(mid[i]));
@@ -142,7 +142,7 @@ struct Layer {
                 sum += error;
                 squares += error * error;
             }
-            // Errors of tiles have no common direction; of the others this is the worst case.
+            // Errors of tiles have random signs. For the others this is the worst case.
             result[h].error += tiles[0] || tiles[1] ? std::sqrt(squares) : sum;
         }
         return result;
@@ -174,7 +174,7 @@ struct Call {
     }
 };
 
-// Token by token, number by number, against float64 on the decoded weights.
+// Compares each number of each token with float64 on the decoded weights.
 void check(const Layer& layer, const Call& call, const KernelTable& kernels, const Guarded<float>& out) {
     std::vector<size_t> rows(layer.experts);
     for (const int64_t id : call.ids)
@@ -196,7 +196,8 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
             const auto expert = static_cast<size_t>(call.ids[pair]);
             bool tiles[3];
             for (size_t i = 0; i < 3; ++i)
-                tiles[i] = at_constant_distance(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
+                tiles[i] =
+                    at_constant_distance(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
             const std::vector<Value> one = layer.run(expert, x, tiles);
             const double weight = call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
@@ -215,7 +216,7 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
     }
 }
 
-// The constructor's answer to weights with and without bad scales, and to shapes that disagree.
+// Checks that the constructor accepts good weights and refuses bad scales and shapes that disagree.
 std::optional<ExpertLayer> make(Random& random, const Layer& layer, const KernelTable& kernels) {
     std::optional<ExpertLayer> made;
     ExpertMatrices three[] = {layer.gate.stored(), layer.up.stored(), layer.down.stored()};
@@ -251,7 +252,7 @@ bool equal(const Guarded<float>& a, const Guarded<float>& b) {
     return a.size() == 0 || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
-// Through a hand-off, this thread in the GPU's place, the same request again and again.
+// Runs the same request several times through a hand-off. This thread plays the GPU.
 void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const Guarded<float>& out) {
     struct alignas(64) Line {
         uint8_t bytes[64];
@@ -267,7 +268,7 @@ void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const
     auto* predicted = reinterpret_cast<int64_t*>(input[0].bytes + shape.predicted_offset(call.tokens));
     const size_t number = handoff.add_layer(layer);
     const auto word = static_cast<uint32_t>(call.tokens << Handoff::kTokensAt | Handoff::kPredicts | (number + 1));
-    handoff.add_layer(layer);  // for which ids are predicted
+    handoff.add_layer(layer);  // the layer whose experts are predicted
     for (size_t replay = 0; replay < 3; ++replay) {
         std::memcpy(input[0].bytes, call.ids.data(), 8 * pairs);
         std::memcpy(input[0].bytes + 8 * pairs, call.weights.data(), 4 * pairs);
@@ -275,8 +276,8 @@ void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const
         std::memset(answer, 0x55, 4 * out.size());
         done->store(0, std::memory_order_relaxed);
         request->store(word, std::memory_order_release);
-        for (size_t i = 0; i < pairs; ++i) {  // while the service may read those of the time before
-            const auto id = static_cast<int64_t>(random.number(0, 2 * layer.experts())) - 1;  // or no expert
+        for (size_t i = 0; i < pairs; ++i) {  // the service may still read the ids of the previous replay
+            const auto id = static_cast<int64_t>(random.number(0, 2 * layer.experts())) - 1;  // sometimes no expert
             __atomic_store_n(predicted + i, id, __ATOMIC_RELAXED);
         }
         while (done->load(std::memory_order_acquire) != word) std::this_thread::yield();
@@ -305,7 +306,7 @@ void run_experts(Random& random, const KernelTable& kernels) {
     call.run(*made, out.data());
     check(layer, call, kernels, out);
 
-    // From several threads, while the pool is replaced: bit for bit the same.
+    // From several threads, while the pool is replaced: the results must have the same bits.
     if (random.chance(4)) {
         std::vector<Guarded<float>> outs;
         for (size_t i = 0; i < 3; ++i) outs.push_back(untouched_floats(random, size));

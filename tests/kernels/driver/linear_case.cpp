@@ -1,4 +1,4 @@
-// Packed matrices times rows: any format, shape and stride; weights and activations that are not finite.
+// Packed matrices times rows with any format, shape and stride, and with non-finite weights and activations.
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostColumns = 768;
 constexpr double kTileRounding = 0.03;  // of weights and activations to bf16: many standard deviations
 
-// Rows of x or y with gaps between them; the last one ends where the memory does.
+// Rows of x or y with gaps between them. The last row ends where the memory ends.
 struct Rows {
     size_t tokens, stride;
     Guarded<float> values;
@@ -39,7 +39,7 @@ struct LinearCase {
             for (size_t r = 0; r < matrix.rows(); ++r) bias.push_back(random.normal());
     }
 
-    // Whether the weights were taken; refused for their scales, they must be named.
+    // Returns whether the weights were accepted. If they are refused, the message must name a bad row.
     bool make(const KernelTable& kernels) {
         try {
             linear.emplace(matrix.stored(), bias.empty() ? nullptr : bias.data(), precision, kernels);
@@ -59,7 +59,7 @@ struct LinearCase {
     void check(const Rows& x, const Rows& y) const;
 };
 
-// Each result against float64 on the decoded weights, and the gaps.
+// Compares each result with float64 on the decoded weights, and checks that the gaps are untouched.
 void LinearCase::check(const Rows& x, const Rows& y) const {
     const bool tiles = at_constant_distance(linear->form(x.tokens));
     for (size_t t = 0; t < x.tokens; ++t) {
@@ -80,7 +80,7 @@ void LinearCase::check(const Rows& x, const Rows& y) const {
                 continue;
             }
             const Matrix::Product product = matrix.times(r, exact);
-            if (tiles && largest < 1e-30) continue;                  // tiles take subnormal numbers for zero
+            if (tiles && largest < 1e-30) continue;  // tiles treat subnormal numbers as zero
             if (largest > 1e30 || !(product.size < 1e35)) continue;  // sums may overflow
             const double error = std::fabs(got - product.value - added);
             const double bound =
@@ -105,7 +105,7 @@ Rows outputs(Random& random, size_t tokens, size_t rows, size_t stride) {
 }
 
 void refuses_bad_columns(Random& random, const KernelTable& kernels) {
-    const uint8_t nothing = 0;  // is not read
+    const uint8_t nothing = 0;  // never read
     for (size_t i = 0; i < kQuantCount; ++i) {
         const auto quant = static_cast<Quant>(i);
         const size_t block = quant_format(quant).block_weights;
@@ -137,7 +137,7 @@ void run_linear(Random& random, const KernelTable& kernels) {
     const size_t stride = columns + random.number(0, 1) * random.number(0, 20);
     const Rows x{tokens, stride, Guarded<float>(random, random.floats(extent(tokens, stride, columns)))};
 
-    // Alone, and then all at once from several threads while the pool is replaced: bit for bit the same.
+    // Each call alone, then all at once from several threads while the pool is replaced: the same bits.
     std::vector<Rows> alone;
     for (const LinearCase& one : cases) {
         const size_t rows = one.matrix.rows();

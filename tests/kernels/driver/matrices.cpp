@@ -10,7 +10,7 @@ namespace ktqueue {
 
 namespace {
 
-// Where a block keeps its halves; -1: it has fewer.
+// The offsets of a block's halves; -1: the block has fewer.
 void half_offsets(Quant quant, int (&offsets)[2]) {
     offsets[0] = 0;
     offsets[1] = -1;
@@ -20,7 +20,7 @@ void half_offsets(Quant quant, int (&offsets)[2]) {
     if (quant == Quant::Q6_K) offsets[0] = 208;
 }
 
-// A half of 2^-10 to 2^-5, either sign.
+// A half of 2^-10 to 2^-5 with either sign.
 uint16_t small_half(Random& random) {
     return static_cast<uint16_t>(random.number(0, 1) << 15 | random.number(5, 9) << 10 | random.number(0, 1023));
 }
@@ -131,8 +131,8 @@ Matrix::Product Matrix::times(size_t row, const std::vector<double>& x) const {
         double largest = 0, sum = 0, squares = 0;
         for (size_t c = begin; c < end; ++c) {
             product.value += weights[c] * x[c];
-            // The largest of a superblock stands for all: a scale times a code may be larger than its difference to
-            // a minimum.
+            // The largest weight of a superblock stands for all of them, because a scale times a code may exceed its
+            // difference to a minimum.
             largest = std::max(largest, std::fabs(static_cast<double>(weights[c])));
             sum += std::fabs(x[c]);
             squares += x[c] * x[c];

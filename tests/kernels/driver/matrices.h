@@ -1,4 +1,4 @@
-// Random weights in GGUF blocks, and what they mean in float64, by the plain decoder and a loop.
+// Random weights in GGUF blocks, and their products in float64, computed by the plain decoder and a loop.
 #pragma once
 
 #include <set>
@@ -9,7 +9,7 @@
 
 namespace ktqueue {
 
-// Weights as a file would have them, and what a kernel should make of them.
+// Weights as a file stores them, and the results that a kernel should compute.
 class Matrix {
   public:
     // `columns` must fit the format.
@@ -26,12 +26,12 @@ class Matrix {
 
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
-    // Of a row times x: the product, and a number that the sizes of all sums in between do not exceed by much; it has a
-    // small share of the matrix's largest weight, for weights of 0 in tiles (see kernels/tile_operands.h).
+    // A row times x: the product, and a bound of the magnitude of all partial sums. The bound includes a small share of
+    // the matrix's largest weight, for weights of 0 in tiles (see kernels/tile_operands.h).
     struct Product {
         double value, size;
         double
-            root;  // of the sum of the terms' squares, a superblock's largest weight standing for each of its weights
+            root;  // of the sum of squared terms, in which a superblock's largest weight stands for each of its weights
     };
     Product times(size_t row, const std::vector<double>& x) const;
 
@@ -46,14 +46,14 @@ class Matrix {
     std::set<size_t> bad_rows_;
 };
 
-// A format, and columns that fit all of `count` formats.
+// Formats, and columns (at most `most`) that fit all of them.
 std::vector<Quant> random_quants(Random& random, size_t count);
 size_t random_columns(Random& random, const std::vector<Quant>& quants, size_t most);
 
-// One row as the kernels for `quant` see it, but for tiles: rounded to int8 with a scale for 32, or as it is.
+// One row as the kernels for `quant` use it without tiles: rounded to int8 with a scale per 32 columns, or unchanged.
 std::vector<double> seen(const float* x, size_t columns, Quant quant, Precision precision);
 
-// Whether `error` is one that pack_panel should give, naming a row that is bad.
+// Whether `error` is a message that pack_panel should give, with a row that is bad.
 bool names_a_bad_row(const std::string& error, const Matrix& matrix);
 
 }  // namespace ktqueue

@@ -1,5 +1,5 @@
-// What an expert layer fetches ahead, against what its own kernels are then given to read: by which thread, in which
-// order. The kernels here note that instead of multiplying.
+// The lines that an expert layer prefetches, compared with the lines that its kernels then read: by which thread, in
+// which order. The kernels here record their tasks instead of multiplying.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -24,7 +24,7 @@ void append(Lines& lines, const uint8_t* data, size_t bytes) {
     for (size_t at = 0; at < bytes; at += kCacheLine) lines.push_back(reinterpret_cast<uintptr_t>(data) + at);
 }
 
-// What forward() has each thread read, of gate and up and then of down.
+// What forward() makes each thread read: first of gate and up, then of down.
 struct Notes {
     size_t threads, intermediate;
     std::atomic<size_t> begun[2] = {};
@@ -32,10 +32,10 @@ struct Notes {
     std::map<std::thread::id, Lines[2]> lines;
 };
 
-Notes* notes = nullptr;  // of the case that runs
+Notes* notes = nullptr;  // of the running case
 
-// A thread waits in its first task until all have begun: so each begins with a task of its own, and takes others' only
-// when its own are done.
+// A thread waits in its first task until all threads have begun. So each begins with a task of its own, and steals only
+// when its own tasks are done.
 void note(const PanelTask& task) {
     for (size_t t = 0; t < task.tokens; ++t) std::fill_n(task.y + t * task.y_stride, 16 * task.panels, 0.0f);
     const size_t down = task.columns == notes->intermediate;
@@ -56,7 +56,7 @@ KernelTable noting(const KernelTable& kernels) {
     return table;
 }
 
-// What each thread fetches, of gate and up and then of down; of all experts' lines each once.
+// What each thread prefetches: of gate and up, then of down. Each line of the experts comes once.
 std::vector<std::array<Lines, 2>> walks(const ExpertLayer& layer, const std::vector<size_t>& experts,
                                         size_t mid_bytes) {
     std::multiset<uintptr_t> down, all, fetched;
@@ -80,7 +80,8 @@ std::vector<std::array<Lines, 2>> walks(const ExpertLayer& layer, const std::vec
     return result;
 }
 
-// Each thread has read what it fetches from the front, as far as no other was faster; then, of others, what was left.
+// Each thread must read what it prefetched, from the front, until another thread has stolen the rest. Then it reads
+// what others have left.
 void compare(const std::vector<std::array<Lines, 2>>& expected, const Notes& taken) {
     require(taken.lines.size() == expected.size(), "another number of threads computes");
     std::set<size_t> found;
@@ -114,7 +115,7 @@ void run_prefetch(Random& random, const KernelTable& kernels) {
     const size_t count = random.number(1, 5);
     const size_t hidden = random_columns(random, {three[0], three[1]}, 512);
     const size_t intermediate = random_columns(random, {three[2]}, 512);
-    if (hidden == intermediate) return;  // kernels are told apart by their columns
+    if (hidden == intermediate) return;  // kernels are distinguished by their columns
     const auto stored = [&](Quant quant, size_t rows, size_t columns, const std::vector<uint8_t>& zeros) {
         return ExpertMatrices{quant, rows, columns, std::vector<const uint8_t*>(count, zeros.data()), {}};
     };
@@ -134,7 +135,7 @@ void run_prefetch(Random& random, const KernelTable& kernels) {
         panel_count(intermediate) * (panel_bytes(three[0], hidden) + panel_bytes(three[1], hidden));
     const auto expected = walks(layer, experts, mid_bytes);
     require(expected.size() == threads, "another number of threads fetches");
-    // A thread without a task takes the last one of another, which then has none to begin with.
+    // A thread without a task steals the last task of another thread, which may then have none to begin with.
     if (std::ranges::any_of(expected, [](const auto& one) { return one[0].empty() || one[1].empty(); })) return;
 
     Notes taken{threads, intermediate};

@@ -23,7 +23,7 @@ class Random {
   public:
     explicit Random(uint64_t seed) : bits_(seed) {}
 
-    // low .. high, both included.
+    // low .. high, inclusive.
     size_t number(size_t low, size_t high) { return low + bits_() % (high - low + 1); }
     bool chance(size_t one_in) { return number(1, one_in) == 1; }
 
@@ -34,7 +34,7 @@ class Random {
 
     float normal() { return normal_(bits_); }
 
-    // Most are near 0; now and then all are huge or tiny, or one is huge, subnormal, infinite or no number.
+    // Most numbers are near 0. Sometimes all are huge or tiny, or one is huge, subnormal, infinite or NaN.
     std::vector<float> floats(size_t count) {
         std::vector<float> values(count);
         const float sizes[] = {1e-44f, 1e-38f, 1e-20f, 1e10f, 1e25f, 3e37f};
@@ -55,8 +55,8 @@ class Random {
     std::normal_distribution<float> normal_;
 };
 
-// `count` elements that end where a page without rights begins or, at random, begin where one ends: also code that no
-// sanitizer sees, such as a masked load, cannot go beyond unnoticed. Bytes may so lie at any address.
+// `count` elements that end where a page without access rights begins or, at random, begin where one ends. So even code
+// that no sanitizer sees, such as a masked load, cannot read beyond them unnoticed. Bytes may thus have any address.
 template <class T>
 class Guarded {
   public:
@@ -96,7 +96,7 @@ class Guarded {
     T* data_;
 };
 
-// What outputs hold before a call: a NaN that no kernel makes.
+// The content of outputs before a call: a NaN that no kernel produces.
 inline constexpr uint32_t kUntouched = 0x7fc12345;
 
 inline bool untouched(const float& value) {
