@@ -76,15 +76,7 @@ def convert(
     outputs = list(_output_tensors(checkpoint, family, config, types))
     with GgufWriter(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
         writer.add_metadata(metadata)
-        for output in outputs:
-            writer.add_tensor(output.name, output.quant, output.shape)
-        writer.start()
-        for done, output in enumerate(outputs):
-            if progress:
-                progress(done, len(outputs), output.name)
-            writer.write(_packed(checkpoint, output))
-    if progress:
-        progress(len(outputs), len(outputs), "")
+        writer.write_all(outputs, lambda output: _packed(checkpoint, output), progress)
     checkpoint.close()
 
 

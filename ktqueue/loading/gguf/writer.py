@@ -1,13 +1,14 @@
 """Writes GGUF files with the gguf library. header.py reads them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import gguf
 import numpy as np
 
+from ktqueue.loading.checkpoint import Progress
 from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes
 
 _FILE_TYPES = {
@@ -26,6 +27,22 @@ _FILE_TYPES = {
     "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
+
+
+class TensorDescription(Protocol):
+    """What the header of a file says about a tensor that will be written."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def quant(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+AnyTensor = TypeVar("AnyTensor", bound=TensorDescription)
 
 
 class GgufWriter:
@@ -73,6 +90,20 @@ class GgufWriter:
     def write(self, packed: Bytes) -> None:
         """Write the bytes of the next tensor."""
         self._writer.write_tensor_data(packed)
+
+    def write_all(
+        self, tensors: Sequence[AnyTensor], pack: Callable[[AnyTensor], Bytes], progress: Progress | None = None
+    ) -> None:
+        """Write the header and all tensors. `pack` returns the bytes of a tensor when it is its turn."""
+        for tensor in tensors:
+            self.add_tensor(tensor.name, tensor.quant, tensor.shape)
+        self.start()
+        for done, tensor in enumerate(tensors):
+            if progress:
+                progress(done, len(tensors), tensor.name)
+            self.write(pack(tensor))
+        if progress:
+            progress(len(tensors), len(tensors), "")
 
     def __enter__(self) -> Self:
         return self

@@ -73,15 +73,7 @@ def write_synthetic(name: str, target: Path, *, layers: int | None = None, progr
     pools = _WeightPools()
     with GgufWriter(target, metadata["general.architecture"], quant) as writer:
         writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
-        for tensor in tensors:
-            writer.add_tensor(tensor.name, tensor.quant, tensor.shape)
-        writer.start()
-        for done, tensor in enumerate(tensors):
-            if progress:
-                progress(done, len(tensors), tensor.name)
-            writer.write(pools(tensor))
-    if progress:
-        progress(len(tensors), len(tensors), "")
+        writer.write_all(tensors, pools, progress)
 
 
 def _parse(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
