@@ -86,11 +86,11 @@ class CopyStream:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def mark(self) -> Mark:
-        """A mark behind all copies so far."""
+        """A mark after all copies so far."""
         return Mark(None if self._stream is None else self._stream.record_event(_timed_event()))
 
     def mark_step(self) -> Mark:
-        """A mark behind everything launched on the current stream so far."""
+        """A mark after everything launched on the current stream so far."""
         if self._stream is None:
             return Mark(None)
         return Mark(torch.cuda.current_stream(self.device).record_event(_timed_event()))

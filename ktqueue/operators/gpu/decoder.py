@@ -156,10 +156,10 @@ class GpuDecoder(Operator):
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""
-        pool = self._experts.bytes if self._experts else 0
-        held = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
-        held[self.device] = held.get(self.device, 0) + self._dense_bytes + pool
-        return held
+        on_device = self._dense_bytes + (self._experts.bytes if self._experts else 0)
+        by_device = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
+        by_device[self.device] = by_device.get(self.device, 0) + on_device
+        return by_device
 
     def forward(
         self,

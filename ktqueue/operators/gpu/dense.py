@@ -201,7 +201,7 @@ class DenseWeights:
         """The decoded matrices, one below the other."""
         columns = parts[0].columns
         out = torch.empty(sum(part.rows for part in parts), columns, dtype=self._dtype, device=self._device)
-        pieces, row, step = [], 0, max(1, WEIGHTS_PER_THREAD // columns)  # (matrix, its first row, where the rows go)
+        pieces, row, step = [], 0, max(1, WEIGHTS_PER_THREAD // columns)  # (matrix, first row, target)
         for part in parts:
             target = out[row : row + part.rows]
             pieces += [(part, first, target[first : first + step]) for first in range(0, part.rows, step)]

@@ -13,7 +13,7 @@ from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, expand_values, make_key, rms_norm, split_up_matrix
 from ktqueue.operators.native import ActivationName
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import AttentionPlan, StepContext
 
 
 class SelfAttention:
@@ -62,12 +62,9 @@ class SelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
-        if step.attention is None:
-            raise ValueError("GpuDecoder attends by step.attention, which is not given")
-        attended = step.attention.attend(
-            self._index, query, step.kv, scaling=self._facts.scaling, sliding_window=self._window
-        )
-        return attended.flatten(1)
+        plan = _attention_plan(step)
+        window = self._window
+        return plan.attend(self._index, query, step.kv, scaling=self._facts.scaling, sliding_window=window).flatten(1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
@@ -116,9 +113,7 @@ class LatentSelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads, latent]."""
-        if step.attention is None:
-            raise ValueError("GpuDecoder attends by step.attention, which is not given")
-        return step.attention.attend(self._index, query, step.kv, scaling=self._shape.scaling)
+        return _attention_plan(step).attend(self._index, query, step.kv, scaling=self._shape.scaling)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
@@ -214,3 +209,9 @@ class DecoderLayer:
         assert self._shared is not None
         mlp, gate = self._shared
         return mlp(x), None if gate is None else gate(x)
+
+
+def _attention_plan(step: StepContext) -> AttentionPlan:
+    if step.attention is None:
+        raise ValueError("a step of GpuDecoder needs `attention`")
+    return step.attention

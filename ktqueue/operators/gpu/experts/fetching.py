@@ -50,8 +50,8 @@ class _HostLayer:
 class FetchedExperts(ExpertResidency):
     """Where the experts are during short steps that fetch some of them.
 
-    `layers` are in `pool` in part, and all of their host memory is pinned. resident: uses are counted where it counts
-    them. shares: how much is fetched. Set it before steps are captured.
+    All host memory of `layers` is pinned, and a part of their experts is in `pool`. resident: the residency whose
+    `use_counts` these steps share. shares: how much is fetched. Set it before steps are captured.
     """
 
     def __init__(

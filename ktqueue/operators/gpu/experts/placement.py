@@ -53,7 +53,7 @@ class Placement:
         self._scores = np.zeros(pool.host.shape)  # uses, with less weight for older ones
         self._reading: Mark | None = None
         self._moving: list[_Move] = []
-        self._moved: Mark | None = None  # behind the copies of `_moving`
+        self._moved: Mark | None = None  # after the copies of `_moving`
         self._steps = 0
         self._hits = self._uses = 0.0
         self.moves = 0

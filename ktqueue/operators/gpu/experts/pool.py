@@ -30,7 +30,7 @@ def slots_that_fit(layers: Sequence[RoutedLayer], budget: int) -> list[int]:
 
 
 class ExpertPool:
-    """The slots of all layers, and `staging` bytes behind them for experts that are copied for a single step.
+    """The slots of all layers, followed by `staging` bytes for experts that are copied for a single step.
 
     memory: uint8 on the device. offsets: [layers, experts] int64 on the device, where each expert's record begins, or
     ABSENT. host: the same table on the host; changes reach the device with `publish`. Layers with fewer experts than

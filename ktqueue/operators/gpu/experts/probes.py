@@ -22,7 +22,7 @@ MAX_COPIED_BYTES = 256 << 20
 COPY_ROUNDS = 6  # copies must last as long as the CPU computes
 
 SHARES = (0.0, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5)
-SEVERAL_TOKENS = 8  # stands for all steps of several tokens: the best share is the same from 2 to 64
+SEVERAL_TOKENS = 8  # stands for all steps of several tokens: from 2 to 64 the best share is the same
 PROBED_LAYERS = 16  # run one after the other, more than a cache holds
 STEP_ROUNDS = 5
 MIN_GAIN = 0.97  # a share must bring the time of a step below this part of the time without fetching

@@ -231,7 +231,7 @@ class StepExperts:
 
 
 class CpuTask:
-    """The CPU's half of one layer: its experts, computed behind the hand-off."""
+    """The CPU's half of one layer: a task of the hand-off."""
 
     def __init__(self, handoff: Handoff, layer: int, tokens: int) -> None:
         self._handoff = handoff

@@ -81,7 +81,7 @@ class Streamer:
         return ExpertLocations(gate_up, down, on_gpu=True, on_cpu=on_cpu)
 
     def load(self, copies: list[Copy], layer: int) -> tuple[Mark, Mark]:
-        """Copy the experts of a layer as soon as its area is free. Returns the marks before and behind the copies."""
+        """Copy the experts of a layer as soon as its area is free. Returns marks before and after the copies."""
         freed = self._freed[layer % AREAS]
         if freed is not None:
             self._copies.wait_for(freed)
@@ -91,7 +91,7 @@ class Streamer:
         return begun, self._copies.mark()
 
     def free_area(self, layer: int, mark: Mark) -> None:
-        """Allow copies to the area of this layer after `mark`, behind which nothing reads it."""
+        """Allow copies to the area of this layer after `mark`: nothing reads it from there on."""
         self._freed[layer % AREAS] = mark
 
     def _make_plan(self, counts: tuple[int, ...]) -> StreamPlan:
