@@ -31,7 +31,7 @@ from benchmarks.queue.system import percentile
 from benchmarks.results import RESULTS, write
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
-from ktqueue.workers.supervision.lease_release import bury
+from ktqueue.workers.supervision.lease_release import release_leases_of
 
 OURS = "ktqueue"
 DISTRIBUTIONS = {"streaq": ["streaq"], "saq": ["saq"], "taskiq": ["taskiq", "taskiq-redis"]}  # of each peer's Python
@@ -127,7 +127,7 @@ class Contest:
             killed = time.monotonic_ns()
             victim.kill()
             if name == SUPERVISED:
-                asyncio.run(bury(BrokerConfig(url=self._url), victim.process_id, -signal.SIGKILL))
+                asyncio.run(release_leases_of(BrokerConfig(url=self._url), victim.process_id, -signal.SIGKILL))
             at = client.ask({"again": LONGEST_WAIT[tuned]})["at"]
         return {"seconds": None if at is None else (at - killed) / 1e9, "twice": False}
 

@@ -45,10 +45,10 @@ class PartlyBlindSupervisor(Supervisor):
 
     unseen: set[int]
 
-    def bury(self, pid: int, code: int) -> None:
+    def release_leases_of(self, pid: int, code: int) -> None:
         """See Supervisor."""
         if pid not in self.unseen:
-            super().bury(pid, code)
+            super().release_leases_of(pid, code)
 
 
 class Nemesis:

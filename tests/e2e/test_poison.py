@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.workers.supervision.forks import Forks
+from ktqueue.workers.supervision.fork_client import ForkClient
 
 # The fork server as it is, but for a seed that ends the process in its first step: so does a kernel that goes astray.
 DEADLY_SEED = 666
@@ -36,7 +36,8 @@ main()
 @pytest.mark.timeout(200)
 async def test_a_job_that_kills_its_workers_ends_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ktqueue.workers.supervision.supervisor.Forks", partial(Forks, command=[sys.executable, "-c", FORK_SERVER])
+        "ktqueue.workers.supervision.supervisor.ForkClient",
+        partial(ForkClient, command=[sys.executable, "-c", FORK_SERVER]),
     )
     greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     async with start_stack(workers=2, engine={"max_num_seqs": 8}) as stack:

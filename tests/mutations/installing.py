@@ -8,7 +8,7 @@ DISTRIBUTIONS = "tests/install/test_distributions.py"
 INSTALLING: dict[str, Mutation] = {
     "workers import from the current folder": Mutation(
         "no module of the user's folder takes the place of ours or the standard library's",
-        "workers/supervision/forks.py",
+        "workers/supervision/fork_client.py",
         'COMMAND = [sys.executable, "-P", ',
         "COMMAND = [sys.executable, ",
         (f"{FOLDER}::test_up_and_a_batch", f"{FOLDER}::test_demo"),

@@ -97,7 +97,7 @@ MODELS: dict[str, Mutation] = {
         "workers/supervision/supervisor.py",
         "host_memory_utilization / self._count",
         "host_memory_utilization",
-        ("tests/workers/supervision/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_told_at_once",),
+        ("tests/workers/supervision/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_reported_at_once",),
     ),
     "a cache that is written to at the start": Mutation(
         "the memory of a cache is taken as it fills, by each forked worker for itself",

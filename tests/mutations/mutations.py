@@ -296,7 +296,7 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/supervision/lease_release.py",
         "if worker.process == process_name(pid):",
         "if worker.pid == pid:",
-        (f"{BURIAL}::test_a_process_of_that_number_in_another_container_is_another",),
+        (f"{BURIAL}::test_a_process_with_the_same_id_in_another_container_keeps_its_lease",),
     ),
     "tokens reserved for ever": Mutation(
         "what a job reserved and did not use comes back",

@@ -34,7 +34,7 @@ OPERATION: dict[str, Mutation] = {
         "workers/supervision/log_files.py",
         "        source.truncate(0)\n",
         "",
-        (f"{LOG_FILES}::test_a_process_that_goes_on_writing_keeps_to_the_size",),
+        (f"{LOG_FILES}::test_the_log_of_a_writing_process_keeps_to_the_size",),
     ),
     "an access log of queries": Mutation(
         "the access log has one line a request, without its query",

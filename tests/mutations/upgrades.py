@@ -46,7 +46,7 @@ UPGRADES: dict[str, Mutation] = {
         f"{SCRIPTS}/reap.lua",
         "if field[2] or on_trial",
         "if on_trial",
-        (f"{BURIAL}::test_what_the_machine_did_is_no_jobs_try",),
+        (f"{BURIAL}::test_a_fault_of_the_machine_does_not_count_as_an_attempt",),
     ),
     "newer jobs in everybody's way": Mutation(
         "a worker claims only what it can read, and is not held up by the rest",

@@ -1,8 +1,8 @@
-"""BatchFiles: a folder in which batch files are dropped, and answers are found.
+"""BatchFiles: a folder for batch files and their answers.
 
-`in/NAME.jsonl` is run; answers are appended to `out/NAME.jsonl`, failures to `out/NAME.errors.jsonl`; then the input
-goes to `done/`, or, where it cannot be run at all, to `failed/` with the reason beside it in `NAME.jsonl.txt`. Files
-are written elsewhere and moved into `in/`. The runs themselves are those of `ktqueue.batches`.
+`in/NAME.jsonl` is run. Answers are appended to `out/NAME.jsonl`, and failures to `out/NAME.errors.jsonl`. Then the
+input is moved to `done/`. An input that cannot be run is moved to `failed/`, with the reason in `NAME.jsonl.txt`. Write
+files elsewhere and move them into `in/`. `ktqueue.batches` does the actual runs.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from ktqueue.core.config import ControlConfig
 from ktqueue.core.errors import InvalidRequest, Unavailable
 from ktqueue.workers.arq.worker import Retry
 
-MAX_RUNNING = 4  # batches of one process at once; webhooks need the other places
-LATER = 5.0  # seconds, where a batch cannot run now
+MAX_RUNNING = 4  # batches that one process runs at once, so that webhooks are not held up
+RETRY_SECONDS = 5.0  # when a batch cannot run now
 FOLDERS = ("in", "out", "done", "failed")
 
 log = logging.getLogger(__name__)
 
 
 class BatchFiles:
-    """The folder `control.batch_dir`; without one nothing is ever waiting."""
+    """The folder `control.batch_dir`. If it is not set, there are no batch files."""
 
     def __init__(self, broker: Broker, config: ControlConfig) -> None:
         self._broker = broker
@@ -37,31 +37,31 @@ class BatchFiles:
         self._running = 0
 
     def waiting(self) -> list[str]:
-        """Names of the inputs. Raises OSError."""
+        """Names of the inputs to run. Raises OSError."""
         if self._root is None:
             return []
         self._make_folders()
         return sorted(path.name for path in (self._root / "in").glob("*.jsonl") if path.is_file())
 
     async def run(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
-        """Run one input to its end and tell how it went. `model` stands in for the lines' own.
+        """Run one input to its end. Returns the numbers of lines, answers and failures. `model` overrides theirs.
 
-        May be cancelled, killed and run again: it goes on where it was, and finds the jobs that it had submitted.
-        Raises InvalidRequest, OSError; Retry where it cannot run now.
+        If it is cancelled or killed and then run again, it continues and finds the jobs that it had submitted. Raises
+        InvalidRequest and OSError, or Retry if it cannot run now.
         """
         if self._root is None or Path(name).name != name or not name.endswith(".jsonl"):
-            raise InvalidRequest(f"{name!r} is no batch file of control.batch_dir", param="name", value=name)
+            raise InvalidRequest(f"{name!r} is not a batch file of control.batch_dir", param="name", value=name)
         source = self._root / "in" / name
         if not await asyncio.to_thread(source.is_file):
             raise InvalidRequest(f"{source}: no such file", param="name", value=name)
         if self._running >= MAX_RUNNING:
-            raise Retry(LATER)
+            raise Retry(RETRY_SECONDS)
         self._running += 1
         try:
             await asyncio.to_thread(self._make_folders)
             return await self._run(source, model)
         except (OutputLocked, Unavailable) as fault:
-            raise Retry(LATER) from fault
+            raise Retry(RETRY_SECONDS) from fault
         except BatchFault as fault:
             await asyncio.to_thread(self._refuse, source, fault.message)
             raise
@@ -69,39 +69,39 @@ class BatchFiles:
             self._running -= 1
 
     async def purge(self, context: dict[str, Any]) -> int:
-        """Remove what has not changed for `control.keep_files`; inputs that wait stay. Returns how many files."""
+        """Remove files older than `control.keep_files`, except those of waiting inputs. Returns their number."""
         return await asyncio.to_thread(self._purge)
 
     async def _run(self, source: Path, model: str | None) -> dict[str, Any]:
         assert self._root is not None
-        found = await asyncio.to_thread(survey, source, model=model)
-        output = await asyncio.to_thread(self._output, source.name, found)
+        contents = await asyncio.to_thread(survey, source, model=model)
+        output = await asyncio.to_thread(self._output, source.name, contents)
         finished = False
         try:
             window = await window_for(self._broker)
-            log.info("batch %s: %d of %d lines are left", source.name, found.lines - len(output.ids), found.lines)
-            default = None if model is not None else await default_model(self._broker, found, source)
+            log.info("batch %s: %d of %d lines remain", source.name, contents.lines - len(output.ids), contents.lines)
+            default = None if model is not None else await default_model(self._broker, contents, source)
             run = BatchRun(self._broker, output, window=window, model=model)
             await run.run(with_model(read_lines(source), default))
-            finished = len(output.ids) == found.lines
+            finished = len(output.ids) == contents.lines
         finally:
             output.close(finished=finished)
         await asyncio.to_thread(source.replace, self._root / "done" / source.name)
         log.info("batch %s: %d answered, %d failed", source.name, output.answered, output.failed)
-        return {"lines": found.lines, "answered": output.answered, "failed": output.failed}
+        return {"lines": contents.lines, "answered": output.answered, "failed": output.failed}
 
     def _make_folders(self) -> None:
         assert self._root is not None
         for folder in FOLDERS:
             (self._root / folder).mkdir(parents=True, exist_ok=True)
 
-    def _output(self, name: str, found: Survey) -> BatchOutput:
+    def _output(self, name: str, contents: Survey) -> BatchOutput:
         assert self._root is not None
         output = BatchOutput(self._root / "out" / name)
-        strangers = output.unknown_ids(found.ids)
-        if strangers:
+        unknown = output.unknown_ids(contents.ids)
+        if unknown:
             output.close(finished=False)
-            raise BatchFault(f"out/{name} has answers that in/{name} does not ask for, such as {strangers[0]!r}")
+            raise BatchFault(f"out/{name} has answers to requests that are not in in/{name}, such as {unknown[0]!r}")
         return output
 
     def _refuse(self, source: Path, reason: str) -> None:
@@ -127,5 +127,5 @@ class BatchFiles:
 
 
 def _belongs_to(name: str, inputs: set[str]) -> bool:
-    """Is it an output, a list of failures or the name of the run of an input that waits?"""
-    return any(name in (one, f"{one}.run", f"{one.removesuffix('.jsonl')}.errors.jsonl") for one in inputs)
+    """Whether the file holds answers, failures or the run id of a waiting input."""
+    return any(name in (file, f"{file}.run", f"{file.removesuffix('.jsonl')}.errors.jsonl") for file in inputs)

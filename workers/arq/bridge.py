@@ -1,4 +1,4 @@
-"""The bridge: arq's `enqueue_job("generate", {...})` as a job of ours, its answer as arq's `Job.result()`.
+"""The bridge: it runs arq's `enqueue_job("generate", {...})` as a job of ours and returns its result to arq.
 
 An arq job submits one of our jobs under its own id and waits for its end. It computes nothing, so it may die or run
 twice: each run finds the same job. The module can be executed: `python -m ktqueue.workers.arq.bridge`.
@@ -29,20 +29,20 @@ from ktqueue.openai.jobs import parse_job
 from ktqueue.workers.arq.process import execute, serve
 from ktqueue.workers.arq.worker import SteadyWorker
 
-MAX_ATTEMPTS = 3  # a job whose journal is gone before its end was seen is run again so often
-PAUSE = 0.5  # seconds, where a refusal does not say when to come back
+MAX_ATTEMPTS = 3  # runs of a job whose journal is lost before the bridge has read its end
+RETRY_SECONDS = 0.5  # if an error does not say when to try again
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,120}")
 
 
 def generation_id(arq_id: str, attempt: int = 0) -> str:
-    """The id of our job: arq's own where we allow it, else a digest of it."""
+    """The id of our job: that of the arq job if its characters are allowed, else a digest of it."""
     name = arq_id if _JOB_ID.fullmatch(arq_id) else f"arq-{hashlib.sha256(arq_id.encode()).hexdigest()}"
     return f"{name}:again{attempt}" if attempt else name
 
 
 class Bridge(SteadyWorker):
-    """Serves `generate` on arq's queue of the configuration."""
+    """Serves `generate` on the queue `bridge.queue`."""
 
     def __init__(self, broker: Broker, config: Config, url: str) -> None:
         super().__init__(
@@ -59,14 +59,15 @@ class Bridge(SteadyWorker):
         self._tenant = config.bridge.tenant
         self._control = config.control
 
-    async def generate(self, context: dict[str, Any], *given: Any, **named: Any) -> dict[str, Any]:
-        """The arq job: one body as of POST /v1/jobs, or its fields as keywords. Returns `result_json`.
+    async def generate(self, context: dict[str, Any], *arguments: Any, **fields: Any) -> dict[str, Any]:
+        """Run a job. It takes the body of POST /v1/jobs, or the body's fields as keywords. Returns `result_json`.
 
-        Raises what the submission or the job itself failed with; the code goes to arq's client.
+        Raises the error of the submission or of the job. The error's code reaches arq's client.
         """
-        if len(given) > 1 or not isinstance(given[0] if given else named, dict) or (given and named):
+        body = arguments[0] if arguments else fields
+        if len(arguments) > 1 or not isinstance(body, dict) or (arguments and fields):
             raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
-        request = parse_job(given[0] if given else named)
+        request = parse_job(body)
         if request.webhook is not None:
             request.webhook.check_allowed(self._control.webhook_secret, self._control.webhook_hosts)
         arq_id = str(context["job_id"])
@@ -76,7 +77,7 @@ class Bridge(SteadyWorker):
                 await self._submit(request, job_id)
                 events = await self._follow(job_id)
             except asyncio.CancelledError:
-                if arq_id in self.aborting_tasks:  # else it is this process that ends, and the job goes on
+                if arq_id in self.aborting_tasks:  # else this process ends, and the job continues
                     await self._cancel(job_id)
                 raise
             if events and events[0].seq == 1:
@@ -84,7 +85,7 @@ class Bridge(SteadyWorker):
         raise KtqueueError(f"the journal of job {job_id} was lost {MAX_ATTEMPTS} times")
 
     async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
-        """An arq job that ends before it begins: aborted while no bridge ran it, say. Ours must not go on."""
+        """Cancel our job if the arq job ends before a bridge runs it, for example because it was aborted."""
         with contextlib.suppress(JobNotFound):
             if (await self._broker.jobs.get(generation_id(job_id))).tenant == self._tenant:
                 await self._broker.jobs.cancel(generation_id(job_id))
@@ -95,27 +96,27 @@ class Bridge(SteadyWorker):
             call = asyncio.ensure_future(self._broker.jobs.submit(request, job_id=job_id, tenant=self._tenant))
             try:
                 return await asyncio.shield(call)
-            except asyncio.CancelledError:  # what was sent must not arrive after the cancel
+            except asyncio.CancelledError:  # the submission must not arrive after the cancellation
                 with contextlib.suppress(KtqueueError):
                     await call
                 raise
             except KtqueueError as error:
                 if error.status not in (429, 503):
                     raise
-                await asyncio.sleep(error.retry_after or PAUSE)
+                await asyncio.sleep(error.retry_after or RETRY_SECONDS)
 
     async def _follow(self, job_id: str) -> list[TokenEvent]:
-        """All events of a job to its last one; none if they are gone."""
+        """Return all events of a job, up to its last. Returns none if they are lost."""
         events: list[TokenEvent] = []
         while True:
             try:
                 async for event in self._broker.journal.follow(job_id, events[-1].seq if events else 0):
-                    events.append(event)  # noqa: PERF401 # what came before an outage is kept
+                    events.append(event)  # noqa: PERF401 # events received before an outage are kept
                 return events
             except (JobNotFound, JournalRegressed):
                 return []
             except Unavailable as error:
-                await asyncio.sleep(error.retry_after or PAUSE)
+                await asyncio.sleep(error.retry_after or RETRY_SECONDS)
 
     async def _cancel(self, job_id: str) -> None:
         while True:
@@ -124,13 +125,13 @@ class Bridge(SteadyWorker):
             except JobNotFound:
                 return
             except Unavailable as error:
-                await asyncio.sleep(error.retry_after or PAUSE)
+                await asyncio.sleep(error.retry_after or RETRY_SECONDS)
             else:
                 return
 
 
 def result_json(request: GenerationRequest, completion: Completion) -> dict[str, Any]:
-    """What `Job.result()` gives: the first choice's text, ids and finish reason, all choices, and the token counts."""
+    """The value of `Job.result()`: the first choice's text, ids and finish reason, all choices, and token counts."""
     choices: list[dict[str, Any]] = [
         {"index": index, "text": text, "token_ids": list(token_ids), "finish_reason": reason}
         for index, (text, token_ids, reason) in enumerate(
@@ -141,11 +142,11 @@ def result_json(request: GenerationRequest, completion: Completion) -> dict[str,
         for choice, positions in zip(choices, completion.logprobs, strict=True):
             choice["logprobs"] = [
                 {
-                    "token_id": one.chosen.token_id,
-                    "logprob": one.chosen.logprob,
-                    "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in one.top],
+                    "token_id": position.chosen.token_id,
+                    "logprob": position.chosen.logprob,
+                    "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in position.top],
                 }
-                for one in positions
+                for position in positions
             ]
     first = {key: value for key, value in choices[0].items() if key in ("text", "token_ids", "finish_reason")}
     usage = None if completion.usage is None else usage_json(completion.usage)
@@ -153,7 +154,7 @@ def result_json(request: GenerationRequest, completion: Completion) -> dict[str,
 
 
 async def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT; waits for Redis where it is away. Raises ConfigError."""
+    """Serve until SIGTERM or SIGINT. Waits while Redis does not answer. Raises ConfigError."""
     await serve(config, lambda broker, url: Bridge(broker, config, url))
 
 

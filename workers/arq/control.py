@@ -1,6 +1,7 @@
-"""The control worker: arq's worker on a queue of ours, for idempotent chores.
+"""The control worker: a worker of arq on a queue of ours, for idempotent chores.
 
-Chores: `webhook JOB` calls one, `batches` finds batch files, `batch FILE` runs one, `retention` removes old files.
+The chores are `webhook JOB`, which calls a job's webhook; `batches`, which finds batch files; `batch FILE`, which runs
+a batch file; and `retention`, which removes old files.
 
 Also a module to execute (`python -m ktqueue.workers.arq.control`).
 """
@@ -20,16 +21,16 @@ from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, de
 from ktqueue.workers.arq.worker import CronJob, Function, Retry, SteadyWorker, by_clock
 
 MAX_CHORES = 32  # at once
-LOOK_SECONDS = 0.5  # between looks for ended jobs
-LOOKED_AT_ONCE = 100
-BATCH_RESULT_SECONDS = 60.0  # a file of the same name may come again
-LONGEST_PAUSE = 120.0  # seconds between attempts
+POLL_SECONDS = 0.5  # between searches for jobs that have ended
+MAX_WEBHOOKS_READ = 100  # by one search
+BATCH_RESULT_SECONDS = 60.0  # then another file of the same name can be run
+LONGEST_PAUSE_SECONDS = 120.0  # between attempts to call a webhook
 
 log = logging.getLogger(__name__)
 
 
-class Control(SteadyWorker):
-    """Serves the chores on the control queue of the configuration. Raises ConfigError."""
+class ControlWorker(SteadyWorker):
+    """Runs the chores of the queue `control.queue`. Raises ConfigError."""
 
     def __init__(self, broker: Broker, config: Config, url: str) -> None:
         self._files = BatchFiles(broker, config.control)
@@ -49,31 +50,31 @@ class Control(SteadyWorker):
             keep_result=0,
             kept={"batch": BATCH_RESULT_SECONDS},
             cron_jobs=[_cron_job(entry, chores) for entry in config.control.crontab],
-            poll_seconds=LOOK_SECONDS / 5,
+            poll_seconds=POLL_SECONDS / 5,
         )
         self._broker = broker
         self._settings = config.control
         if self._settings.webhook_secret is not None:
-            key_of(self._settings.webhook_secret)
+            key_of(self._settings.webhook_secret)  # checks it
 
     async def main(self) -> None:
-        """Until cancelled."""
-        hooks = asyncio.create_task(self._hand_over(), name="webhooks")
+        """Run chores until cancelled."""
+        webhooks = asyncio.create_task(self._enqueue_webhooks(), name="webhooks")
         try:
             await super().main()
         finally:
-            hooks.cancel()
+            webhooks.cancel()
 
     async def webhook(self, context: dict[str, Any], job_id: str) -> None:
-        """Tell of one job's end. Tried again with growing pauses, `control.webhook_attempts` times in all."""
+        """Call a job's webhook. A failed call is repeated, `control.webhook_attempts` calls in all."""
         try:
             record = await self._broker.jobs.get(job_id)
         except JobNotFound:
-            log.warning("webhook of %s: the job's record is gone", job_id)
+            log.warning("webhook of %s is dropped: the job's record has expired", job_id)
             return
         if record.request is None:
-            log.warning("webhook of %s waits for a version that reads its record", job_id)
-            raise Retry(LONGEST_PAUSE)
+            log.warning("webhook of %s waits: a newer version of ktqueue wrote the job's record", job_id)
+            raise Retry(LONGEST_PAUSE_SECONDS)
         hook = record.request.webhook
         if hook is None or event_of(record.state) not in hook.events:
             return
@@ -85,37 +86,37 @@ class Control(SteadyWorker):
         try:
             await deliver(hook, body_of(record, events), self._settings)
         except Undeliverable as fault:
-            log.warning("webhook of %s is given up: %s", job_id, fault.message)
+            log.warning("webhook of %s failed for good: %s", job_id, fault.message)
         except Undelivered as fault:
             if attempt >= self._settings.webhook_attempts:
-                log.warning("webhook of %s is given up after %d attempts: %s", job_id, attempt, fault.message)
+                log.warning("webhook of %s failed for good after %d attempts: %s", job_id, attempt, fault.message)
                 return
-            log.info("webhook of %s, attempt %d: %s", job_id, attempt, fault.message)
-            raise Retry(min(LONGEST_PAUSE, self._settings.webhook_pause * 2 ** (attempt - 1))) from fault
+            log.info("webhook of %s failed at attempt %d and will be repeated: %s", job_id, attempt, fault.message)
+            raise Retry(min(LONGEST_PAUSE_SECONDS, self._settings.webhook_pause * 2 ** (attempt - 1))) from fault
 
     async def batches(self, context: dict[str, Any]) -> None:
-        """Make a chore of each batch file that waits; one that is a chore already stays that one."""
+        """Enqueue a chore for each waiting batch file, unless there is one for it."""
         for name in await asyncio.to_thread(self._files.waiting):
             await self.pool.enqueue_job("batch", name, _job_id=f"batch:{name}", _queue_name=self.queue_name)
 
-    async def _hand_over(self) -> None:
-        """Make a chore of each ended job with a webhook. One that dies in between makes the chore twice."""
-        taken: list[str] = []
+    async def _enqueue_webhooks(self) -> None:
+        """Enqueue a chore for each ended job with a webhook. If this process dies in between, it is enqueued twice."""
+        enqueued: list[str] = []
         while True:
             try:
-                waiting = await self._broker.webhooks.waiting(LOOKED_AT_ONCE, taken)
-                taken = []
+                waiting = await self._broker.webhooks.waiting(MAX_WEBHOOKS_READ, enqueued)
+                enqueued = []
                 for job_id in waiting:
                     await self.pool.enqueue_job("webhook", job_id, _job_id=f"webhook:{job_id}")
-                    taken.append(job_id)
-            except Exception as error:  # the same ones come again
-                log.warning("webhooks wait: %s", error)
-            if not taken:
-                await asyncio.sleep(LOOK_SECONDS)
+                    enqueued.append(job_id)
+            except Exception as error:  # the next search finds the same jobs
+                log.warning("webhooks are delayed: %s", error)
+            if not enqueued:
+                await asyncio.sleep(POLL_SECONDS)
 
 
 def _cron_job(entry: str, chores: dict[str, Function]) -> CronJob:
-    """A line of the crontab. Raises ConfigError."""
+    """Make a cron job of an entry of the crontab. Raises ConfigError."""
     when, name, arguments = parse_entry(entry, chores)
 
     async def run(context: dict[str, Any]) -> None:
@@ -125,9 +126,9 @@ def _cron_job(entry: str, chores: dict[str, Function]) -> CronJob:
 
 
 async def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT; waits for Redis where it is away. Raises ConfigError."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it writes each URL
-    await serve(config, lambda broker, url: Control(broker, config, url))
+    """Serve until SIGTERM or SIGINT. Waits while Redis does not answer. Raises ConfigError."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each URL
+    await serve(config, lambda broker, url: ControlWorker(broker, config, url))
 
 
 if __name__ == "__main__":

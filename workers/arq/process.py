@@ -1,4 +1,4 @@
-"""A SteadyWorker as a process: its broker, its signals, its exit code. Knows not what the worker does."""
+"""A SteadyWorker as a process: its broker, signals and exit code. Does not know what the worker does."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,16 @@ from ktqueue.core.logs import configure_process
 from ktqueue.workers.arq.worker import SteadyWorker
 from ktqueue.workers.exit_codes import DRAINED, UNUSABLE
 
-PAUSE = 0.5  # seconds between looks for a Redis that is away
+RETRY_SECONDS = 0.5  # between attempts to reach Redis
 
 log = logging.getLogger(__name__)
 
 
 async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> None:
-    """Run the worker that `make` gives, of a broker and its URL, until SIGTERM or SIGINT; then give its jobs back.
+    """Run a worker until SIGTERM or SIGINT, then return its jobs to the queue.
 
-    Waits for Redis where it is away. Raises ConfigError.
+    `make` creates the worker from a broker and the URL of its Redis. Waits while Redis does not answer. Raises
+    ConfigError.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -32,7 +33,7 @@ async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> 
     with contextlib.suppress(asyncio.CancelledError):
         async with await _open(config) as broker:
             url = config.broker.url or running_url(config.broker.state_dir)
-            assert url is not None  # Broker.open would have said so
+            assert url is not None  # else Broker.open would have raised
             worker = make(broker, url)
             log.info("serving the queue %s", worker.queue_name)
             try:
@@ -42,7 +43,7 @@ async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> 
 
 
 def execute(run: Callable[[Config], Awaitable[None]]) -> int:
-    """Run with the settings of the environment; errors go to the log. Gives the exit code."""
+    """Run with the settings of the environment. Logs a ConfigError. Returns the exit code."""
     try:
         asyncio.run(_await(run(configure_process(os.environ))))
     except ConfigError as error:
@@ -56,12 +57,12 @@ async def _await(work: Awaitable[None]) -> None:
 
 
 async def _open(config: Config) -> Broker:
-    reported = ""
+    last_message = ""
     while True:
         try:
             return await Broker.open(config.broker)
         except Unavailable as error:
-            if error.message != reported:  # once, not twice a second
+            if error.message != last_message:  # log it once
                 log.warning("%s", error.message)
-            reported = error.message
-        await asyncio.sleep(PAUSE)
+            last_message = error.message
+        await asyncio.sleep(RETRY_SECONDS)

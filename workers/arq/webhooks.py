@@ -1,4 +1,4 @@
-"""One webhook call: its body, its signature, the address that it may go to, and the POST. Knows no queue.
+"""One webhook call: its body, its signature, the check of its address, and the POST. Knows no queue.
 
 Headers and signature are those of the Standard Webhooks specification 1.0: `webhook-id`, `webhook-timestamp` (Unix
 seconds), `webhook-signature`: `v1,` and the base64 of HMAC-SHA256 over `ID.TIMESTAMP.BODY`.
@@ -26,29 +26,32 @@ from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.webhook import Webhook, is_public
 from ktqueue.openai.records import record_json, result_json
 
-SECRET_PREFIX = "whsec_"  # then base64, as the specification has it; other secrets are taken as they are
-GONE = 410  # the receiver wants no more
+SECRET_PREFIX = "whsec_"  # base64 follows, as in the specification; any other secret is used as it is
+GONE = 410  # the receiver wants no more calls
 
 
 class Undeliverable(KtqueueError):
-    """The address may not be called, or wants no call: another attempt would not help."""
+    """The address must not be called, or wants no more calls. Another attempt would not help."""
 
     code = "webhook_undeliverable"
 
 
 class Undelivered(KtqueueError):
-    """It did not work this time."""
+    """This attempt failed. Another one may succeed."""
 
     code = "webhook_undelivered"
 
 
 def event_of(state: JobState) -> str:
-    """The event that an end in this state is."""
+    """The event of a job that ended in this state."""
     return "completed" if state is JobState.DONE else "failed"
 
 
 def body_of(record: JobRecord, events: Sequence[TokenEvent]) -> dict[str, Any]:
-    """An event as OpenAI's webhooks have it. `data` is the job with its `result`; null once its journal is gone."""
+    """The body of the call, in the form of OpenAI's webhooks.
+
+    `data` is the job with its `result`, which is null once the journal has expired.
+    """
     result = result_json(record, events) if events else None
     return {
         "id": f"evt_{record.id}",
@@ -60,14 +63,15 @@ def body_of(record: JobRecord, events: Sequence[TokenEvent]) -> dict[str, Any]:
 
 
 def key_of(secret: str) -> bytes:
-    """The bytes to sign with. Raises ConfigError."""
+    """The key to sign with. Raises ConfigError."""
     if not secret.startswith(SECRET_PREFIX):
         return secret.encode()
     try:
         return b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except Base64Error as error:
         raise ConfigError(
-            "control.webhook_secret: after whsec_ comes base64", param="control.webhook_secret"
+            "control.webhook_secret must have base64 after whsec_",
+            param="control.webhook_secret",
         ) from error
 
 
@@ -83,7 +87,7 @@ def signed_headers(secret: str, message_id: str, body: bytes, now: float) -> dic
 
 
 async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig) -> None:
-    """POST it once; redirects are not followed, the answer's body is not read. Raises Undeliverable, Undelivered."""
+    """POST it once, without following redirects or reading the answer's body. Raises Undeliverable or Undelivered."""
     try:
         webhook.check_allowed(config.webhook_secret, config.webhook_hosts)
     except KtqueueError as error:
@@ -111,13 +115,13 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
     except (httpx.HTTPError, OSError) as error:  # asyncio's TimeoutError is an OSError
         raise Undelivered(f"{webhook.url}: {type(error).__name__} {error}") from error
     if answer.status_code == GONE:
-        raise Undeliverable(f"{webhook.url} answers 410: it wants no more")
+        raise Undeliverable(f"{webhook.url} answers 410: it wants no more calls")
     if not answer.is_success:
         raise Undelivered(f"{webhook.url} answers {answer.status_code}")
 
 
 def _trusted(config: ControlConfig) -> ssl.SSLContext:
-    """Whose certificates are believed. Raises OSError where the file of the settings cannot be read."""
+    """The certificates to trust. Raises OSError if the file `control.webhook_ca_certs` cannot be read."""
     context = httpx.create_ssl_context(trust_env=False)
     if config.webhook_ca_certs is not None:
         context.load_verify_locations(config.webhook_ca_certs)
@@ -125,17 +129,17 @@ def _trusted(config: ControlConfig) -> ssl.SSLContext:
 
 
 async def _pinned(webhook: Webhook, config: ControlConfig) -> tuple[httpx.URL, str]:
-    """The URL by its address, and the name for TLS.
+    """Return the URL with the host's address, and the host's name for TLS.
 
-    The name is resolved once, and the address that was checked is the one that is called: a name that is resolved again
-    may lead elsewhere.
+    The name is resolved once, so the address that was checked is the one that is called. A second resolution could give
+    another address. Raises Undeliverable for an address that is not public.
     """
     url = httpx.URL(webhook.url)
     port = url.port or (443 if url.scheme == "https" else 80)
-    found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
-    addresses = [str(one[4][0]).partition("%")[0] for one in found]
+    entries = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    addresses = [str(socket_address[0]).partition("%")[0] for *_, socket_address in entries]
     if not webhook.trusted(config.webhook_hosts):
         for address in addresses:
             if not is_public(address):
-                raise Undeliverable(f"{webhook.url} leads to {address}, which is not on the public Internet")
+                raise Undeliverable(f"{webhook.url} resolves to {address}, which is not on the public Internet")
     return url.copy_with(host=addresses[0]), url.host

@@ -1,9 +1,11 @@
-"""SteadyWorker: arq's Worker, made to outlive Redis and to be outlived (the door to arq).
+"""SteadyWorker: arq's Worker, which survives outages of Redis and whose jobs survive it. The only module with arq.
 
-What arq 0.28 lacks, and this adds (ADR 0022): records are JSON; an outage of Redis ends no worker; a job's lock is
-short and renewed, so that a dead worker's jobs run elsewhere within seconds; jobs that run are not looked at again at
-each poll; aborts of jobs that do not exist are forgotten. Every function must be idempotent: a worker that stalls for
-longer than its lock may share a job with another one. Knows nothing of what the jobs do.
+It adds what arq 0.28 lacks (ADR 0022). Records are JSON. An outage of Redis ends no worker. A job's lock is short and
+renewed, so that another worker runs the jobs of a dead one within seconds. A poll does not examine running jobs again.
+Requests to abort jobs that do not exist are deleted.
+
+Functions must be idempotent: if a worker stalls for longer than its lock, another worker may run the same job. Knows
+nothing of what the jobs do.
 """
 
 import asyncio
@@ -27,18 +29,18 @@ from ktqueue.core.errors import ConfigError
 
 __all__ = ["CronJob", "Function", "Retry", "SteadyWorker", "by_clock"]
 
-LOCK_SECONDS = 3.0  # of a running job; renewed three times in that time
-AWAY_PAUSE = 0.5  # seconds between tries while Redis is away
-LEAVE_SECONDS = 5.0  # to hand jobs back at the end
-READ_FACTOR = 16  # running jobs stay in arq's queue: so many full workers may share it
-LOOKED_AT_ONCE = 256  # locks read by one command
+LOCK_SECONDS = 3.0  # duration of a running job's lock, which is renewed three times in that time
+OUTAGE_PAUSE_SECONDS = 0.5  # between attempts while Redis does not answer
+LEAVE_SECONDS = 5.0  # time to return jobs at the end
+READ_FACTOR = 16  # number of full workers that can share a queue, since running jobs stay in arq's queue
+MAX_LOCKS_READ = 256  # by one command
 HEALTH_SECONDS = 10
-HEALTH_SUFFIX = ":ktqueue-health-check"  # not arq's: several workers of ours may share a queue, and know each other
+HEALTH_SUFFIX = ":ktqueue-health-check"  # differs from arq's, because our workers can share a queue
 CRON_RESULT_SECONDS = 120
-MAX_TRIES = 2**31  # arq counts the deaths of workers as tries; chores count their own
-PICKLE_MARK = b"\x80"  # how each pickle of protocol 2 or later begins (Python's pickletools, opcode PROTO)
+MAX_TRIES = 2**31  # no limit by arq, which counts deaths of workers as tries; chores count their own attempts
+PICKLE_MARK = b"\x80"  # first byte of a pickle of protocol 2 or later (opcode PROTO in Python's pickletools)
 PICKLE_REFUSED = (
-    "this queue reads JSON and never pickle: give arq.create_pool "
+    "this queue accepts JSON, not pickle: give arq.create_pool "
     "job_serializer=ktqueue.arq_json.dumps and job_deserializer=ktqueue.arq_json.loads"
 )
 
@@ -48,12 +50,11 @@ log = logging.getLogger(__name__)
 
 
 class SteadyWorker(Worker):
-    """Runs named functions from one of arq's queues until cancelled. Make it inside a running event loop.
+    """Runs named functions from one of arq's queues until cancelled. Create it inside a running event loop.
 
-    `url` is the Redis of the queue, a server or the sentinels of one, with the time limits of `config`;
-    `password_file` has its password, where the URL has none. `keep_result`
-    (of one function: `kept`) and `poll_seconds` in seconds. Raises ConfigError for a cluster, where arq's
-    keys have no home.
+    `url`: the Redis of the queue, a server or its sentinels, used with the time limits of `config`. `password_file`
+    holds its password if the URL has none. `keep_result`: seconds to keep a result; `kept` has other values for single
+    functions. Raises ConfigError for a Redis Cluster, which arq does not support.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SteadyWorker(Worker):
     ) -> None:
         self._address = read_address(url, password_file)
         if self._address.kind is Kind.CLUSTER:
-            raise ConfigError("arq does not speak Redis Cluster: give it a server of its own (redis_url)", param="url")
+            raise ConfigError("arq does not support Redis Cluster: give it another server (redis_url)", param="url")
         self._config = config
         self._topology = make_topology(self._address, "", config)
         self._node: Node | None = None
@@ -94,53 +95,53 @@ class SteadyWorker(Worker):
             log_results=False,
         )
         self.in_progress_timeout_s = LOCK_SECONDS
-        self.job_timeout_s = None  # type: ignore[assignment] # a job ends when it ends; arq takes no None for several
+        self.job_timeout_s = None  # type: ignore[assignment] # jobs have no time limit; arq accepts no None for several functions
 
     async def main(self) -> None:
-        """Until cancelled. Whatever goes wrong in a round is logged, and the next round comes.
+        """Poll until cancelled. An error in one poll is logged, and polling continues.
 
-        Raises ConfigError where an arq worker that is none of ours serves the queue.
+        Raises ConfigError if another program's arq worker serves the queue.
         """
         renewal = asyncio.create_task(self._renew(), name="arq-locks")
-        told, alone = "", False
+        last_error, is_alone = "", False
         try:
             while True:
                 pause = self.poll_delay_s
                 try:
                     async with asyncio.timeout(self._config.operation_timeout):
-                        if told or self._node is None:
-                            await self._find()
-                        if not alone:
+                        if last_error or self._node is None:
+                            await self._connect()
+                        if not is_alone:
                             await self._check_alone()
-                            alone = True
+                            is_alone = True
                         await self._poll_iteration()
-                    told = ""
+                    last_error = ""
                 except ConfigError:
                     raise
                 except Exception as error:
-                    if told != str(error):
+                    if last_error != str(error):
                         log.warning("queue %s: %s: %s", self.queue_name, type(error).__name__, error)
-                    told = str(error)
-                    pause = AWAY_PAUSE
+                    last_error = str(error)
+                    pause = OUTAGE_PAUSE_SECONDS
                 await asyncio.sleep(pause)
         finally:
             renewal.cancel()
 
     async def _check_alone(self) -> None:
-        """Take no job from a queue that another program's arq worker serves: each would fail the other's jobs."""
+        """Raise ConfigError if another program's arq worker serves the queue: each would fail the other's jobs."""
         key = self.queue_name + health_check_key_suffix
         seconds = await self.pool.ttl(key)
         if await self.pool.exists(key):
             raise ConfigError(
                 f"the queue {self.queue_name!r} is served by another program's arq worker, whose health check is alive "
-                f"(key {key}, {seconds} s left): it would fail our jobs, and we its. Choose another queue with "
-                "bridge.queue or control.queue; if that worker has died, delete the key",
+                f"(key {key}, {seconds} s left). Each worker would fail the other's jobs. Choose another queue with "
+                "bridge.queue or control.queue. If that worker is dead, delete the key",
                 param="queue",
                 value=self.queue_name,
             )
 
-    async def _find(self) -> None:
-        """Connect to the server that has the queue now. Raises Unavailable."""
+    async def _connect(self) -> None:
+        """Connect to the server that holds the queue now. Raises Unavailable."""
         endpoint, address = await self._topology.find(), self._address
         if self._node is not None and self._node.endpoint == endpoint:
             return
@@ -156,7 +157,7 @@ class SteadyWorker(Worker):
             await old.close()
 
     async def leave(self) -> None:
-        """Give running jobs back to the queue and close the connections."""
+        """Return running jobs to the queue and close the connections."""
         running = list(self.tasks.values())
         for task in running:
             task.cancel()
@@ -168,12 +169,12 @@ class SteadyWorker(Worker):
         await self._topology.close()
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start what nobody runs. arq's own asks four times for each job in the queue, running ones too."""
-        waiting = [one for one in job_ids if one.decode(errors="replace") not in self.tasks]
-        for start in range(0, len(waiting), LOOKED_AT_ONCE):
-            some = waiting[start : start + LOOKED_AT_ONCE]
-            locks = await self.pool.mget([in_progress_key_prefix.encode() + one for one in some])
-            for job_id, lock in zip(some, locks, strict=True):
+        """Start the jobs that no worker runs. arq's method sends four commands for each queued or running job."""
+        waiting = [job_id for job_id in job_ids if job_id.decode(errors="replace") not in self.tasks]
+        for start in range(0, len(waiting), MAX_LOCKS_READ):
+            chunk = waiting[start : start + MAX_LOCKS_READ]
+            locks = await self.pool.mget([in_progress_key_prefix.encode() + job_id for job_id in chunk])
+            for job_id, lock in zip(chunk, locks, strict=True):
                 if self.job_counter >= self.max_jobs:
                     return
                 if lock is None:
@@ -183,34 +184,34 @@ class SteadyWorker(Worker):
         try:
             await super().start_jobs([job_id])
         except BaseException:
-            if job_id.decode() not in self.tasks:  # arq counts the job before it begins, and forgets it here
+            if job_id.decode() not in self.tasks:  # arq has counted the job and does not undo that here
                 self._release_sem_dec_counter_on_complete()
             raise
 
     async def _cancel_aborted_jobs(self) -> None:
-        """Cancel what `Job.abort` asked for. Aborts of jobs that wait stay; those of jobs that are no more go."""
-        asked = [one.decode(errors="replace") for one in await self.pool.zrange(abort_jobs_ss, 0, -1)]
-        running = [job_id for job_id in asked if job_id in self.job_tasks]
+        """Cancel running jobs that `Job.abort` names. Requests for waiting jobs stay, others are deleted."""
+        requested = [job_id.decode(errors="replace") for job_id in await self.pool.zrange(abort_jobs_ss, 0, -1)]
+        running = [job_id for job_id in requested if job_id in self.job_tasks]
         self.aborting_tasks.update(running)
         for job_id in running:
             self.job_tasks[job_id].cancel()
         gone = [
             job_id
-            for job_id in asked
+            for job_id in requested
             if job_id not in self.tasks and not await self.pool.exists(job_key_prefix + job_id)
         ]
         if running or gone:
             await self.pool.zrem(abort_jobs_ss, *running, *gone)
 
     async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
-        """The end of a job that never began. One that was sent as pickle is refused, in JSON as everything here."""
+        """End a job that never began. A job that was sent as pickle is refused, in JSON like everything here."""
         raw = await self.pool.get(job_key_prefix + job_id)
         if raw is not None and raw.startswith(PICKLE_MARK):
             result_data = self._refusal(job_id)
         await super().finish_failed_job(job_id, result_data)
 
     def _refusal(self, job_id: str) -> bytes | None:
-        log.warning("queue %s: job %s came as pickle: %s", self.queue_name, job_id, PICKLE_REFUSED)
+        log.warning("queue %s: job %s was sent as pickle: %s", self.queue_name, job_id, PICKLE_REFUSED)
         fault = JobExecutionFailed(PICKLE_REFUSED)
         of_job = (job_id, self.queue_name, job_id)
         return serialize_result(
@@ -220,7 +221,7 @@ class SteadyWorker(Worker):
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(LOCK_SECONDS / 3)
-            with contextlib.suppress(Exception):  # the next one comes soon
+            with contextlib.suppress(Exception):  # it is repeated soon
                 async with asyncio.timeout(LOCK_SECONDS), self.pool.pipeline(transaction=False) as pipe:
                     for job_id in self.tasks:
                         pipe.pexpire(in_progress_key_prefix + job_id, round(LOCK_SECONDS * 1000))
@@ -228,9 +229,9 @@ class SteadyWorker(Worker):
 
 
 def by_clock(name: str, run: Any, when: Mapping[str, set[int]]) -> CronJob:
-    """Has arq's workers of a queue run it, one of them each time. `when`: month, day, weekday, hour, minute.
+    """Make a cron job, which one of the queue's workers runs each time. `when`: month, day, weekday, hour, minute.
 
-    The result of a run is what keeps the other workers from running it, too, so it is kept for a while.
+    The result of a run keeps the other workers from running it too, so it is kept for a while.
     """
     return cron(
         run, name=name, keep_result=CRON_RESULT_SECONDS, second=0, minute=when.get("minute"), hour=when.get("hour"),

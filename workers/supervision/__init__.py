@@ -1,1 +1,1 @@
-"""Processes: what `ktqueue up` starts, watches and restarts."""
+"""The processes of one machine: what `ktqueue up` starts, watches, restarts and stops."""

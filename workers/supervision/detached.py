@@ -1,9 +1,8 @@
-"""`ktqueue up -d`: a Supervisor in a process of its own, which goes on when the terminal is gone; and how to stop it.
+"""`ktqueue up -d`: a Supervisor in its own process, which survives the terminal; and `ktqueue down`, which stops it.
 
-The module can be executed: `python -m ktqueue.workers.supervision.detached N` starts N workers with the settings of
-the environment.
-Until everything serves it writes JSON lines to its standard output, which whoever started it reads: {"waiting": what},
-then {"port", "models"} or {"fault", "code"}. Its log is `up.log` in the state folder.
+The module can be executed: `python -m ktqueue.workers.supervision.detached N` starts N workers with settings from the
+environment. Until everything serves, it writes JSON lines to its standard output for the process that started it:
+{"waiting": what}, then {"port", "models"} or {"fault", "code"}. Its log is `up.log` in the state folder.
 """
 
 import asyncio
@@ -30,24 +29,24 @@ from ktqueue.workers.supervision.supervisor import Supervisor, child_environment
 
 LOG_NAME = "up.log"
 
-log = logging.getLogger("ktqueue.workers.supervision.detached")  # this module runs as __main__
+log = logging.getLogger("ktqueue.workers.supervision.detached")  # __name__ is __main__ here
 
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """What runs now: its settings, with the port and the Redis that were chosen, and the models that it serves."""
+    """An installation that runs in the background. `config` has the port and the Redis URL that were chosen."""
 
     config: Config
     models: list[str]
 
 
 def start_detached(config: Config, workers: int, report: Callable[[str], None]) -> Detached:
-    """Start everything in another process and wait until it serves. `report` gets what is waited for.
+    """Start everything in another process and wait until it serves. `report` receives what is waited for.
 
-    Raises ConfigError, Unavailable or ProcessFailed; on KeyboardInterrupt what was started is stopped.
+    Raises ConfigError, Unavailable or ProcessFailed. A KeyboardInterrupt stops what was started.
     """
     folder = StateFolder.open(config.broker.state_dir)
-    folder.hold()  # a first look; the other process takes it for good
+    folder.hold()  # fail early if it is in use; the other process then takes it
     folder.release()
     log_path = folder.path / LOG_NAME
     begin_log(log_path)
@@ -79,7 +78,7 @@ def start_detached(config: Config, workers: int, report: Callable[[str], None]) 
         raise
     finally:
         process.stdout.close()
-    raise ProcessFailed(f"it ended with code {process.wait()} before it served; see {log_path}")
+    raise ProcessFailed(f"the supervisor ended with code {process.wait()} before it served; see {log_path}")
 
 
 def _fault(message: dict[str, Any]) -> KtqueueError:
@@ -88,22 +87,22 @@ def _fault(message: dict[str, Any]) -> KtqueueError:
 
 
 def stop_detached(config: Config) -> bool:
-    """Stop what `ktqueue up` runs on the state folder, in order, and wait for its end. False where nothing runs.
+    """Stop what `ktqueue up` runs on the state folder, and wait for its end. Returns False if nothing runs.
 
-    The second call while it stops kills what has not ended. Raises ConfigError for a process of another container.
+    A second call before it has stopped kills its processes. Raises ConfigError for a process of another container.
     """
     while (pid := holder(config.broker.state_dir)) is not None:
         if pid == 0:
             raise ConfigError(
-                f"{config.broker.state_dir} is in use by a process that cannot be seen from here: another container's",
+                f"{config.broker.state_dir} is in use by a process of another container; stop it there",
                 param="broker.state_dir",
             )
         try:
             process = os.pidfd_open(pid)
-        except ProcessLookupError:  # it ended meanwhile
+        except ProcessLookupError:  # it has just ended
             continue
         try:
-            if holder(config.broker.state_dir) == pid:  # else the id may be another process's by now
+            if holder(config.broker.state_dir) == pid:  # else another process may have the id by now
                 signal.pidfd_send_signal(process, signal.SIGTERM)
                 select.select([process], [], [])
                 return True
@@ -115,39 +114,39 @@ def stop_detached(config: Config) -> bool:
 async def _run(config: Config, workers: int) -> None:
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until all has started
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # replaced once everything has started
 
     def report(text: str) -> None:
         log.info("%s", text)
-        _tell({"waiting": text})
+        _send({"waiting": text})
 
     async with Supervisor(config, workers=workers, report=report) as up:
         models = await served_models(up.config)
         log.info("serving %s at %s", ", ".join(models), up.url)
-        _tell({"port": up.config.gateway.port, "models": models})
+        _send({"port": up.config.gateway.port, "models": models})
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         await up.run_until_signal()
         log.info("draining")
     log.info("stopped")
 
 
-def _tell(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever started it was killed; it goes on
+    except BrokenPipeError:  # the process that started this one is gone; continue without it
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def main() -> int:
-    """Run until a signal. Gives the exit code."""
+    """Run until a signal. Returns the exit code."""
     try:
         asyncio.run(_run(configure_process(os.environ), int(sys.argv[1])))
     except asyncio.CancelledError:
         log.info("stopped before everything served")
     except KtqueueError as error:
         log.error("%s", error.message)
-        _tell({"fault": error.message, "code": error.code})
+        _send({"fault": error.message, "code": error.code})
         return 1
     return 0
 

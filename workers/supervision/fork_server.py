@@ -1,8 +1,8 @@
 """The fork server: a process that has loaded the model and forks a worker on request.
 
-A dead worker is therefore replaced in a fraction of a second, whatever the size of the model, and the workers of a
+So a dead worker is replaced in a fraction of a second, whatever the size of the model, and the workers of a
 machine share one copy of the weights. It serves models on the CPU only: a process that uses a device cannot be forked.
-`forks.py` executes it as `python -m ktqueue.workers.supervision.fork_server`, with settings from the environment.
+`fork_client.py` executes it as `python -m ktqueue.workers.supervision.fork_server`, with settings from the environment.
 
 It speaks JSON lines over the socket that is its standard input. {"log": path} asks for a worker with that log file;
 the answer is {"pid": id}. {"ended": id, "code": return code} reports the end of a worker. Workers die with this
@@ -28,40 +28,40 @@ from ktqueue.workers.supervision.process import die_with
 
 
 class ForkServer:
-    """`work` is what a forked worker does; it never returns. To be used in the main thread, without an event loop."""
+    """Forks workers. `work`: what a worker does; it never returns. Use it in the main thread, without an event loop."""
 
     def __init__(self, control: socket.socket, work: Callable[[], NoReturn]) -> None:
         self._control = control
         self._work = work
-        self._asked = b""
-        self._ends, self._wake = socket.socketpair()
-        for end in (self._ends, self._wake):
-            end.setblocking(False)
+        self._unread = b""  # the beginning of a line
+        self._child_exits, self._wake = socket.socketpair()
+        for side in (self._child_exits, self._wake):
+            side.setblocking(False)
 
     def run(self) -> None:
         """Serve until the other side closes the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
-            for one in (self._control, self._ends):
-                selector.register(one, selectors.EVENT_READ)
+            for source in (self._control, self._child_exits):
+                selector.register(source, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
-                    if key.fileobj is self._ends:
-                        self._ends.recv(4096)
-                        self._tell_ends()
+                    if key.fileobj is self._child_exits:
+                        self._child_exits.recv(4096)
+                        self._report_ends()
                     elif not self._answer():
                         return
 
     def _answer(self) -> bool:
-        """Do what is asked; False when there is nobody left to ask."""
+        """Fork the workers that are asked for. Returns False if the supervisor has closed the socket."""
         data = self._control.recv(1 << 16)
-        *lines, self._asked = (self._asked + data).split(b"\n")
+        *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            self._tell({"pid": self._fork(json.loads(line)["log"])})
+            self._send({"pid": self._fork(json.loads(line)["log"])})
         return bool(data)
 
-    def _tell_ends(self) -> None:
+    def _report_ends(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -69,16 +69,15 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            self._tell({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+            self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _tell(self, message: dict[str, int]) -> None:
+    def _send(self, message: dict[str, int]) -> None:
         self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _fork(self, log_path: str) -> int:
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads; those of the kernels are made anew in the child
-            # (csrc/threads/thread_pool.cpp).
+            # Python 3.12 warns of threads. The child creates those of the kernels again (csrc/threads/thread_pool.cpp).
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -98,25 +97,25 @@ class ForkServer:
             os.close(nothing)
             os.close(sink)
             self._control.detach()  # it was standard input
-            self._ends.close()
+            self._child_exits.close()
             self._wake.close()
             self._work()
         finally:
-            leave(BROKEN)  # never into the parent's code
+            leave(BROKEN)  # never return into the parent's code
 
 
 def main() -> NoReturn:
-    """Load what can be loaded, then serve. Ends the process, with the exit codes of a worker where that fails."""
+    """Load the model, then serve. Does not return; if loading fails, the exit code is that of a worker."""
     control = socket.socket(fileno=0)
 
     def forks() -> int:
         config = configure_process(os.environ)
         built = build(config.engine)
         gc.collect()
-        gc.freeze()  # a collector that walks over old objects would copy their pages in each worker
+        gc.freeze()  # else each worker's garbage collector would touch, and so copy, the pages of old objects
 
         def worker() -> int:
-            set_threads(config.engine)  # threads do not survive a fork
+            set_threads(config.engine)  # a fork has none of its parent's threads
             return serve(config, built)
 
         ForkServer(control, lambda: conclude(worker)).run()

@@ -1,4 +1,4 @@
-"""What a supervisor does for the jobs of a worker whose process it saw end. Knows Redis, and no processes."""
+"""Releases the leases of a worker process that has exited. Knows Redis, and no processes."""
 
 import logging
 import signal
@@ -8,19 +8,18 @@ from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import KtqueueError
 
-# What the machine does to a process, and no job: a file that it has mapped was cut, or memory is broken or used up.
+# Signals that the machine causes, not a job: a mapped file was truncated, or memory is broken or used up.
 MACHINE_FAULTS = frozenset({signal.SIGBUS})
 
 log = logging.getLogger(__name__)
 
 
-async def bury(config: BrokerConfig, pid: int, code: int) -> None:
-    """End the leases of a process of ours that has ended, so that its jobs go on at once.
+async def release_leases_of(config: BrokerConfig, pid: int, code: int) -> None:
+    """Release the leases of a process of this machine that has exited, so that its jobs restart now.
 
-    `code`: its return code, minus the number of the signal that ended it. What is the machine's fault is no job's try.
-
-    Best effort: what is not ended here lapses by itself, and a lease that lives is missed by nobody but its worker,
-    which then registers anew.
+    `code`: return code of the process, negative for a signal. A fault of the machine is not counted as an attempt of
+    its jobs. Best effort: a lease that is missed here expires by itself. If the lease belongs to a live worker after
+    all, that worker registers again.
     """
     try:
         async with await Broker.open(config, patience=config.lease_seconds) as broker:
@@ -28,4 +27,4 @@ async def bury(config: BrokerConfig, pid: int, code: int) -> None:
                 if worker.process == process_name(pid):
                     await broker.reaper().bury(worker.worker_id, blameless=-code in MACHINE_FAULTS)
     except KtqueueError as error:
-        log.warning("the lease of process %d is left to lapse: %s", pid, error)
+        log.warning("the lease of process %d could not be released and will expire: %s", pid, error)

@@ -1,4 +1,4 @@
-"""PrivateRedis: keeps `ktqueue up`'s own Redis running. Knows nothing of what is stored in it."""
+"""PrivateRedis: keeps the Redis server of `ktqueue up` running. Knows nothing of the data in it."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.errors import Unavailable
-from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, QUICK_DEATH, ProcessFailed
+from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, QUICK_DEATH_SECONDS, ProcessFailed
 
 POLL_SECONDS = 0.1
 
@@ -17,27 +17,27 @@ log = logging.getLogger(__name__)
 
 
 class PrivateRedis:
-    """A server on the state folder, brought back with its data when it dies."""
+    """A Redis server with its data in the state folder. It is restarted with its data when it dies."""
 
     def __init__(self, state_dir: Path, durability: str) -> None:
-        """`durability` as in the settings."""
+        """`durability`: the setting `broker.durability`."""
         self._state_dir = state_dir
         self._durability = durability
         self._server = PrivateServer()
-        # The kernel ends the server with the thread that started it, so that thread is ours and lives on.
+        # The kernel kills the server when the thread that started it ends, so this thread lives as long as we do.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
 
     @property
     def pid(self) -> int | None:
-        """Of the server, while it runs."""
+        """The server's process id, or None while it does not run."""
         return self._server.pid
 
     async def start(self) -> str:
-        """Start the server; returns its URL. Raises Unavailable."""
+        """Start the server. Returns its URL. Raises Unavailable."""
         return await self._start(None)
 
     async def run(self) -> None:
-        """Bring the server back whenever it dies, until cancelled. Raises ProcessFailed."""
+        """Restart the server whenever it dies, until cancelled. Raises ProcessFailed if it keeps dying at once."""
         quick_deaths, began = 0, time.monotonic()
         assert self._server.url is not None
         port = urlsplit(self._server.url).port
@@ -45,18 +45,18 @@ class PrivateRedis:
             await asyncio.sleep(POLL_SECONDS)
             if self._server.pid is not None:
                 continue
-            quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH else 0
+            quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH_SECONDS else 0
             if quick_deaths >= MAX_QUICK_DEATHS and not self._server.killed:
                 raise ProcessFailed(f"Redis died {quick_deaths} times in a row; see {self._state_dir / 'redis.log'}")
             log.warning("redis died; starting it again")
             began = time.monotonic()
             try:
                 await self._start(port)
-            except Unavailable as error:  # it died while it read its file
+            except Unavailable as error:  # it died while it read its data file
                 log.warning("%s", error)
 
     async def stop(self) -> None:
-        """End the server. Does nothing the second time."""
+        """Stop the server. A second call does nothing."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._server.stop)
         self._thread.shutdown(wait=False)
 

@@ -1,6 +1,6 @@
-"""A supervised process, however it came to be, and the plain way: a command. It dies with its parent.
+"""The interface of a supervised process, and the usual way to start one: a command. It dies with its parent.
 
-Knows nothing of what the process does, nor of what happens when it ends.
+Knows neither what the process does nor what happens when it ends.
 """
 
 import asyncio
@@ -18,35 +18,35 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Process(Protocol):
-    """What a supervisor sees of a process."""
+    """A process, as its supervisor sees it."""
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; the exit code, or minus the number of the signal that ended it."""
+        """None while it runs; then the exit code, or minus the number of the signal that ended it."""
 
     async def wait(self) -> int:
-        """The return code, once it has ended."""
+        """Wait for its end. Returns the return code."""
 
     def send_signal(self, signal: int, /) -> None:
-        """Send a signal; harmless when it has ended."""
+        """Send a signal. Does nothing if the process has ended."""
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The log file of a process, to append to; nobody else may read it."""
+    """Open a process's log file for appending. Only its owner may read it."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE), "ab")
 
 
-Launch = Callable[[Path], Awaitable[Process]]  # start a process whose output goes to that file
+Launch = Callable[[Path], Awaitable[Process]]  # starts a process whose output goes to that file
 
 
 class Command:
-    """Starts a command, again with each call. `stdin`: a file descriptor for the process, by default /dev/null.
+    """A command that can be started repeatedly.
 
-    `umask` is the process's own; -1: that of this process.
+    `umask`: that of the process; -1 leaves it as in this process.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, umask: int = PRIVATE_UMASK) -> None:
@@ -55,7 +55,7 @@ class Command:
         self._umask = umask
 
     async def __call__(self, log_path: Path, stdin: int = asyncio.subprocess.DEVNULL) -> Process:
-        """Start it."""
+        """Start it. `stdin`: a file descriptor for its standard input, by default /dev/null."""
         parent = os.getpid()
         with open_log(log_path) as sink:
             return await asyncio.create_subprocess_exec(
@@ -65,7 +65,7 @@ class Command:
                 stderr=sink,
                 env=self._environment,
                 umask=self._umask,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops things in order
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops the processes in order
                 preexec_fn=lambda: die_with(parent),
             )
 
@@ -74,8 +74,8 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else
 
 
 def die_with(parent: int) -> None:
-    """Run in a new process: have the kernel kill it when its parent dies."""
+    """Have the kernel kill this process when its parent dies. Call it first in a new process."""
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)

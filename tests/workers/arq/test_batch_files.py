@@ -23,7 +23,7 @@ from ktqueue.core.config import Config, ControlConfig
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.workers.arq.batch_files import BatchFiles
-from ktqueue.workers.arq.control import Control
+from ktqueue.workers.arq.control import ControlWorker
 from ktqueue.workers.arq.worker import Retry
 
 
@@ -40,8 +40,8 @@ def config(broker: Broker, folder: Path) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def running(broker: Broker, config: Config) -> AsyncIterator[Control]:
-    one = Control(broker, config, broker.config.url or "")
+async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker]:
+    one = ControlWorker(broker, config, broker.config.url or "")
     task = asyncio.create_task(one.async_run())
     await until(lambda: one._pool is not None)
     yield one
@@ -120,7 +120,7 @@ async def test_what_cannot_run_now_runs_later_and_what_never_can_is_refused(
     broker: Broker, config: Config, folder: Path
 ) -> None:
     write(folder / "in" / "one.jsonl", 1)
-    control = Control(broker, config, broker.config.url or "")
+    control = ControlWorker(broker, config, broker.config.url or "")
     other = BatchOutput(folder / "out" / "one.jsonl")
     with pytest.raises(Retry) as locked:
         await control._files.run({}, "one.jsonl")
@@ -148,7 +148,7 @@ async def test_retention_removes_what_is_old(broker: Broker, config: Config, fol
         (folder / name).write_text("")
         if "new" not in name:
             os.utime(folder / name, (old, old))
-    control = Control(broker, config, broker.config.url or "")
+    control = ControlWorker(broker, config, broker.config.url or "")
     assert await control._files.purge({}) == 3
     await control.leave()
     assert files(folder) == sorted([*names[:4], "out/new.jsonl"])

@@ -200,7 +200,7 @@ async def test_pickle_is_refused_unread_and_in_json(
 ) -> None:
     pool = await client(job_serializer=None)  # arq's default
     trap = tmp_path / "sprung"
-    words = r"never pickle.*job_serializer=ktqueue\.arq_json\.dumps"
+    words = r"not pickle.*job_serializer=ktqueue\.arq_json\.dumps"
     with pytest.raises(DeserializationError):  # its client cannot read JSON either, and says so
         await result(await pool.enqueue_job("generate", Trap(str(trap)), _job_id="pickled"))
     assert not trap.exists()
@@ -270,7 +270,7 @@ async def test_the_lock_of_a_running_job_is_short_and_renewed(client: Any, bridg
 async def test_no_slot_is_lost_where_jobs_cannot_be_started(
     client: Any, bridge: Bridge, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktqueue.workers.arq.worker.AWAY_PAUSE", 0.01)
+    monkeypatch.setattr("ktqueue.workers.arq.worker.OUTAGE_PAUSE_SECONDS", 0.01)
     pool = await client()
     with redis.Redis.from_url(redis_url) as admin:
         admin.config_resetstat()

@@ -28,7 +28,7 @@ from ktqueue.core.config import Config, ControlConfig, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.core.webhook import Webhook
-from ktqueue.workers.arq.control import Control
+from ktqueue.workers.arq.control import ControlWorker
 from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,8 +102,8 @@ def config(broker: Broker, receiver: Receiver) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def running(broker: Broker, config: Config) -> AsyncIterator[Control]:
-    one = Control(broker, config, broker.config.url or "")
+async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker]:
+    one = ControlWorker(broker, config, broker.config.url or "")
     task = asyncio.create_task(one.async_run())
     yield one
     task.cancel()

@@ -1,4 +1,4 @@
-"""A supervised process: restarts, pauses, ends, and dies with its parent."""
+"""A supervised process is restarted with pauses, is stopped, and dies with its parent."""
 
 import asyncio
 import os
@@ -10,15 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from ktqueue.workers.supervision import child as child_module
-from ktqueue.workers.supervision.child import Child, ProcessFailed
+from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, Child, ProcessFailed
 from ktqueue.workers.supervision.process import Command
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
-def child_of(command: list[str], log_path: Path, **settings: frozenset[int]) -> Child:
-    return Child("thing", Command(command, os.environ), log_path=log_path, **settings)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def child_of(command: list[str], log_path: Path, final_codes: frozenset[int] = frozenset()) -> Child:
+    return Child(
+        "thing",
+        Command(command, os.environ),
+        log_path=log_path,
+        final_codes=final_codes,
+        longest_pause_seconds=0.01,
+    )
 
 
 async def running_pid(child: Child, other_than: int | None = None) -> int:
@@ -42,7 +50,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_a_dead_process_is_started_again_at_once_and_stops_when_told(tmp_path: Path) -> None:
+async def test_a_dead_process_is_started_again_at_once_and_can_be_stopped(tmp_path: Path) -> None:
     child = child_of(SLEEPS, tmp_path / "log")
     watching = asyncio.create_task(child.run())
     first = await running_pid(child)
@@ -58,10 +66,7 @@ async def test_a_dead_process_is_started_again_at_once_and_stops_when_told(tmp_p
     assert child.pid is None
 
 
-async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_module, "FIRST_PAUSE", 0.01)
+async def test_a_process_that_keeps_dying_is_given_up_and_its_log_is_shown(tmp_path: Path) -> None:
     child = child_of([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path / "log")
     with pytest.raises(ProcessFailed, match=r"died 5 times.*code 1\n  no such model"):
         await child.run()
@@ -70,19 +75,19 @@ async def test_a_process_that_keeps_dying_is_given_up_with_its_last_words(
 
 @pytest.mark.parametrize(("script", "code"), [("kill -9 $$", -signal.SIGKILL), ("exit 0", 0)])
 async def test_a_process_that_others_end_is_always_started_again(script: str, code: int, tmp_path: Path) -> None:
-    died: list[tuple[int, int]] = []
+    deaths: list[tuple[int, int]] = []
     command = Command(["sh", "-c", script], os.environ)
     child = Child(
         "thing",
         command,
         log_path=tmp_path / "log",
-        on_death=lambda pid, code: died.append((pid, code)),
-        longest_pause=0.01,
+        on_death=lambda pid, code: deaths.append((pid, code)),
+        longest_pause_seconds=0.01,
     )
     watching = asyncio.create_task(child.run())
-    await until(lambda: child.deaths > 2 * child_module.MAX_QUICK_DEATHS)
-    assert len(set(died)) == len(died) >= 2 * child_module.MAX_QUICK_DEATHS
-    assert {returned for _, returned in died} == {code}
+    await until(lambda: child.deaths > 2 * MAX_QUICK_DEATHS)
+    assert len(set(deaths)) == len(deaths) >= 2 * MAX_QUICK_DEATHS
+    assert {returned for _, returned in deaths} == {code}
     child.stop()
     await child.ended(5.0)
     await watching
@@ -107,7 +112,7 @@ async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-async def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
+async def test_a_process_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, os, sys\n"
@@ -122,9 +127,8 @@ async def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
         "    await task\n"
         "asyncio.run(main())\n"
     )
-    root = str(Path(child_module.__file__).parents[2])
     parent = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert parent.stdout is not None
     pid = int(await parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""A supervisor ends the leases of a process that it saw end, and of no other that looks like it."""
+"""A supervisor releases the leases of a process that has exited, and of no other process."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
-from ktqueue.workers.supervision.lease_release import bury
+from ktqueue.workers.supervision.lease_release import release_leases_of
 
 CARD = ModelCard(
     name="tale", created=1, max_model_len=512, vocab_size=256, architecture="test", quantization="none", max_num_seqs=4
@@ -23,21 +23,21 @@ CARD = ModelCard(
 
 @pytest.fixture
 def config(broker_config: BrokerConfig) -> BrokerConfig:
-    """A lease that does not lapse meanwhile."""
+    """Leases that do not expire during the test."""
     return replace(broker_config, lease_seconds=30.0)
 
 
 async def test_the_leases_of_a_process_end_with_it(config: BrokerConfig) -> None:
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, CARD)
-        await bury(config, os.getpid() + 1, -signal.SIGKILL)
-        assert [one.worker_id for one in await broker.models.workers()] == [lease.id]
-        await bury(config, os.getpid(), -signal.SIGKILL)
+        await release_leases_of(config, os.getpid() + 1, -signal.SIGKILL)
+        assert [worker.worker_id for worker in await broker.models.workers()] == [lease.id]
+        await release_leases_of(config, os.getpid(), -signal.SIGKILL)
         assert await broker.models.workers() == []
         await lease.close()
 
 
-async def test_a_process_of_that_number_in_another_container_is_another(
+async def test_a_process_with_the_same_id_in_another_container_keeps_its_lease(
     config: BrokerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "namespace"
@@ -46,22 +46,22 @@ async def test_a_process_of_that_number_in_another_container_is_another(
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(process_name, "NAMESPACE", other)
             lease = await Lease.register(broker, CARD)
-        await bury(config, os.getpid(), -signal.SIGKILL)
-        assert [one.worker_id for one in await broker.models.workers()] == [lease.id]
+        await release_leases_of(config, os.getpid(), -signal.SIGKILL)
+        assert [worker.worker_id for worker in await broker.models.workers()] == [lease.id]
         await lease.close()
 
 
-async def test_what_the_machine_did_is_no_jobs_try(config: BrokerConfig) -> None:
-    """A process that SIGBUS ended had a file cut under it, or no memory; one that SIGSEGV ended had perhaps the job."""
-    tries = config.max_attempts
+async def test_a_fault_of_the_machine_does_not_count_as_an_attempt(config: BrokerConfig) -> None:
+    """SIGBUS comes from a truncated file or missing memory; SIGSEGV may come from the job."""
+    attempts = config.max_attempts
     async with await Broker.open(config) as broker:
         await (await Lease.register(broker, CARD)).close()
         job = await broker.jobs.submit(GenerationRequest(model="tale", prompt="Once"))
-        for number in [signal.SIGBUS] * tries + [signal.SIGSEGV] * tries:
+        for number in [signal.SIGBUS] * attempts + [signal.SIGSEGV] * attempts:
             assert (await broker.jobs.get(job.id)).state is JobState.QUEUED
             lease = await Lease.register(broker, CARD)
             assert [claim.job_id for claim in await lease.claim(1)] == [job.id]
-            await bury(config, os.getpid(), -number)
+            await release_leases_of(config, os.getpid(), -number)
             await lease.close()
         record = await broker.jobs.get(job.id)
         assert (record.state, record.error and record.error.code) == (JobState.FAILED, "poison_job")

@@ -1,4 +1,4 @@
-"""Logs of supervised processes: bounded, private, and nothing lost while a process goes on writing."""
+"""Logs of supervised processes are bounded and private. Nothing is lost while a process continues to write."""
 
 import stat
 import subprocess
@@ -12,7 +12,7 @@ from ktqueue.workers.supervision.process import open_log
 WRITER = "import sys\nfor line in sys.stdin: print(line.strip() * 100, flush=True)"
 
 
-def test_a_process_that_goes_on_writing_keeps_to_the_size(tmp_path: Path) -> None:
+def test_the_log_of_a_writing_process_keeps_to_the_size(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     begin_log(path)
     with open_log(path) as sink:
@@ -33,10 +33,10 @@ def test_a_process_that_goes_on_writing_keeps_to_the_size(tmp_path: Path) -> Non
     assert [line[:4] for line in lines] == [str(number) for number in range(1000, 1020)]
     assert old.stat().st_size <= 4096 + 401
     assert new.stat().st_size <= 4096 + 401
-    assert {stat.S_IMODE(one.stat().st_mode) for one in (old, new)} == {0o600}
+    assert {stat.S_IMODE(log.stat().st_mode) for log in (old, new)} == {0o600}
 
 
-def test_what_is_far_too_long_is_cut(tmp_path: Path) -> None:
+def test_a_log_that_is_far_too_long_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "redis.log"
     path.write_bytes((b"x" * 99 + b"\n") * 1000 + b"the end\n")
     rotate(path, 4096)
@@ -46,7 +46,7 @@ def test_what_is_far_too_long_is_cut(tmp_path: Path) -> None:
     assert kept.endswith(b"the end\n")
 
 
-def test_all_logs_of_a_folder_are_kept_short(tmp_path: Path) -> None:
+def test_all_logs_of_a_folder_are_limited(tmp_path: Path) -> None:
     for name in ("redis.log", "gateway.log"):
         (tmp_path / name).write_bytes(b"x" * 5000)
     rotate_all(tmp_path, 4096)

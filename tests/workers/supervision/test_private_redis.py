@@ -1,4 +1,4 @@
-"""The private Redis under supervision: back whatever kills it, also while it starts; given up when it cannot start."""
+"""The supervised private Redis is restarted whatever kills it, and given up if it cannot start."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_comes_back_however_often_it_is_killed_also_while_it_starts(
+async def test_it_is_restarted_however_often_it_is_killed_also_during_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
@@ -51,7 +51,7 @@ async def test_it_comes_back_however_often_it_is_killed_also_while_it_starts(
     await redis.stop()
 
 
-async def test_it_is_given_up_when_it_cannot_start(tmp_path: Path) -> None:
+async def test_it_is_given_up_if_it_cannot_start(tmp_path: Path) -> None:
     redis = PrivateRedis(tmp_path, "process")
     await redis.start()
     pid = redis.pid

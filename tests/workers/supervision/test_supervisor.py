@@ -1,4 +1,4 @@
-"""A start that cannot succeed says why, and leaves nothing running."""
+"""A start that cannot succeed says why and leaves no process behind."""
 
 import socket
 from pathlib import Path
@@ -33,26 +33,26 @@ def test_settings_reach_a_child_through_its_environment() -> None:
     assert config_environment(Config()) == {}
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_at_once(redis_url: str, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported_at_once(redis_url: str, tmp_path: Path) -> None:
     config = Config(
         broker=BrokerConfig(url=redis_url, state_dir=str(tmp_path)),
         engine=EngineConfig(model=str(tmp_path / "nowhere.gguf"), host_memory_utilization=0.6),
         gateway=GatewayConfig(port=0),
     )
-    told: list[str] = []
-    up = Supervisor(config, workers=3, report=told.append)
+    reports: list[str] = []
+    up = Supervisor(config, workers=3, report=reports.append)
     with pytest.raises(ProcessFailed, match=r"(?s)fork-server ended with code 2.*nowhere.gguf"):
         await up.__aenter__()
-    assert told[0] == "waiting for the gateway"
+    assert reports[0] == "waiting for the gateway"
     assert up.gateway.pid is None
     assert up.workers[0].pid is None
     assert up.fork_server is not None
     assert up.fork_server.pid is None
     assert up.fork_server.deaths == 1
-    assert up.config.engine.host_memory_utilization == pytest.approx(0.6 / 3)  # they share the machine
+    assert up.config.engine.host_memory_utilization == pytest.approx(0.6 / 3)  # the workers share the memory
 
 
-async def test_a_port_that_is_taken_is_named(redis_url: str, tmp_path: Path) -> None:
+async def test_a_port_in_use_is_named(redis_url: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config(broker=BrokerConfig(url=redis_url, state_dir=str(tmp_path)), gateway=GatewayConfig(port=port))

@@ -1,4 +1,4 @@
-"""Forks: the supervisor's side of the fork server: starts it, and has it make workers. Knows no model."""
+"""ForkClient: the supervisor's side of the fork server. It starts the server and asks for workers. Knows no model."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ COMMAND = [sys.executable, "-P", "-m", "ktqueue.workers.supervision.fork_server"
 log = logging.getLogger(__name__)
 
 
-class Forked:
-    """A forked process; see Process. It counts as killed when the fork server is gone."""
+class ForkedProcess:
+    """A process that the fork server made; see Process. If the fork server dies, the process counts as killed."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -49,26 +49,26 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
-    def end(self, code: int) -> None:
-        """It has ended."""
+    def mark_ended(self, code: int) -> None:
+        """Record that it has ended with this return code."""
         self._code = code
         self._ended.set()
 
 
-class Forks:
-    """`launch` starts the fork server, `fork` a worker, each as a Child starts its process."""
+class ForkClient:
+    """`launch` starts the fork server and `fork` a worker. A Child takes either to start its process."""
 
     def __init__(self, environment: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
         self._command = Command(command, environment)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
-        self._asked: deque[asyncio.Future[Process | None]] = deque()  # None: the server went away
-        self._running: dict[int, Forked] = {}
+        self._answers: deque[asyncio.Future[Process | None]] = deque()  # of requests; None: the server died
+        self._running: dict[int, ForkedProcess] = {}
 
     async def launch(self, log_path: Path) -> Process:
         """Start the fork server."""
-        if self._reading is not None:  # of a server that has died
+        if self._reading is not None:  # from an earlier server, which has died
             await self._reading
         ours, theirs = socket.socketpair()
         with theirs:
@@ -79,19 +79,19 @@ class Forks:
         return process
 
     async def fork(self, log_path: Path) -> Process:
-        """A worker, as soon as the fork server has loaded its model."""
+        """Fork a worker, as soon as the fork server has loaded its model."""
         while True:
             await self._connected.wait()
             assert self._writer is not None
             answer: asyncio.Future[Process | None] = asyncio.get_running_loop().create_future()
-            self._asked.append(answer)
+            self._answers.append(answer)
             self._writer.write(json.dumps({"log": str(log_path)}).encode() + b"\n")
             process = await answer
             if process is not None:
                 return process
 
     async def closed(self) -> None:
-        """Wait until the fork server, which must have ended, is forgotten."""
+        """Wait until the connection to a fork server that has ended is closed."""
         if self._reading is not None:
             await self._reading
 
@@ -99,27 +99,27 @@ class Forks:
         try:
             with contextlib.suppress(ConnectionError):
                 while line := await reader.readline():
-                    self._heard(json.loads(line))
+                    self._receive(json.loads(line))
         finally:
             self._connected.clear()
-            for answer in self._asked:
+            for answer in self._answers:
                 if not answer.done():
                     answer.set_result(None)
-            self._asked.clear()
+            self._answers.clear()
             for process in self._running.values():
-                process.end(-signal.SIGKILL)  # the kernel sees to it
+                process.mark_ended(-signal.SIGKILL)  # the kernel kills it
             self._running.clear()
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _heard(self, message: dict[str, int]) -> None:
+    def _receive(self, message: dict[str, int]) -> None:
         if "ended" in message:
-            self._running.pop(message["ended"]).end(message["code"])
+            self._running.pop(message["ended"]).mark_ended(message["code"])
             return
-        process = self._running[message["pid"]] = Forked(message["pid"])
-        answer = self._asked.popleft()
-        if answer.done():  # whoever asked has left
+        process = self._running[message["pid"]] = ForkedProcess(message["pid"])
+        answer = self._answers.popleft()
+        if answer.done():  # the request was cancelled
             process.send_signal(signal.SIGKILL)
         else:
             answer.set_result(process)
