@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
-from ktqueue.operators.gpu.attention.page_lists import PageLists, check_decode_step, page_lists, staged
+from ktqueue.operators.gpu.attention.page_lists import (
+    PageLists,
+    check_decode_step,
+    one_page_each,
+    page_lists,
+    staged,
+    views_of,
+)
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
@@ -85,8 +92,7 @@ class FlashInferDecodePlan(FlashInferPlan):
         self._pages = pages
         self._limits = limits
         self._options = options
-        one_page = np.ones(limits[0], dtype=np.int32)
-        self._plan(PageLists(np.arange(limits[0] + 1, dtype=np.int32), one_page * 0, one_page, one_page))
+        self._plan(one_page_each(limits[0]))
 
     def update(self, host: StepContext) -> None:
         """See DecodePlan."""
@@ -94,22 +100,15 @@ class FlashInferDecodePlan(FlashInferPlan):
         self._plan(page_lists(host, self._limits[2]))
 
     def _plan(self, lists: PageLists) -> None:
-        host, (starts, last, contexts, pages) = staged(
-            [lists.starts, lists.last, lists.contexts, lists.pages], self._pages.device
-        )
-        rows, listed = len(lists.last), len(lists.pages)
+        arrays = [lists.starts, lists.last, lists.contexts, lists.pages]
+        host, offsets = staged(arrays, self._pages.device)
+        starts, last, contexts, pages = views_of(host, arrays, offsets)
         # Only the list of pages is long. The wrapper would wait for its copy from the host, but does not copy a list
         # that is already in its own buffer.
-        page_list = self._pages[:listed]
-        page_list.copy_(host[pages : pages + listed], non_blocking=True)
+        page_list = self._pages[: len(pages)]
+        page_list.copy_(pages, non_blocking=True)
         for window, wrapper in self._wrappers.items():
-            wrapper.plan(
-                host[starts : starts + rows + 1],
-                page_list,
-                host[last : last + rows],
-                seq_lens=host[contexts : contexts + rows],
-                **self._options[window],
-            )
+            wrapper.plan(starts, page_list, last, seq_lens=contexts, **self._options[window])
 
 
 class FlashInferPlanner:
@@ -160,9 +159,7 @@ class FlashInferPlanner:
         starts = host.query_starts.numpy()
         arrays = [starts, lists.starts, lists.pages, lists.last, lists.contexts]
         pinned, offsets = staged(arrays, self._device)
-        queries, firsts, pages, last, contexts = (
-            pinned[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=True)
-        )
+        queries, firsts, pages, last, contexts = views_of(pinned, arrays, offsets)
         for window, wrapper in self._prefill.items():
             wrapper.plan(
                 queries,

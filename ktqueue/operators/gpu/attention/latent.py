@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ktqueue.operators.gpu.attention.page_lists import Indices, page_lists, staged
+from ktqueue.operators.gpu.attention.page_lists import Indices, page_lists, sent
 from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Tables, looked_up, padded, precision
 from ktqueue.operators.gpu.attention.triton_decode import MAX_SPLITS, join, key_share, partial_bytes, partial_results
@@ -171,11 +171,7 @@ class LatentPlanner(TritonPlanner):
         tokens = np.arange(len(row_of), dtype=np.int32)
         contexts = (lists.contexts - starts[1:])[row_of] + tokens + 1  # the row's last token sees all of its keys
         arrays = [lists.starts, contexts.astype(np.int32), row_of, lists.pages]
-        on_host, offsets = staged(arrays, self._device)
-        on_device = on_host.to(self._device, non_blocking=True)
-        page_starts, seen, rows, pages = (
-            on_device[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=True)
-        )
+        page_starts, seen, rows, pages = sent(arrays, self._device)
         decode = self._decode_rows(len(tokens), rows, int(contexts.max()))
         return LatentPlan(Tables(page_starts=page_starts, contexts=seen, pages=pages), decode, None)
 

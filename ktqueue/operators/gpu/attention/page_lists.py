@@ -45,6 +45,12 @@ def page_lists(host: StepContext, page_size: int) -> PageLists:
     return PageLists(starts, pages, contexts, contexts - (counts - 1) * page_size)
 
 
+def one_page_each(rows: int) -> PageLists:
+    """The lists of `rows` rows of length 1 on page 0, for which decode plans are made."""
+    ones = np.ones(rows, dtype=np.int32)
+    return PageLists(np.arange(rows + 1, dtype=np.int32), ones * 0, ones, ones)
+
+
 def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: int) -> None:
     """Raise ValueError unless `host` has `rows` rows of one token each and at most `max_pages` pages."""
     step_rows, tokens = len(host.context_lengths), len(host.slot_mapping)
@@ -70,3 +76,14 @@ def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, l
     for array, offset in zip(arrays, offsets, strict=True):
         view[offset : offset + array.size] = array.reshape(-1)
     return host, offsets
+
+
+def views_of(packed: torch.Tensor, arrays: list[Indices], offsets: list[int]) -> list[torch.Tensor]:
+    """The part of `packed` [elements] that belongs to each array, as `staged` has put them there."""
+    return [packed[offset : offset + array.size] for array, offset in zip(arrays, offsets, strict=True)]
+
+
+def sent(arrays: list[Indices], device: torch.device) -> list[torch.Tensor]:
+    """Copy the arrays to the device in one piece, without waiting. Returns them flat, [size] int32 each."""
+    host, offsets = staged(arrays, device)
+    return views_of(host.to(device, non_blocking=True), arrays, offsets)

@@ -9,7 +9,7 @@ from ktqueue.operators.step import StepContext
 
 
 class TorchPlan:
-    """Attends for the step of its last update. `host`: that step; None before the first update."""
+    """Attends for one step. `host`: that step; None: a decode plan before its first update."""
 
     def __init__(self, host: StepContext | None) -> None:
         self._host = host

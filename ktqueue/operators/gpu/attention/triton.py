@@ -4,7 +4,15 @@ import numpy as np
 import torch
 
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
-from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, check_decode_step, page_lists, staged
+from ktqueue.operators.gpu.attention.page_lists import (
+    Indices,
+    PageLists,
+    check_decode_step,
+    one_page_each,
+    page_lists,
+    sent,
+    staged,
+)
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
 from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
@@ -39,9 +47,7 @@ class TritonDecodePlan(TritonPlan):
 
     def __init__(self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows) -> None:
         self._limits = rows, max_pages, page_size
-        one_page = np.ones(rows, dtype=np.int32)
-        lists = PageLists(np.arange(rows + 1, dtype=np.int32), one_page * 0, one_page, one_page)
-        host, (starts, contexts, pages) = staged(self._arrays(lists), device)
+        host, (starts, contexts, pages) = staged(self._arrays(one_page_each(rows)), device)
         with torch.inference_mode(False):  # so that it can be written in any mode
             self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
         self._write(host)
@@ -99,19 +105,13 @@ class TritonPlanner:
         chunks = np.diff(starts)
         single = np.flatnonzero(chunks == 1).astype(np.int32)
         tiles = self._tiles(chunks, lists.contexts)
-        on_host, offsets = staged([starts, lists.starts, lists.contexts, lists.pages, single, tiles], self._device)
-        arrays = on_host.to(self._device, non_blocking=True)
-        tables = Tables(
-            query_starts=arrays[offsets[0] : offsets[1]],
-            page_starts=arrays[offsets[1] : offsets[2]],
-            contexts=arrays[offsets[2] : offsets[3]],
-            pages=arrays[offsets[3] : offsets[4]],
-        )
+        arrays = [starts, lists.starts, lists.contexts, lists.pages, single, tiles]
+        query_starts, page_starts, contexts, pages, rows, flat_tiles = sent(arrays, self._device)
+        tables = Tables(page_starts, pages, contexts, query_starts)
         decode = None
         if len(single):
-            rows = arrays[offsets[4] : offsets[4] + len(single)]
             decode = self._decode_rows(len(single), rows, int(lists.contexts[single].max()))
-        on_device = arrays[offsets[5] : offsets[5] + tiles.size].view(-1, 2) if len(tiles) else None
+        on_device = flat_tiles.view(-1, 2) if len(tiles) else None
         return TritonPlan(tables, decode, on_device)
 
     def decode_plan(self, rows: int, max_pages: int) -> TritonDecodePlan:
