@@ -94,27 +94,27 @@ def build_checkpoint(
 
 
 def _file_tensors(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
-    stored: dict[str, CheckpointTensor] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     for part in parts:
         for info in part.tensors:
-            if info.name in stored:
+            if info.name in tensors:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
-            stored[info.name] = CheckpointTensor.from_file(
+            tensors[info.name] = CheckpointTensor.from_file(
                 part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
             )
-    return stored
+    return tensors
 
 
-def _rope_with_factors(path: str, config: dict[str, Any], stored: CheckpointTensor) -> dict[str, Any]:
+def _rope_with_factors(path: str, config: dict[str, Any], factors_tensor: CheckpointTensor) -> dict[str, Any]:
     rope, head_dim = config["rope_parameters"], config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    factors = stored.decode(torch.float32).numpy()
+    factors = factors_tensor.decode(torch.float32).numpy()
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"{path}: tensor {stored.name!r} and rope.scaling.type {rope['rope_type']!r} cannot be combined"
+            f"{path}: tensor {factors_tensor.name!r} and rope.scaling.type {rope['rope_type']!r} cannot be combined"
         )
     if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
-        raise CheckpointError(f"{path}: tensor {stored.name!r} must hold {head_dim // 2} positive numbers")
+        raise CheckpointError(f"{path}: tensor {factors_tensor.name!r} must hold {head_dim // 2} positive numbers")
     return longrope_parameters(rope, factors, config["max_position_embeddings"])
 
 

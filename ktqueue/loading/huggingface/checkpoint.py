@@ -24,7 +24,6 @@ from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
-_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; it is always computed
@@ -37,7 +36,7 @@ def open_folder(folder: Path) -> Checkpoint:
     check_quantization(config, str(folder))
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
-    extra = _multi_token_layers(config)
+    multi_token_layers = _multi_token_layers(config)
     module_name = module_name_function(config)
     for file in weight_files(folder):
         maps.append(map_file(file))
@@ -46,7 +45,7 @@ def open_folder(folder: Path) -> Checkpoint:
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             layer = _LAYER.match(name)
-            if not _DERIVED.search(name) and not (layer and int(layer[1]) in extra):
+            if not _DERIVED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
                 tensors[name] = tensor
     dense, experts = _group(folder, tensors)
     return Checkpoint(str(folder), config, dense, experts, maps)
@@ -62,10 +61,9 @@ def _multi_token_layers(config: dict[str, Any]) -> range:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a folder's weights: the single file if there is one, as in transformers, or those of the
-    index.
+    """Return the files of a folder's weights: the single file if there is one, or those of the index.
 
-    Raises CheckpointError.
+    transformers has the same precedence. Raises CheckpointError.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
@@ -104,7 +102,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> Checkpo
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
     if min(shape, default=1) == 0:
         raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
-    tensor = CheckpointTensor.from_file(path, name, _TYPES.get(dtype, dtype), shape or (1,), start + begin, file)
+    tensor = CheckpointTensor.from_file(path, name, dtype, shape or (1,), start + begin, file)
     if tensor.data.size != end - begin:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {end - begin} bytes are stored, but its shape needs {tensor.data.size}"

@@ -88,9 +88,7 @@ def _list(model: HubModel) -> tuple[str, list[HubFile], dict[str, str]]:
 def _fetch(model: HubModel, file: HubFile, commit: str) -> None:
     """Download a file, continuing an earlier attempt, and enter it in the cache."""
     try:
-        if (
-            file.size > SMALL_FILE and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
-        ):  # larger ones need its own protocol
+        if SMALL_FILE < file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger files need the hub's own protocol
             _resume(model, file, commit)
         hf_hub_download(model.repository, file.path, revision=commit)
     except (ConfigError, CheckpointError):
