@@ -21,8 +21,8 @@
 // Why nothing is read before it is written:
 // - C3 reads what G1 wrote: G3 comes after G1 for the whole system because of its fence, and C1 reads the value of G3
 //   with acquire, so C3 comes after both. Writes of a device over PCIe to system memory are coherent with CPU caches.
-// - G5 reads what C3 wrote: C4 is a release, so a reader of its value also sees C3, and G5 is enqueued behind G4. A kernel that
-//   reads the output in place must bypass its caches, which may hold lines of an earlier task.
+// - G5 reads what C3 wrote: C4 is a release, so a reader of its value also sees C3, and G5 is enqueued behind G4. A
+//   kernel that reads the output in place must bypass its caches, which may hold lines of an earlier task.
 // - G4 does not accept an old value: G2 removed it. C4 of an earlier task comes before G4 of that task, so before G2.
 // - C2 removes no newer request: G3 of the next task comes after G4 of this one, which saw C4, and C2 comes before C4
 //   (release). No request is served twice: C1 reads the next one only after C2.
@@ -34,9 +34,9 @@
 // these ids while G still writes them. Then it fetches the wrong experts, or none, and results are the same.
 //
 // When a layer throws, the rows of the task become NaN, the message is kept for the next take_error(), and C4 happens
-// as usual, so the GPU never waits for a failed task. When a task, or the fetch after it, does not end in time, a second
-// thread declares the service broken: it answers this request and all later ones without running anything. So the GPU
-// continues and the process can end. The error then stays.
+// as usual, so the GPU never waits for a failed task. When a task, or the fetch after it, does not end in time, a
+// second thread declares the service broken: it answers this request and all later ones without running anything. So
+// the GPU continues and the process can end. The error then stays.
 #pragma once
 
 #include <cstdint>
@@ -65,8 +65,8 @@ struct HandoffMemory {
 };
 
 struct HandoffTimes {
-    // After this time without a request the thread naps between two reads of the word: for a twentieth of the time that it has been
-    // idle, at most 5 ms. (On a cloud machine that took 0.8 % of a CPU; spinning takes all of one.)
+    // After this time without a request the thread naps between two reads of the word: for a twentieth of the time that
+    // it has been idle, at most 5 ms. (On a cloud machine that took 0.8 % of a CPU; spinning takes all of one.)
     double idle_seconds = 0.02;
     double stuck_seconds = 60.0;  // a task that takes longer breaks the service
 };
