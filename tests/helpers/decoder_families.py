@@ -73,12 +73,12 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, **changes: Any) -> Any:
-    """A random float32 model of transformers with its own attention, and its layout."""
+    """Make a random float32 model of transformers with its own attention."""
     kind, values = {**FAMILIES, **LATENT_FAMILIES}[family]
     config = transformers.CONFIG_MAPPING[kind](**{**COMMON, **values, **changes})
     torch.manual_seed(3)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    factory: Any = transformers.AutoModelForCausalLM
+    model = factory.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
@@ -90,13 +90,13 @@ def make_model(family: str, **changes: Any) -> Any:
 
 
 def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
-    """The planner that a worker would make."""
+    """Make the planner that a worker would make."""
     windows = frozenset(layer.sliding_window for layer in facts.layers)
     return make_planner(layout, heads=facts.heads, scaling=facts.scaling, windows=windows, device=device)
 
 
 class Cache:
-    """Sequences that are fed in any chunks; `layout` as a worker would make it. `planner`: of attention on a GPU."""
+    """Sequences that are fed in any chunks. planner: makes the planner of a GPU; None: attention on the CPU."""
 
     def __init__(self, decoder: Any, pages: int = 64, *, device: str = "cpu", planner: Any = None) -> None:
         facts = facts_of(decoder) if isinstance(decoder, PreTrainedModel) else decoder.facts
@@ -119,11 +119,15 @@ class Cache:
     def step(
         self, chunks: dict[str, list[int]], scored: list[int] | None = None, live_tokens: int | None = None
     ) -> torch.Tensor:
-        """Feed each sequence its next tokens; logits [scored, vocab] of those places of the batch, by default all.
+        """Feed each sequence its next tokens. Returns logits [scored, vocab] of the scored tokens, by default all.
 
-        `live_tokens`: tokens from the first that are real; None: all.
+        live_tokens: number of real tokens, which come first; None: all.
         """
-        starts, contexts, slots, ids, positions = [0], [], [], [], []
+        starts = [0]
+        contexts: list[int] = []
+        slots: list[int] = []
+        ids: list[int] = []
+        positions: list[int] = []
         for name, chunk in chunks.items():
             pages, before = self.pages.setdefault(name, []), self.fed.get(name, 0)
             after = self.fed[name] = before + len(chunk)
@@ -131,7 +135,7 @@ class Cache:
                 pages.append(self._free.pop())
             ids += chunk
             positions += range(before, after)
-            slots += [pages[at // PAGE] * PAGE + at % PAGE for at in range(before, after)]
+            slots += [pages[position // PAGE] * PAGE + position % PAGE for position in range(before, after)]
             starts.append(len(ids))
             contexts.append(after)
         table = torch.zeros(len(chunks), max(len(self.pages[name]) for name in chunks), dtype=torch.int32)
@@ -144,26 +148,34 @@ class Cache:
             torch.tensor(slots),
             self.kv,
         )
-        given = {
+        inputs = {
             "input_ids": torch.tensor([ids]),
             "position_ids": torch.tensor([positions]),
             "logits_to_keep": torch.tensor(range(len(ids)) if scored is None else scored, dtype=torch.int64),
         }
         if self.planner is not None:
             step = self._planned(step, live_tokens)
-            given = {name: tensor.to(self._device) for name, tensor in given.items()}
-        return self._decoder(**given, use_cache=False, step=step).logits[0].float().cpu()
+            inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        logits: torch.Tensor = self._decoder(**inputs, use_cache=False, step=step).logits[0].float().cpu()
+        return logits
 
     def end(self, name: str) -> None:
-        """Forget a sequence; others may have its pages."""
+        """Forget a sequence and free its pages."""
         del self.fed[name]
         self._free += self.pages.pop(name)
 
     def _planned(self, host: StepContext, live_tokens: int | None) -> StepContext:
-        arrays = (host.query_starts, host.context_lengths, host.page_table, host.slot_mapping)
         live = None if live_tokens is None else torch.tensor([live_tokens], dtype=torch.int32, device=self._device)
         plan = self.planner.plan(host)
-        return StepContext(*(one.to(self._device) for one in arrays), self.kv, plan, live)
+        return StepContext(
+            host.query_starts.to(self._device),
+            host.context_lengths.to(self._device),
+            host.page_table.to(self._device),
+            host.slot_mapping.to(self._device),
+            self.kv,
+            plan,
+            live,
+        )
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -182,16 +194,18 @@ STEPS = [  # chunks of a prompt beside decode rows
 def feed(
     decoder: Any, steps: list[dict[str, tuple[int, int]]] = STEPS, *, device: str = "cpu", planner: Any = None
 ) -> dict[str, torch.Tensor]:
-    """[tokens, vocab] logits of every sequence, fed step by step."""
+    """Feed the sequences step by step. Returns logits [tokens, vocab] of each."""
     cache = Cache(decoder, device=device, planner=planner)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in SEQUENCES}
-    for one in steps:
-        logits = cache.step({name: SEQUENCES[name][first:last] for name, (first, last) in one.items()})
-        for name, part in zip(one, logits.split([last - first for first, last in one.values()]), strict=True):
+    for step in steps:
+        logits = cache.step({name: SEQUENCES[name][first:last] for name, (first, last) in step.items()})
+        sizes = [last - first for first, last in step.values()]
+        for name, part in zip(step, torch.split(logits, sizes), strict=True):
             found[name].append(part)
     return {name: torch.cat(parts) for name, parts in found.items() if parts}
 
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the logits [tokens, vocab] that the model of transformers gives for each sequence."""
     with torch.no_grad():
         return {name: model(torch.tensor([ids])).logits[0] for name, ids in SEQUENCES.items()}

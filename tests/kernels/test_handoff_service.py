@@ -89,7 +89,7 @@ def test_a_prediction_counts_for_the_next_task_only(gpu: Gpu, layers: list[nativ
         gpu.run(first, *rows, predicts=True)
         for number in numbers:
             gpu.run(number, *rows)
-        assert gpu.service.statistics.predicted - before == (0 if numbers[0] == first else len(rows[1].unique()))
+        assert gpu.service.statistics.predicted - before == (0 if numbers[0] == first else len(torch.unique(rows[1])))
 
 
 def test_an_error_gives_nan_and_is_reported_once(
