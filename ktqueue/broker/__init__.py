@@ -1,1 +1,1 @@
-"""Floor 1: jobs, journals and leases, kept in Redis. Knows no HTTP, no torch and no tokens' meaning."""
+"""Floor 1: jobs, journals and leases, kept in Redis. Knows neither HTTP nor torch, and not what tokens mean."""

@@ -1,4 +1,4 @@
-"""A process's hold on the broker: one connection pool, one subscription, and the nouns over them."""
+"""The broker of one process: connections to Redis, and jobs, journals, models and more on top of them."""
 
 import asyncio
 from pathlib import Path
@@ -11,23 +11,25 @@ from ktqueue.broker.journal import Journal
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.models import Models
 from ktqueue.broker.reaper import Reaper
-from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.connection import RedisConnection
 from ktqueue.broker.redis.hub import Hub
-from ktqueue.broker.redis.node import Lost
+from ktqueue.broker.redis.node import ServerLost
 from ktqueue.broker.redis.private_server import running_url
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.webhooks import Webhooks
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
-MAILBOX_BYTES = 1 << 20  # of one journal reader, unless said otherwise
-OPEN_PAUSE = 0.1  # seconds between tries to find a server
+MAILBOX_BYTES = 1 << 20  # default size of a journal reader's mailbox
+OPEN_PAUSE = 0.1  # seconds between attempts to find a server
 
 
 class Broker:
-    """One per process; made by `open`. Usable as an async context manager."""
+    """One per process, made by `open`. It is an async context manager."""
 
-    def __init__(self, connection: Connection, config: BrokerConfig, max_mailbox_bytes: int = MAILBOX_BYTES) -> None:
+    def __init__(
+        self, connection: RedisConnection, config: BrokerConfig, max_mailbox_bytes: int = MAILBOX_BYTES
+    ) -> None:
         self.config = config
         self.keys = Keys(config.prefix)
         self.scripts = Scripts(connection, self.keys, config)
@@ -41,22 +43,22 @@ class Broker:
 
     @classmethod
     async def open(cls, config: BrokerConfig, *, max_mailbox_bytes: int = MAILBOX_BYTES, patience: float = 0.0) -> Self:
-        """Find the server and check it: 6.2 at least, evicting nothing, no replica, as durable as the settings ask.
+        """Find the server and check it: version 6.2 or newer, no eviction, no replica, durable as the settings require.
 
-        While the server is away, the search is repeated for `patience` seconds.
-        Without a URL: the private server that runs on the state folder. Raises Unavailable, ConfigError.
+        Without a URL, this is the private server that runs on the state folder. While no server answers, the search is
+        repeated for `patience` seconds. Raises Unavailable or ConfigError.
         """
         url = config.url or running_url(config.state_dir)
         if url is None:
             raise _nothing_runs(config)
-        connection = Connection(url, config, Keys(config.prefix).tag)
+        connection = RedisConnection(url, config, Keys(config.prefix).tag)
         end = asyncio.get_running_loop().time() + patience
         try:
             while True:
                 try:
                     await connection.open()
                     break
-                except Lost:
+                except ServerLost:
                     if asyncio.get_running_loop().time() + OPEN_PAUSE > end:
                         raise
                 await asyncio.sleep(OPEN_PAUSE)
@@ -66,11 +68,11 @@ class Broker:
         return cls(connection, config, max_mailbox_bytes)
 
     def reaper(self) -> Reaper:
-        """The housekeeping loop of this process."""
+        """Make the housekeeping loop of this process."""
         return Reaper(self.scripts, self.config)
 
     async def close(self) -> None:
-        """Drop all connections. Leases are closed by their owners, before."""
+        """Close all connections. Close leases before."""
         await self.hub.close()
         await self._connection.close()
 
@@ -86,7 +88,7 @@ class Broker:
 def _nothing_runs(config: BrokerConfig) -> Unavailable:
     return Unavailable(
         f"no Redis: broker.url is not set, and no `ktqueue up` runs on {Path(config.state_dir).absolute()}; "
-        "start one there, or point to one that runs: KTQUEUE_BROKER_STATE_DIR or --state-dir for its folder, "
+        "start one there, or name one that runs: KTQUEUE_BROKER_STATE_DIR or --state-dir for its folder, "
         "KTQUEUE_BROKER_URL or --redis-url for its Redis",
         param="broker.url",
     )

@@ -1,4 +1,4 @@
-"""Which job answers in a conversation now, so that a reader who knows the conversation alone finds its stream."""
+"""Finds the job that answers in a conversation, for a reader that knows only the conversation's id."""
 
 from dataclasses import dataclass
 
@@ -12,32 +12,32 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The latest answer of a conversation: its job, and whether its stream ends with a chunk of usage."""
+class LatestAnswer:
+    """The latest answer of a conversation: its job, and whether its stream ends with a usage chunk."""
 
     job_id: str
     include_usage: bool
 
 
 class Conversations:
-    """By tenant and the client's own id; forgotten after the idempotency TTL. Every call raises Unavailable."""
+    """Latest answers by tenant and conversation id, kept for the idempotency TTL. Every call may raise Unavailable."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._ttl = milliseconds(config.idempotency_ttl)
 
-    async def begin(self, tenant: str, conversation_id: str, turn: Turn) -> Turn | None:
-        """A new answer begins; the one that it takes the place of."""
-        value = dumps({"v": _VERSION, "job": turn.job_id, "usage": turn.include_usage})
+    async def begin(self, tenant: str, conversation_id: str, answer: LatestAnswer) -> LatestAnswer | None:
+        """Store a new answer. Returns the answer before it."""
+        value = dumps({"v": _VERSION, "job": answer.job_id, "usage": answer.include_usage})
         return _decoded(await self._scripts.call("conversation", digest(tenant, conversation_id), value, self._ttl))
 
-    async def find(self, tenant: str, conversation_id: str) -> Turn | None:
-        """The latest answer; None for a conversation that is unknown or forgotten."""
+    async def find(self, tenant: str, conversation_id: str) -> LatestAnswer | None:
+        """The latest answer, or None if the conversation is unknown or has expired."""
         return _decoded(await self._scripts.call("conversation", digest(tenant, conversation_id), "", self._ttl))
 
 
-def _decoded(value: bytes | None) -> Turn | None:
+def _decoded(value: bytes | None) -> LatestAnswer | None:
     if value is None:
         return None
     fields = loads(value)
-    return Turn(fields["job"], fields["usage"]) if fields.get("v") == _VERSION else None
+    return LatestAnswer(fields["job"], fields["usage"]) if fields.get("v") == _VERSION else None

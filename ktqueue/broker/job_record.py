@@ -1,12 +1,12 @@
-"""The broker's record of a job, as readers see it. Knows how the scripts lay it out, not how to fetch it."""
+"""The broker's record of a job. Decodes the scripts' replies, but does not call them."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ktqueue.broker.limits import Standing
+from ktqueue.broker.limits import TenantUsage
 from ktqueue.core.codec import CodecError, decode_event, decode_request
-from ktqueue.core.errors import ErrorInfo, InvalidRequest
+from ktqueue.core.errors import ErrorInfo, InvalidRequest, JobNotFound
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest, JobClass
 
@@ -17,13 +17,14 @@ MICROSECONDS = 1_000_000
 class JobRecord:
     """One job. Times are Unix seconds by the server's clock.
 
-    `request` is None where this version cannot read it: see `readable_request`. It is a summary once `request_dropped`:
-    its prompt, messages and tools are gone, which are kept for live and for failed jobs alone. `retried_as`: the job
-    that a failed one was sent again as. `digest`: of the worker that has it, or that it has begun with; None of a job
-    that has not.
-    `position` is its place in its queue, from 1, while it is queued. `attempts` counts the workers that
-    began it, those that gave it back aside. `usage` and `error` are those of its last event. `standing`, where `submit`
-    made the job just now, is what its tenant has left.
+    request: None if this version cannot read it (see `readable_request`). Once `request_dropped`, only a summary
+    without prompt, messages and tools: these are kept for live and failed jobs only.
+    retried_as: id of the job that repeats this failed one.
+    digest: model digest of the job's worker, or of the worker that started it; None before that.
+    position: place in its queue, from 1, while it is queued.
+    attempts: number of workers that started the job and did not hand it back.
+    usage, error: from its last event.
+    tenant_usage: what the tenant has left; only set by the `submit` that made the job.
     """
 
     id: str
@@ -34,7 +35,7 @@ class JobRecord:
     created_at: float
     request: GenerationRequest | None
     digest: str | None = None
-    fault: CodecError | InvalidRequest | None = None  # why there is no request
+    fault: CodecError | InvalidRequest | None = None  # why `request` is None
     started_at: float | None = None
     finished_at: float | None = None
     deadline: float | None = None
@@ -46,23 +47,25 @@ class JobRecord:
     cancel_requested: bool = False
     request_dropped: bool = False
     retried_as: str | None = None
-    standing: Standing | None = None
+    tenant_usage: TenantUsage | None = None
 
     @property
     def priority(self) -> int | None:
-        """Of its request: lower goes first."""
+        """Priority of its request; lower goes first."""
         return None if self.request is None else self.request.priority
 
     def readable_request(self) -> GenerationRequest:
-        """The request. Raises NewerFormat where a newer version wrote it, CodecError where it is none."""
+        """The request. Raises NewerFormat if a newer version wrote it, CodecError if it is damaged."""
         if self.request is None:
             raise self.fault or CodecError(f"the request of job {self.id} cannot be read")
         return self.request
 
 
 def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
-    """The reply of the `job` script, [fields and values, place or None], as a record. What this version cannot read is
-    left out."""
+    """Decode a job in a script's reply: [fields and values, place or None].
+
+    What this version cannot read is left out.
+    """
     flat, place = described
     assert isinstance(flat, list)
     values: dict[str, bytes] = {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
@@ -100,3 +103,8 @@ def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
 
 def _seconds(microseconds: bytes | None) -> float | None:
     return None if microseconds is None else int(microseconds) / MICROSECONDS
+
+
+def job_not_found(job_id: str) -> JobNotFound:
+    """The error for an unknown job, or one that the caller may not see."""
+    return JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")

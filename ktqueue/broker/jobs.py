@@ -1,4 +1,4 @@
-"""Jobs from the client's side: submit, look up, cancel, list, depth. Knows nothing of who runs them."""
+"""Jobs from the client's side: submit, get, cancel, retry, list, count. Knows nothing of workers."""
 
 import hashlib
 import re
@@ -6,19 +6,18 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job
-from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_error, limit_words, standing
+from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job, job_not_found
+from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_argument, limit_error, tenant_usage
 from ktqueue.broker.models import RETRY_NO_WORKER, Models, model_not_found
-from ktqueue.broker.prefix_hashes import prefix_names
-from ktqueue.broker.scripts import Refused, Scripts
-from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
+from ktqueue.broker.prefix_hashes import prefix_hashes
+from ktqueue.broker.scripts import ScriptRefused, Scripts
+from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
 from ktqueue.core.codec import encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
     InvalidRequest,
     JobConflict,
-    JobNotFound,
     KtqueueError,
     QueueFull,
     RequestTooLarge,
@@ -29,24 +28,24 @@ from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest, JobClass, summary_of
 from ktqueue.core.tenants import DEFAULT_TENANT
 
-__all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad", "not_found"]
+__all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad"]
 
 MAX_LISTED = 1_000
-MAX_LISTED_BYTES = 16 << 20  # of requests in one listing
-RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, when the queue is full
+MAX_LISTED_BYTES = 16 << 20  # bytes of requests in one listing
+RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, if the queue is full
 RETRY_NO_MEMORY = 5.0  # seconds
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _RETRIED = re.compile(r"(.+)-r(\d{1,9})")
-LONGEST_NAME = 116  # characters of an id that gets a number behind it
+LONGEST_NAME = 116  # characters of an id to which a number is appended
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Jobs of one model: waiting by class, and running.
+    """Numbers of jobs of one model: waiting by class, and running, of which `batch_running` are of the batch class.
 
-    `batch_running` of the running ones are of the batch class. Waits are seconds that the oldest waiting job of a class
-    has waited, by the server's clock; None where none waits. It is sought among the hundred that are first in line.
+    Waits are the seconds that the oldest waiting job of a class has waited, by the server's clock, or None if no job
+    waits. Only the first hundred jobs of each queue are compared.
     """
 
     model: str
@@ -60,9 +59,9 @@ class QueueDepth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundJobs:
-    """Waiting jobs of one model that only workers with this digest (None: any) can take, and that read this format.
+    """Waiting jobs of one model that only workers with this digest (None: any) and record format can take.
 
-    `unserved`: seconds since there was such a worker, or no other one either.
+    `unserved`: seconds since such a worker, or no worker of the model at all, was there.
     """
 
     model: str
@@ -75,9 +74,9 @@ class BoundJobs:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoad:
-    """Jobs of a tenant that count for its limits: waiting and running ones, waiting ones and the bytes of these.
+    """What counts for a tenant's limits: live jobs (waiting or running), queued jobs and their bytes.
 
-    `stored_bytes`: what all of its jobs hold in Redis, ended ones too until they are forgotten.
+    `stored_bytes`: memory that all its jobs take in Redis, including ended ones until they expire.
     """
 
     tenant: str
@@ -87,18 +86,18 @@ class TenantLoad:
     stored_bytes: int = field(default=0, compare=False)
 
 
-JobRecords = list[JobRecord]  # inside Jobs, `list` is a method
+JobRecords = list[JobRecord]  # because `list` is a method of Jobs
 QueueDepths = list[QueueDepth]
 
 
 class Jobs:
-    """All jobs of an installation. Every call raises Unavailable when Redis is away."""
+    """All jobs of an installation. Every call raises Unavailable if Redis does not answer."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._config = config
         self._models = Models(scripts)
-        self._terminal = Terminal.of(config)
+        self._terminal = TerminalEvents.of(config)
 
     async def submit(
         self,
@@ -109,22 +108,22 @@ class Jobs:
         tenant: str = DEFAULT_TENANT,
         limits: TenantLimits | None = None,
     ) -> JobRecord:
-        """Put a job into its queue. Once this has returned, the job ends in exactly one terminal state.
+        """Queue a job. Once this has returned, the job ends in exactly one terminal state.
 
-        The same `job_id`, or the same `idempotency_key` of a tenant, returns the job that is there already.
-        A request without a seed is given one, so that a resumed job repeats its noise.
+        The same `job_id`, or the same `idempotency_key` of a tenant, returns the existing job. A request without a seed
+        gets one, so that a resumed job repeats its noise.
 
-        With `limits`, even where all of them are None, the job counts among its tenant's, and reserves tokens until
-        its end tells how many it took. A submission sent twice counts once.
+        With `limits`, even if all of them are None, the job is counted for its tenant, and reserves tokens until its
+        end, when the real number is known. A submission that is sent twice counts once.
 
-        Raises ModelNotFound; Unavailable while no model is known; QueueFull; TenantLimitReached; RateLimitExceeded;
-        RequestTooLarge; IdempotencyConflict when the id or key was used with another request; JobConflict when the
-        key's job has been forgotten.
+        Raises ModelNotFound, QueueFull, TenantLimitReached, RateLimitExceeded, RequestTooLarge; Unavailable while no
+        model is known; IdempotencyConflict if the id or key was used for another request; JobConflict if the key's job
+        has expired.
         """
         body = encode_request(request)
         if len(body) > self._config.max_request_bytes:
             raise RequestTooLarge(
-                f"the request has {len(body)} bytes, at most {self._config.max_request_bytes} are allowed",
+                f"the request has {len(body)} bytes, but at most {self._config.max_request_bytes} are allowed",
                 limit=self._config.max_request_bytes,
                 value=len(body),
             )
@@ -157,13 +156,13 @@ class Jobs:
                 round(request.priority * self._config.priority_seconds * MICROSECONDS),
                 request.sampling.n,
                 self._config.max_queued_bytes,
-                limit_words(limits, cost),
+                limit_argument(limits, cost),
                 "" if request.webhook is None else 1,
-                " ".join(prefix_names(request)),
+                " ".join(prefix_hashes(request)),
                 encode_request(summary_of(stored)),
                 f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
             )
-        except Refused as refused:
+        except ScriptRefused as refused:
             if refused.code == "MODEL_UNKNOWN":
                 raise model_not_found(request.model, await self._models.cards()) from refused
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
@@ -185,7 +184,7 @@ class Jobs:
             worker_id=worker,
             position=reply[2] + 1 if worker is None else None,
             request=stored,
-            standing=standing(limits, reply[3:]),
+            tenant_usage=tenant_usage(limits, reply[3:]),
         )
 
     async def get(self, job_id: str) -> JobRecord:
@@ -193,7 +192,7 @@ class Jobs:
         return _found(job_id, await self._scripts.call("get_job", job_id))
 
     async def cancel(self, job_id: str) -> JobRecord:
-        """Stop a job: a queued one ends at once, a running one within a step, an ended one stays as it is.
+        """Cancel a job. A queued job ends at once, a running one within a step; an ended one stays as it is.
 
         Raises JobNotFound.
         """
@@ -204,19 +203,19 @@ class Jobs:
         return _found(job_id, reply)
 
     async def retry(self, job_id: str, *, limits: TenantLimits | None = None) -> JobRecord:
-        """Send a failed job again as a new job of the same tenant, which begins from the start. Returns the new job.
+        """Submit a failed job's request again, as a new job of the same tenant. Returns the new job.
 
-        A job is sent again once: another call returns the same new job, while that is known. `limits` as in `submit`.
+        A job is retried once: another call returns the same new job until that expires. `limits` as in `submit`.
 
-        Raises JobNotFound; JobConflict where the job has not failed or its request is no longer kept; what `submit`
-        raises.
+        Raises JobNotFound, what `submit` raises, and JobConflict if the job has not failed or its request is no longer
+        kept.
         """
         record = await self.get(job_id)
         if record.retried_as is not None:
             return await self.get(record.retried_as)
         if record.state is not JobState.FAILED:
             raise JobConflict(
-                f"the job {job_id} is {record.state}: only failed jobs are sent again",
+                f"the job {job_id} is {record.state}, but only failed jobs can be retried",
                 param="job_id",
                 limit="a failed job",
                 value=record.state.value,
@@ -228,7 +227,7 @@ class Jobs:
                 limit="a failed job with its request",
                 value=job_id,
             )
-        # The id follows from the old one, so that a call that is repeated makes no second job.
+        # The new id is derived from the old one, so that a repeated call makes no second job.
         request = record.readable_request()
         again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
         await self._scripts.call("mark_retried", job_id, again.id)
@@ -243,10 +242,10 @@ class Jobs:
         job_class: JobClass | None = None,
         model: str | None = None,
     ) -> JobRecords:
-        """Live jobs, then ended ones, newest first; fewer than `limit` where the requests are big.
+        """Live jobs, then ended ones, newest first. There are fewer than `limit` if the requests are big.
 
-        Those of one tenant, class or model, or of all. Looks at 2,000 live and 2,000 ended jobs, whosesoever they are.
-        A request that another version wrote and this one cannot decode is None.
+        Filters by state, tenant, class and model. Only the newest 2,000 live and 2,000 ended jobs of all tenants are
+        searched. A request that this version cannot decode is None.
         """
         reply = await self._scripts.call(
             "list_jobs",
@@ -260,7 +259,7 @@ class Jobs:
         return [decode_job(job_id.decode(), described) for job_id, described in reply]
 
     async def depth(self) -> QueueDepths:
-        """How much waits and runs, by model, for every model that is known or has jobs."""
+        """Numbers of waiting and running jobs, for every model that is known or has jobs."""
         by_model: dict[str, dict[JobClass, tuple[int, int, float | None]]] = {}
         for model, job_class, waiting, running, wait in await self._scripts.call("queue_depths"):
             seconds = None if wait is None else wait / MICROSECONDS
@@ -268,7 +267,7 @@ class Jobs:
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
-        """Waiting jobs that only some workers of their model can take: 64 groups at most, longest unserved first."""
+        """Waiting jobs that only some workers of their model can take: up to 64 groups, longest unserved first."""
         reply = await self._scripts.call("bound_jobs")
         return [
             BoundJobs(
@@ -283,7 +282,7 @@ class Jobs:
         ]
 
     async def tenant_loads(self, tenants: Sequence[str]) -> Sequence[TenantLoad]:
-        """What these tenants have in work."""
+        """What counts for these tenants' limits."""
         reply = await self._scripts.call("tenant_loads", *tenants)
         return [TenantLoad(name, *numbers) for name, numbers in zip(tenants, reply, strict=True)]
 
@@ -313,7 +312,7 @@ def _checked(job_id: str) -> str:
 
 
 def _next_id(job_id: str) -> str:
-    """The id of a job's next try: `job-1`, `job-1-r2`, `job-1-r3`."""
+    """The id of a job's retry: `job-1`, `job-1-r2`, `job-1-r3`."""
     match = _RETRIED.fullmatch(job_id)
     name, number = (match[1], int(match[2]) + 1) if match else (job_id, 2)
     if len(name) > LONGEST_NAME:
@@ -322,27 +321,22 @@ def _next_id(job_id: str) -> str:
 
 
 def digest(tenant: str, key: str) -> str:
-    """A tenant's own word as a part of a key: another tenant's is another one."""
+    """Digest of a tenant's idempotency key or conversation id, different for each tenant."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
 
 
 def _found(job_id: str, reply: Sequence[object] | None) -> JobRecord:
     if reply is None:
-        raise not_found(job_id)
+        raise job_not_found(job_id)
     return decode_job(job_id, reply)
 
 
-def not_found(job_id: str) -> JobNotFound:
-    """The error for an id that names no job, or none that the caller may see."""
-    return JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
-
-
-def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> KtqueueError:
+def _submit_error(refused: ScriptRefused, request: GenerationRequest, cap: int) -> KtqueueError:
     match refused.code:
         case "QUEUE_BYTES":
             waiting, limit = (int(word) for word in refused.detail.split())
             return QueueFull(
-                f"requests of {waiting} bytes wait, at most {limit} may",
+                f"requests of {waiting} bytes wait, but at most {limit} may",
                 limit=limit,
                 value=waiting,
                 retry_after=RETRY_AFTER[request.job_class],
@@ -350,20 +344,20 @@ def _submit_error(refused: Refused, request: GenerationRequest, cap: int) -> Ktq
         case "MEMORY":
             used, limit = (int(word) for word in refused.detail.split())
             return Unavailable(
-                f"Redis uses {used} bytes of memory, new jobs may take it to {limit}",
+                f"Redis uses {used} bytes of memory, but new jobs may fill at most {limit}",
                 limit=limit,
                 value=used,
                 retry_after=RETRY_NO_MEMORY,
             )
         case "CONFLICT":
-            return IdempotencyConflict(f"job {refused.detail} was submitted under this key with another request")
+            return IdempotencyConflict(f"job {refused.detail} was submitted with this id or key for another request")
         case "GONE":
             return JobConflict(f"job {refused.detail} of this idempotency key has ended and its record has expired")
         case "NO_MODELS":
             return Unavailable("no worker serves any model yet", retry_after=RETRY_NO_WORKER)
         case "QUEUE_FULL":
             return QueueFull(
-                f"{refused.detail} {request.job_class} jobs of {request.model!r} wait, at most {cap} may",
+                f"{refused.detail} {request.job_class} jobs of {request.model!r} wait, but at most {cap} may",
                 limit=cap,
                 value=int(refused.detail),
                 retry_after=RETRY_AFTER[request.job_class],

@@ -1,9 +1,17 @@
-"""Reading journals: replay what is there, follow what comes. Knows nothing of who writes them."""
+"""Reads journals: replays the events that exist and follows new ones. Knows nothing of the writers.
+
+A journal is the list of a job's events, numbered from 1 without gaps, and it only grows. The worker's commit appends
+events and publishes them on the job's channel. A reader subscribes first, then reads the journal, then takes events
+from the channel. Whenever a number is missing, a message may be lost or the channel is quiet, it reads the journal
+again. So it sees each event once and in order, whatever happens to connections. A new worker continues the numbers
+where the dead one stopped, and the reader notices nothing.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from ktqueue.broker.job_record import job_not_found
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.hub import Hub
 from ktqueue.broker.scripts import Scripts
@@ -12,15 +20,15 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 
-PAGE = 1_000  # entries read at once, if they have no more bytes than a mailbox may hold
-QUIET_SECONDS, LONGEST_QUIET = 1.0, 8.0  # a reader that hears nothing looks at the journal, ever less often
-OUTAGE_SECONDS = 60.0  # how long a reader waits for Redis to come back
-OUTAGE_PAUSE = 0.25  # seconds between its tries
+PAGE = 1_000  # entries read at once, unless they have more bytes than a mailbox may hold
+QUIET_SECONDS, LONGEST_QUIET = 1.0, 8.0  # a reader without messages reads the journal, at growing intervals
+OUTAGE_SECONDS = 60.0  # how long a reader waits for Redis
+OUTAGE_PAUSE = 0.25  # seconds between attempts
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Entries after a seq; the seq of the last entry there is; has the job ended."""
+    """Events after a seq, the seq of the journal's last event, and whether the job has ended."""
 
     events: list[TokenEvent]
     tail: int
@@ -38,9 +46,9 @@ class Journal:
         self._max_mailbox_bytes = max_mailbox_bytes
 
     async def replay(self, job_id: str, after: int = 0, *, lenient: bool = False) -> list[TokenEvent]:
-        """The events after seq `after` that are there now; `lenient` as in `follow`.
+        """The events after seq `after` that exist now. `lenient` as in `follow`.
 
-        Raises JobNotFound; JournalRegressed when `after` is more than there is; Unavailable.
+        Raises JobNotFound, Unavailable, or JournalRegressed if the journal ends before `after`.
         """
         events: list[TokenEvent] = []
         while True:
@@ -53,67 +61,68 @@ class Journal:
     async def follow(
         self, job_id: str, after: int = 0, *, journals: int = 1, lenient: bool = False
     ) -> AsyncGenerator[TokenEvent, None]:
-        """The events after seq `after`, each once and in order, as they come, up to the one that has a state.
+        """Yield the events after seq `after`, each once and in order, up to the one that ends the job.
 
-        A reader holds at most three mailboxes' bytes: what waits for it, what it took from there, and a page of the
-        journal. One who follows several `journals` at once has these for them all.
-        An event that a newer version wrote raises NewerFormat; with `lenient` it comes with its seq and `format` alone.
-        Close the generator to unsubscribe. Survives reconnects; Unavailable only when Redis stays away for a minute.
-        Raises JobNotFound; JournalRegressed when `after` is more than there is, or when the journal no longer holds
-        the event that was told last: a failover lost it, and perhaps another one has its place by now.
+        A reader needs at most three times the bytes of a mailbox: messages that wait, messages that it took, and a page
+        of the journal. A caller that follows several `journals` at once shares these bytes among them.
+
+        An event that a newer version wrote raises NewerFormat; with `lenient` it has only its seq and `format`. Close
+        the generator to unsubscribe. Reconnects are invisible; Unavailable is raised after a minute without Redis.
+        Raises JobNotFound; JournalRegressed if the journal ends before `after`, or no longer has the event that was
+        yielded last, because a failover lost it.
         """
         room = self._max_mailbox_bytes // journals
         mailbox = await self._hub.subscribe(
             self._keys.journal_channel(job_id), max_bytes=room, seconds=self._config.operation_timeout
         )
         last = after
-        told: TokenEvent | None = None
-        look, quiet = True, QUIET_SECONDS
+        previous: TokenEvent | None = None
+        must_read, quiet_seconds = True, QUIET_SECONDS
         try:
             while True:
-                while look:
-                    page = await self._page_after_outage(job_id, last, told, room, lenient)
+                while must_read:
+                    page = await self._page_after_outage(job_id, last, previous, room, lenient)
                     for event in page.events:
-                        last, told = event.seq, event
+                        last, previous = event.seq, event
                         yield event
                         if event.state is not None:
                             return
-                    if page.ended and last == page.tail:  # the reader has seen the end before
+                    if page.ended and last == page.tail:  # the reader has seen the end already
                         return
-                    look = bool(page.events) and last < page.tail
-                mail = await mailbox.take(quiet)
-                quiet = QUIET_SECONDS if mail.messages else min(quiet * 2, LONGEST_QUIET)
-                look = mail.missed or not mail.messages
+                    must_read = bool(page.events) and last < page.tail
+                mail = await mailbox.take(quiet_seconds)
+                quiet_seconds = QUIET_SECONDS if mail.messages else min(quiet_seconds * 2, LONGEST_QUIET)
+                must_read = mail.missed or not mail.messages
                 for message in mail.messages:
                     head, _, body = message.partition(b":")
                     seq = int(head)
                     if seq <= last:
                         continue
                     if seq > last + 1:
-                        look = True
+                        must_read = True
                         break
-                    last, told = seq, _decoded(seq, body, lenient)
-                    yield told
-                    if told.state is not None:
+                    last, previous = seq, _decoded(seq, body, lenient)
+                    yield previous
+                    if previous.state is not None:
                         return
-                    look = look or told.format is not None  # perhaps it was the end: the record knows
+                    must_read = must_read or previous.format is not None  # it may be the end, which the record shows
         finally:
             await self._hub.unsubscribe(mailbox)
 
     async def _page_after_outage(
-        self, job_id: str, after: int, told: TokenEvent | None, room: int, lenient: bool
+        self, job_id: str, after: int, previous: TokenEvent | None, room: int, lenient: bool
     ) -> _Page:
-        """The entries after a seq; where that was `told`, it must still be there."""
+        """The events after a seq. If `previous` is the event at that seq, it must still be in the journal."""
         loop = asyncio.get_running_loop()
         end = loop.time() + OUTAGE_SECONDS
         while True:
             try:
-                if told is None:
+                if previous is None:
                     return await self._page(job_id, after, room, lenient)
                 page = await self._page(job_id, after - 1, room, lenient)
-                if page.events[:1] != [told]:
+                if page.events[:1] != [previous]:
                     raise JournalRegressed(
-                        f"the journal of job {job_id} no longer holds what was read at {after}",
+                        f"the journal of job {job_id} no longer has the event that was read at {after}",
                         limit=page.tail,
                         value=after,
                     )
@@ -126,7 +135,7 @@ class Journal:
     async def _page(self, job_id: str, after: int, room: int, lenient: bool) -> _Page:
         state, tail, entries = await self._scripts.call("read_journal", job_id, after, PAGE, room)
         if state is None and tail == 0:
-            raise JobNotFound(f"no job {job_id[:80]!r}: never submitted, or its record has expired", param="job_id")
+            raise job_not_found(job_id)
         ended = state is not None and JobState(state.decode()).terminal
         if ended and tail == 0:
             raise JobNotFound(f"the journal of job {job_id} has expired", param="job_id")
@@ -137,7 +146,7 @@ class Journal:
         first = int(entries[0][0].split(b"-")[0]) if entries else after + 1
         if first > after + 1:
             raise JournalRegressed(
-                f"the journal of job {job_id} begins at {first}: the events before are lost",
+                f"the journal of job {job_id} begins at {first}: earlier events are lost",
                 limit=first,
                 value=after + 1,
             )

@@ -1,7 +1,7 @@
-"""Every key and channel in Redis, and how long it lives. Knows no Redis client.
+"""Every key and channel in Redis, and how long it is kept. Knows no Redis client.
 
-All keys begin with one hash tag, so that a job's keys lie in one slot of a Redis Cluster and a script may touch
-them together. The scripts build the same names from the tag (`KEYS[1]`).
+All keys start with one hash tag, so that they lie in one slot of a Redis Cluster and a script may use them together.
+The scripts build the same names from the tag (`KEYS[1]`).
 
 | key after the tag        | type       | content                                       | life                      |
 |--------------------------|------------|-----------------------------------------------|---------------------------|
@@ -15,12 +15,12 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | waiting                  | string     | bytes of all requests that wait               | while jobs wait           |
 | tenant:NAME              | hash       | its live and queued jobs, bytes, rates        | until its rates are full  |
-| stored                   | hash       | bytes that each tenant's jobs hold            | while they hold any       |
-| held                     | zset       | what ended jobs hold, by when it is gone      | while there is any        |
+| stored                   | hash       | bytes that each tenant's jobs use            | while there are any       |
+| held                     | zset       | bytes of ended jobs, by their expiry      | while there is any        |
 | failed                   | zset       | failed jobs with their requests, by their end | failed_ttl; 10,000        |
 | failed:bytes             | string     | bytes of these requests                       | failed_ttl                |
 | memory                   | string     | bytes that the server uses and may use        | 5 leases                  |
-| scrub                    | hash       | how far the scrub has come                    | 5 leases                  |
+| scrub                    | hash       | progress of `scrub`                           | 5 leases                  |
 | deadlines                | zset       | live job ids by deadline                      | while there are any       |
 | backlog                  | hash       | CLASS:MODEL to number of live jobs            | while there are any       |
 | idempotency:DIGEST       | string     | request hash and job id                       | idempotency_ttl           |
@@ -28,12 +28,12 @@ them together. The scripts build the same names from the tag (`KEYS[1]`).
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
 | worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 5 model_ttl               |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |
-| cancels:WORKER           | hash       | jobs it must stop to the step that told it so | with the lease            |
-| warm:WORKER              | zset       | names of prefixes of its jobs, by their time  | 30 leases; 1,024 entries  |
+| cancels:WORKER           | hash       | jobs to stop, with the step that reported it  | with the lease            |
+| warm:WORKER              | zset       | prefix hashes of its jobs, by time            | 30 leases; 1,024 entries  |
 | parked:MODEL             | zset       | workers that wait for a job, by their claim   | a minute                  |
-| models, models:more      | hash       | model cards; what old versions cannot read    | 5 model_ttl               |
-| models:seen              | zset       | when each is forgotten                        | 5 model_ttl               |
-| tick                     | string     | when anybody last beat or reaped              | 5 model_ttl               |
+| models, models:more      | hash       | model cards; fields for newer versions        | 5 model_ttl               |
+| models:seen              | zset       | when each expires                             | 5 model_ttl               |
+| tick                     | string     | last renewal of a lease or reap               | 5 model_ttl               |
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |
 | wake:MODEL               | channel    | a job was queued                              |                           |
@@ -44,24 +44,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Names of one shard. `prefix` separates installations that share a server."""
+    """Key and channel names of one shard. `prefix` separates installations that share a server."""
 
     prefix: str
     shard: int = 0
 
     @property
     def tag(self) -> str:
-        """What every key begins with, up to the colon."""
+        """The beginning of every key, without the colon."""
         return f"{{{self.prefix}:s{self.shard}}}"
 
     def journal_channel(self, job_id: str) -> str:
-        """Where a job's events are published: messages are `SEQ:EVENT`."""
+        """The channel of a job's events. Messages are `SEQ:EVENT`."""
         return f"{self.tag}:journal:{job_id}"
 
     def wake_channel(self, model: str) -> str:
-        """Where a new job for the model is announced."""
+        """The channel that announces new jobs of a model."""
         return f"{self.tag}:wake:{model}"
 
     def worker_channel(self, worker_id: str) -> str:
-        """Where a worker that waits is told of the job that it has been given."""
+        """The channel on which a waiting worker is given a job."""
         return f"{self.tag}:worker:{worker_id}"

@@ -1,7 +1,14 @@
-"""One incarnation of a worker: its right to run jobs, and what it may do under that right.
+"""A worker's lease: the time-limited right to run jobs. How a job survives the death of its worker:
 
-The lease's id is the fencing token: every call that changes a job carries it, and the scripts refuse it once the
-lease has lapsed by the server's clock. A worker that has lost its lease drops its jobs and registers anew.
+1. A worker registers under a new id and gets a lease, which it renews four times per lease time.
+2. It claims jobs. Redis notes under the worker's id which jobs it runs.
+3. After each step, one `commit` appends the new events to the journals of all its jobs.
+4. If the worker dies, nobody renews the lease, and it expires by the clock of Redis.
+5. Then the reaper of any other worker or gateway puts the jobs back at their old places in the queue.
+6. Another worker claims a job together with its journal, and its engine continues after the last journaled token.
+7. The worker's id is a fencing token: every call carries it, and the scripts refuse it once the lease has expired. So
+   a worker that was only slow cannot write to a job that now belongs to another worker.
+8. A worker that has lost its lease drops its jobs and registers under a new id.
 """
 
 import asyncio
@@ -17,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.process_name import process_name
 from ktqueue.broker.redis.hub import Mailbox
-from ktqueue.broker.scripts import Refused
-from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
+from ktqueue.broker.scripts import ScriptRefused
+from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
 from ktqueue.core import codec
 from ktqueue.core.codec import (
     NewerFormat,
@@ -37,50 +44,52 @@ from ktqueue.core.request import GenerationRequest, JobClass
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
 
-OUTAGE_LEASES = 30  # a worker waits so many lease times for Redis to come back; the scripts bridge no longer gap
-MAX_EVENTS = 1_000  # in one script call, and decoded in one go; a longer commit is several
-MAILBOX_BYTES = 1 << 17  # a request that is handed over, and wake-ups
+OUTAGE_LEASES = 30  # lease times that a worker waits for Redis; the scripts extend no lease for longer
+MAX_EVENTS = 1_000  # in one script call, and decoded without a pause; a longer commit is split
+MAILBOX_BYTES = 1 << 17  # for a job that `submit` hands over, and for wake-ups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job to run. `events` is its journal so far: go on at the next seq. `deadline` in Unix seconds.
+    """A job to run. events: its journal so far; continue at the next seq. deadline: in Unix seconds.
 
-    `futile`: so many workers in a row died over it before it had a token more; see `try_out`.
-    `rank` orders the jobs of a class, the lowest first: the arrival in Unix seconds, shifted by the priority.
+    deaths_without_progress: number of workers in a row that died without adding a token; see `start_trial`. rank: order
+    of the jobs of a class, the lowest first: the arrival in Unix seconds plus the priority's offset.
     """
 
     job_id: str
     request: GenerationRequest
     attempt: int
-    futile: int
+    deaths_without_progress: int
     events: list[TokenEvent]
     deadline: float | None
     rank: float
 
 
 class Lease:
-    """Made by `register`. Calls may overlap; every one raises LeaseLost, after which none succeeds."""
+    """Made by `register`. Calls may overlap. Each may raise LeaseLost; after that, all calls fail."""
 
     def __init__(self, broker: "Broker", lease_id: str, card: ModelCard, mailbox: Mailbox) -> None:
         self.id = lease_id
         self.card = card
         self._broker = broker
         self._mailbox = mailbox
-        self._terminal = Terminal.of(broker.config)
+        self._terminal = TerminalEvents.of(broker.config)
         self._lease = microseconds(broker.config.lease_seconds)
         self._patience = OUTAGE_LEASES * broker.config.lease_seconds
-        self._claim = 0  # the number of the last one
-        self._answered = True  # it gave jobs: the next one has a new number
+        self._claim_number = 0  # number of the last claim
+        self._answered = True  # the last claim returned jobs, so the next one gets a new number
         self._steps = 0
-        self._look_again: float | None = None  # when a job that was left to another worker is anybody's
-        self._untold: set[str] = set()  # jobs to stop that the next commit tells of
+        self._look_again_at: float | None = (
+            None  # when to claim again, because a job is reserved for another worker until then
+        )
+        self._pending_stops: set[str] = set()  # ids of jobs to stop that the next commit returns
         self._claiming = asyncio.Lock()
         self._stepping = asyncio.Lock()
 
     @classmethod
     async def register(cls, broker: "Broker", card: ModelCard) -> "Lease":
-        """Become a worker of the model under a new identity. Raises Unavailable."""
+        """Register as a worker of the model under a new id. Raises Unavailable."""
         host = socket.gethostname()
         name = re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
         lease_id = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -110,30 +119,29 @@ class Lease:
         return lease
 
     async def beat(self, stats: Mapping[str, float]) -> None:
-        """Renew the lease and tell the worker's statistics; call it every quarter of the lease time."""
+        """Renew the lease and publish the worker's statistics. Call it every quarter of the lease time."""
         await self._call("renew_lease", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
 
     async def claim(self, limit: int, interactive_limit: int = 0, *, wait: bool = False) -> list[Claim]:
-        """Take waiting jobs of the model for `limit` free rows, a row for each choice.
+        """Claim waiting jobs of the model for `limit` free rows. A job takes a row for each choice.
 
-        Interactive jobs may fill `interactive_limit` rows in all, where that is more: those that the engine then takes
-        from batch jobs that run.
+        Interactive jobs may fill `interactive_limit` rows if that is more; the engine takes these rows from running
+        batch jobs.
 
-        `wait`: where there is none, this lease may be given one as soon as it is submitted; `wait_for_work` returns
-        it, or the next claim, whatever its limits. The caller's free rows must not become fewer until then.
+        With `wait`, if there is no job, a job may be handed to this lease as soon as it is submitted. `wait_for_work`
+        or the next claim returns it, whatever the limits. The caller's free rows must not decrease until then.
 
-        A job whose record or journal a newer version wrote goes to workers of such a version, at no cost of a try; one
-        that is no record at all fails here, alone. A claim that failed half-way may leave jobs with this lease, which
-        the next one returns.
+        A job that a newer version wrote goes back to the queue for workers of that version and does not count as an
+        attempt. A damaged job fails alone. If a claim fails half-way, the next claim returns the jobs it took.
         """
         config, terminal = self._broker.config, self._terminal
         async with self._claiming:
             if self._answered:
-                self._claim += 1
+                self._claim_number += 1
                 self._answered = False
             jobs, again = await self._call(
                 "claim_jobs",
-                self._claim,
+                self._claim_number,
                 limit,
                 max(limit, interactive_limit),
                 config.batch_share,
@@ -142,7 +150,7 @@ class Lease:
                 terminal.journal_ttl,
                 "1" if wait else "",
             )
-            self._look_again = None if again == 0 else time.monotonic() + again / MICROSECONDS
+            self._look_again_at = None if again == 0 else time.monotonic() + again / MICROSECONDS
             claims = await self._readable(jobs)
             self._answered = bool(jobs)
         return claims
@@ -151,16 +159,16 @@ class Lease:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
         newer: list[str | int] = []
-        for place, (job_id, request, attempt, futile, deadline, rank, entries) in enumerate(jobs):
+        for place, (job_id, request, attempt, deaths_without_progress, deadline, rank, entries) in enumerate(jobs):
             if place:
-                await asyncio.sleep(0)  # a beat may be due
+                await asyncio.sleep(0)  # lets a due renewal run
             try:
                 claims.append(
                     Claim(
                         job_id=job_id.decode(),
                         request=decode_request(request),
                         attempt=attempt,
-                        futile=futile,
+                        deaths_without_progress=deaths_without_progress,
                         events=await _decoded(entries),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
@@ -173,26 +181,26 @@ class Lease:
                 last = TokenEvent(seq=tail + 1, state=JobState.FAILED, error=fault.info())
                 unreadable.append((job_id.decode(), last))
         if unreadable:
-            self._untold |= await self.commit(unreadable)
+            self._pending_stops |= await self.commit(unreadable)
         if newer:
-            await self._put_aside(newer)
+            await self._requeue_unreadable(newer)
         return claims
 
-    async def _put_aside(self, newer: Sequence[str | int]) -> None:
-        """Leave jobs to workers that read their formats. `newer`: job ids, each with its format behind it."""
+    async def _requeue_unreadable(self, newer: Sequence[str | int]) -> None:
+        """Hand jobs back for workers that can read their format. `newer`: job ids, each followed by its format."""
         terminal = self._terminal
         await self._call(
             "requeue_unreadable", terminal.cancelled, terminal.expired, terminal.job_ttl, terminal.journal_ttl, *newer
         )
 
     async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
-        """Append a step's events to their journals; a job whose event has a state ends with it.
+        """Append a step's events to the journals, in order of seq for each job. An event with a state ends its job.
 
-        Returns the ids of jobs to stop: cancelled, expired, or no longer this worker's. Events of a job that has
-        ended are dropped, and its id is among the returned. The events of a job come in order of seq.
+        Returns the ids of jobs to stop: cancelled, expired, or no longer this worker's. Events of a job that has ended
+        are dropped, and its id is returned too.
         """
         async with self._stepping:
-            stop, self._untold = self._untold, set()
+            stop, self._pending_stops = self._pending_stops, set()
             for start in range(0, max(len(events), 1), MAX_EVENTS):
                 self._steps += 1
                 arguments: list[bytes | str | int] = []
@@ -204,17 +212,19 @@ class Lease:
                 stop.update(job_id.decode() for job_id in reply)
         return stop
 
-    async def try_out(self, job_id: str) -> None:
-        """Call it before anything is done for a suspect: until it has a token more, this worker's death is its fault,
-        and of no other job here. One at a time."""
+    async def start_trial(self, job_id: str) -> None:
+        """Call it before starting a job that may have killed its workers. One job at a time.
+
+        Until the job has a new token, a death of this worker counts for this job and for no other.
+        """
         await self._call("start_trial", job_id)
 
     async def release(self, job_ids: Iterable[str]) -> None:
-        """Put running jobs back at their old place in the queue without using up a try."""
+        """Put running jobs back at their old place in the queue. This does not count as an attempt."""
         await self._release("", tuple(job_ids))
 
     async def close(self) -> None:
-        """Leave: jobs still running go back to the queue. A lease that is lost already is left to the reaper."""
+        """End the lease: running jobs go back to the queue. If the lease is lost already, the reaper does this."""
         try:
             await self._release("1", ())
         except (LeaseLost, Unavailable):
@@ -228,18 +238,18 @@ class Lease:
         *,
         interactive_only: bool = False,
     ) -> list[Claim]:
-        """Return when a job (an interactive one) was queued since the last call, or after `timeout` seconds.
+        """Return when a job (with `interactive_only`, an interactive one) was queued, or after `timeout` seconds.
 
-        Sooner where the last claim left a job to a worker that knows its prefix: for at most 20 ms. What it returns
-        is the job that this lease was given, if its last claim said that it would wait; else claim again.
+        It returns within 20 ms if the last claim left a job to a worker that has its prefix cached. The result is the
+        job that was handed to this lease, if the last claim had `wait`. If it is empty, claim again.
         """
         end = time.monotonic() + timeout
-        if self._look_again is not None:
-            end = min(end, self._look_again)
+        if self._look_again_at is not None:
+            end = min(end, self._look_again_at)
         while (left := end - time.monotonic()) > 0:
             mail = await self._mailbox.take(left)
             for message in mail.messages:
-                if (job := self._handed(message)) is not None:
+                if (job := self._job_from_message(message)) is not None:
                     claims = await self._readable([job])
                     self._answered = True
                     return claims
@@ -247,13 +257,13 @@ class Lease:
                 break
         return []
 
-    def _handed(self, message: bytes) -> Sequence[Any] | None:
-        """The job that `submit` gave to the last claim; None for a wake-up, and for what an earlier claim returned."""
+    def _job_from_message(self, message: bytes) -> Sequence[Any] | None:
+        """The job that `submit` handed to the last claim; None for a wake-up, or if a claim returned it already."""
         head, line, request = message.partition(b"\n")
         if not line:
             return None
         number, job_id, deadline, rank = head.split(b" ")
-        if int(number) != self._claim or self._answered:
+        if int(number) != self._claim_number or self._answered:
             return None
         return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, ()
 
@@ -276,14 +286,16 @@ class Lease:
                 name, self.id, self._lease, *arguments, patience=self._patience if patience is None else patience
             )
         except Unavailable as error:
-            raise LeaseLost(f"the lease of {self.id} has lapsed: {error}") from error
-        except Refused as refused:  # a hole in a journal: the server has lost what it had acknowledged
-            raise LeaseLost(f"the journal does not fit: {refused}") from refused
+            raise LeaseLost(f"the lease of {self.id} has expired: {error}") from error
+        except ScriptRefused as refused:  # a gap in a journal: the server has lost acknowledged events
+            raise LeaseLost(f"the journal in Redis does not match: {refused}") from refused
 
 
 async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
-    """A journal's entries as events, with breaths: those of many long journals take longer than a lease. Raises
-    CodecError, JournalRegressed."""
+    """Decode a journal's entries. Pauses in between, because many long journals take longer than a lease.
+
+    Raises CodecError or JournalRegressed.
+    """
     events: list[TokenEvent] = []
     for start in range(0, len(entries), MAX_EVENTS):
         if start:
@@ -291,7 +303,7 @@ async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
         events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
     if events and events[0].seq != 1:
         raise JournalRegressed(
-            "the beginning of the job's journal is lost: nothing can go on from it", value=events[0].seq
+            "the beginning of the job's journal is lost, so the job cannot be continued", value=events[0].seq
         )
     return events
 
@@ -301,8 +313,10 @@ def _seq(key: bytes) -> int:
 
 
 def _end(event: TokenEvent) -> str:
-    """What the script needs to know of a job's end: its state, the tokens that it used, and whether it would fail
-    again: "done 42", "failed 42 final"."""
+    """A job's end for the script: its state, the tokens that it used, and `final` if a retry would fail too.
+
+    For example "done 42" or "failed 42 final". Empty for an event that does not end the job.
+    """
     if event.state is None:
         return ""
     used = "" if event.usage is None else event.usage.prompt_tokens + event.usage.completion_tokens

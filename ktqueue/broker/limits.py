@@ -1,32 +1,32 @@
-"""Tenants' limits on their way into the `submit` script and out of it: arguments, refusals, what is left. Pure.
+"""Tenants' limits in the calls of the script `submit_job`: its argument, its refusals, what is left. Does no I/O.
 
-The script decides, by the server's clock and in one piece with the submission; here is what its words mean.
+The script decides, by the server's clock and atomically with the submission.
 """
 
 from dataclasses import dataclass
 from math import ceil
 
-from ktqueue.broker.scripts import Refused
+from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError, RateLimitExceeded, RequestTooLarge, TenantLimitReached
 from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest
 
-ASSUMED_TOKENS = 256  # reserved for a choice without max_tokens; what it takes is charged in the end all the same
-BYTES_PER_TOKEN = 4  # of a prompt that is not tokenised yet
+ASSUMED_TOKENS = 256  # reserved for a choice without max_tokens; at the end the tokens it used are charged
+BYTES_PER_TOKEN = 4  # estimate for a prompt that is not tokenised yet
 MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Tokens that a request reserves: `prompt` as estimated, `total` with all that may be generated."""
+    """Tokens that a request reserves: an estimate of its prompt, and the total with all tokens that it may generate."""
 
     prompt: int
     total: int
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Cost":
-        """A quarter of the prompt's bytes, or the ids where it has some, and max_tokens for each choice."""
+        """The prompt's number of token ids, or a quarter of its bytes, and max_tokens for each choice."""
         if request.prompt_token_ids is not None:
             prompt = len(request.prompt_token_ids)
         elif request.prompt is not None:
@@ -37,12 +37,12 @@ class Cost:
         return cls(prompt, prompt + request.sampling.n * (request.sampling.max_tokens or ASSUMED_TOKENS))
 
 
-NO_COST = Cost(0, 0)  # of a caller whose jobs are not counted
+NO_COST = Cost(0, 0)  # for callers without limits
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """One of a tenant's rates: the most at once, what is left of it, and the seconds until all of it is."""
+class RateStatus:
+    """One rate of a tenant: the most at once, how much is left, and the seconds until all is available again."""
 
     limit: int
     remaining: int
@@ -50,15 +50,15 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a tenant stands after a submission; None for a rate that it has no limit of."""
+class TenantUsage:
+    """What a tenant has left after a submission; None for a rate without a limit."""
 
-    requests: Rate | None
-    tokens: Rate | None
+    requests: RateStatus | None
+    tokens: RateStatus | None
 
 
-def limit_words(limits: TenantLimits | None, cost: Cost) -> str:
-    """The script's argument: ten numbers, 0 for no limit; empty for a caller whose jobs are not counted."""
+def limit_argument(limits: TenantLimits | None, cost: Cost) -> str:
+    """The script's argument: ten numbers, 0 for no limit. Empty for a caller without limits."""
     if limits is None:
         return ""
     numbers = (
@@ -76,45 +76,45 @@ def limit_words(limits: TenantLimits | None, cost: Cost) -> str:
     return " ".join(str(number or 0) for number in numbers)
 
 
-def standing(limits: TenantLimits | None, numbers: list[int]) -> Standing | None:
-    """From the script's reply: requests left, us until all are, and the same of tokens."""
+def tenant_usage(limits: TenantLimits | None, numbers: list[int]) -> TenantUsage | None:
+    """Decode the script's reply: requests left, microseconds until all are available, and the same for tokens."""
     if limits is None:
         return None
 
-    def rate(limit: int | None, remaining: int, reset: int) -> Rate | None:
-        return None if limit is None else Rate(limit, remaining, reset / MICROSECONDS)
+    def rate(limit: int | None, remaining: int, reset: int) -> RateStatus | None:
+        return None if limit is None else RateStatus(limit, remaining, reset / MICROSECONDS)
 
-    return Standing(rate(limits.most_requests, *numbers[:2]), rate(limits.most_tokens, *numbers[2:]))
+    return TenantUsage(rate(limits.most_requests, *numbers[:2]), rate(limits.most_tokens, *numbers[2:]))
 
 
 def check_size(limits: TenantLimits, cost: Cost, size: int) -> None:
-    """Raises RequestTooLarge for a request that no waiting would let in. `size`: bytes."""
+    """Raise RequestTooLarge for a request that the limits never admit. `size`: in bytes."""
     if limits.max_queued_bytes is not None and size > limits.max_queued_bytes:
         raise RequestTooLarge(
-            f"the request has {size} bytes, all that wait of a tenant may have {limits.max_queued_bytes}",
+            f"the request has {size} bytes, but all waiting requests of a tenant may have {limits.max_queued_bytes}",
             limit=limits.max_queued_bytes,
             value=size,
         )
     if limits.max_stored_bytes is not None and size > limits.max_stored_bytes:
         raise RequestTooLarge(
-            f"the request has {size} bytes, all that is stored of a tenant may have {limits.max_stored_bytes}",
+            f"the request has {size} bytes, but all stored jobs of a tenant may have {limits.max_stored_bytes}",
             limit=limits.max_stored_bytes,
             value=size,
         )
     if limits.most_tokens is not None and cost.total > limits.most_tokens:
         raise RequestTooLarge(
-            f"the request may take {cost.total} tokens (prompt, as estimated from its bytes, and max_tokens for each "
-            f"choice), {limits.most_tokens} are allowed at once: ask for a smaller max_tokens or n",
+            f"the request may use {cost.total} tokens (its prompt, estimated from its bytes, and max_tokens for each "
+            f"choice), but {limits.most_tokens} are allowed at once: use a smaller max_tokens or n",
             param="max_tokens",
             limit=limits.most_tokens,
             value=cost.total,
         )
 
 
-def limit_error(refused: Refused, cost: Cost, retry_after: float) -> KtqueueError | None:
-    """The error for a refusal by a tenant's limit, else None.
+def limit_error(refused: ScriptRefused, cost: Cost, retry_after: float) -> KtqueueError | None:
+    """The error if a tenant's limit refused the job, else None.
 
-    `retry_after`: seconds, for the limits that depend on when jobs end; rates know better.
+    `retry_after`: in seconds, for limits that depend on when jobs end. Rates compute their own.
     """
     if not refused.code.startswith("TENANT_"):
         return None
@@ -122,19 +122,19 @@ def limit_error(refused: Refused, cost: Cost, retry_after: float) -> KtqueueErro
     seconds = wait / MICROSECONDS
     match refused.code:
         case "TENANT_LIVE":
-            what, param = f"{value} jobs of this tenant wait or run, at most {limit} may", "max_live_jobs"
+            what, param = f"{value} jobs of this tenant wait or run, but at most {limit} may", "max_live_jobs"
         case "TENANT_JOBS":
-            what, param = f"{value} jobs of this tenant wait, at most {limit} may", "max_queued_jobs"
+            what, param = f"{value} jobs of this tenant wait, but at most {limit} may", "max_queued_jobs"
         case "TENANT_BYTES":
-            what, param = f"jobs of {value} bytes of this tenant wait, at most {limit} may", "max_queued_bytes"
+            what, param = f"{value} bytes of this tenant's jobs wait, but at most {limit} may", "max_queued_bytes"
         case "TENANT_STORED":
             what, param = (
-                f"{value} bytes of this tenant's jobs are stored, ended ones too for a while, at most {limit} may be",
+                f"{value} bytes of this tenant's jobs are stored, including ended ones, but at most {limit} may be",
                 "max_stored_bytes",
             )
         case "TENANT_REQUESTS":
             return RateLimitExceeded(
-                f"too many requests: {value} of {limit} count at this moment, try again in {seconds:.3f} seconds",
+                f"too many requests: {value} of {limit} are used at the moment, try again in {seconds:.3f} seconds",
                 param="requests_per_minute",
                 limit=limit,
                 value=value,
@@ -142,7 +142,7 @@ def limit_error(refused: Refused, cost: Cost, retry_after: float) -> KtqueueErro
             )
         case _:
             return RateLimitExceeded(
-                f"too many tokens: the request may take {cost.total}, {value} of {limit} count at this moment, "
+                f"too many tokens: the request may use {cost.total}, {value} of {limit} are used at the moment, "
                 f"try again in {seconds:.3f} seconds",
                 param="tokens_per_minute",
                 limit=limit,

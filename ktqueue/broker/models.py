@@ -1,4 +1,4 @@
-"""Which models are served, and by whom."""
+"""Which models are served, and by which workers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ RETRY_NO_WORKER = 5.0  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A live worker incarnation. `process` is what process_name() says of it; `stats` are what it told with its last
-    beat; `started_at` in Unix seconds.
+    """A live worker. process: see `process_name`. stats: from its last lease renewal. started_at: Unix seconds.
 
-    `lease_left` and `step_age` in seconds by the server's clock: until its lease lapses unless it beats, and since its
-    last step; None before the first.
+    lease_left: seconds until its lease expires unless it is renewed. step_age: seconds since its last step, None before
+    the first one. Both by the server's clock.
     """
 
     worker_id: str
@@ -35,12 +34,12 @@ class WorkerInfo:
 
     @property
     def pid(self) -> int:
-        """Its process number where it runs."""
+        """Its process id on its own machine or container."""
         return int(self.process.rpartition(":")[2])
 
 
 def model_not_found(name: str, cards: Iterable[ModelCard]) -> ModelNotFound:
-    """The error for a model that nobody serves; it says which are served."""
+    """The error for a model that no worker serves. It names the models that are served."""
     served = ", ".join(card.name for card in cards) or "none"
     return ModelNotFound(
         f"no worker serves the model {name[:256]!r}; served: {served}", param="model", limit=served, value=name[:256]
@@ -48,18 +47,18 @@ def model_not_found(name: str, cards: Iterable[ModelCard]) -> ModelNotFound:
 
 
 class Models:
-    """Models and workers of an installation. Every call raises Unavailable when Redis is away."""
+    """The models and workers of an installation. Every call raises Unavailable if Redis does not answer."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
     async def cards(self) -> list[ModelCard]:
-        """Models with a live worker, or that had one within the model TTL; by name."""
+        """Cards of the models that have a live worker or had one within the model TTL, sorted by name."""
         cards = [decode_card(card, more) for card, more in await self._scripts.call("list_models")]
         return sorted(cards, key=lambda card: card.name)
 
     async def only_name(self) -> str:
-        """The name of the one model that is known. Raises InvalidRequest where there are several, else Unavailable."""
+        """The name of the only model. Raises InvalidRequest if there are several, Unavailable if there is none."""
         names = [card.name for card in await self.cards()]
         if not names:
             raise Unavailable("no worker serves any model yet", param="model", retry_after=RETRY_NO_WORKER)
@@ -71,7 +70,7 @@ class Models:
         return names[0]
 
     async def workers(self) -> list[WorkerInfo]:
-        """Workers whose lease lives; by id."""
+        """Workers with a valid lease, sorted by id."""
         workers = []
         for worker_id, card_bytes, facts_bytes, stats, started, running, left, age, more in await self._scripts.call(
             "list_workers"

@@ -1,8 +1,8 @@
-"""Names of what a prompt begins with, so that a job can go where that was read before. Knows no tokens, no Redis.
+"""Hashes of a prompt's beginning, which lead a job to a worker that has this prefix in its cache.
 
-Two requests that share a name share so many leading bytes: of the text, of the token ids, or of tools, template
-settings and messages in this order, as a chat template writes them. A hint, never a proof: what a worker keeps in its
-cache only its engine knows.
+Two requests that share a hash share that many leading bytes: of the text, of the token ids, or of tools, template
+settings and messages in the order in which a chat template writes them. This is only a hint, because only the engine
+knows what its cache holds. Knows neither tokens nor Redis.
 """
 
 from array import array
@@ -16,27 +16,27 @@ LENGTHS = tuple(1024 << step for step in range(7))  # bytes: 1 KiB to 64 KiB
 DIGEST_BYTES = 8
 
 
-def prefix_names(request: GenerationRequest) -> list[str]:
-    """A name for each of LENGTHS that the prompt reaches, the shortest first: hexadecimal digits."""
-    names: list[str] = []
+def prefix_hashes(request: GenerationRequest) -> list[str]:
+    """A hash in hexadecimal digits for each of LENGTHS that the prompt reaches, the shortest first."""
+    hashes: list[str] = []
     digest = blake2b(digest_size=DIGEST_BYTES)
     done = 0
     for piece in _pieces(request):
         rest = memoryview(piece)
-        while len(names) < len(LENGTHS) and done + len(rest) >= LENGTHS[len(names)]:
-            count = LENGTHS[len(names)] - done
+        while len(hashes) < len(LENGTHS) and done + len(rest) >= LENGTHS[len(hashes)]:
+            count = LENGTHS[len(hashes)] - done
             digest.update(rest[:count])
-            names.append(digest.hexdigest())
+            hashes.append(digest.hexdigest())
             rest, done = rest[count:], done + count
-        if len(names) == len(LENGTHS):
+        if len(hashes) == len(LENGTHS):
             break
         digest.update(rest)
         done += len(rest)
-    return names
+    return hashes
 
 
 def _pieces(request: GenerationRequest) -> Iterator[bytes]:
-    """The leading bytes, in pieces, at least LENGTHS[-1] of them if there are so many."""
+    """The leading bytes in pieces: at least LENGTHS[-1] bytes if the prompt has that many."""
     if request.prompt is not None:
         yield b"text" + request.prompt[: LENGTHS[-1]].encode()
     elif request.prompt_token_ids is not None:

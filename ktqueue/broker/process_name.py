@@ -1,17 +1,16 @@
-"""A name for a process that no other has, on whatever machine and in whatever container. Knows no Redis."""
+"""Names a process uniquely, across machines and containers. Knows no Redis."""
 
 import socket
 from pathlib import Path
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after each start of each machine; proc(5)
-NAMESPACE = Path("/proc/self/ns/pid")  # whose process numbers we see; pid_namespaces(7)
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs after each start of each machine; proc(5)
+NAMESPACE = Path("/proc/self/ns/pid")  # the namespace of our process ids; pid_namespaces(7)
 
 
 def process_name(pid: int) -> str:
-    """Of the process with that number, as this process counts them.
+    """A unique name for the process with this id in our namespace.
 
-    Host names are no help: machines and containers may share one, and small process numbers come again in each
-    container.
+    A host name is not enough: machines and containers may share one, and small process ids repeat in each container.
     """
     try:
         place = f"{BOOT.read_text().strip()}:{NAMESPACE.stat().st_ino}"

@@ -1,42 +1,42 @@
-"""The housekeeping loop that every worker and gateway runs: dead leases, deadlines, trimming."""
+"""The housekeeping loop that every worker and gateway runs: expired leases, deadlines, inconsistent records."""
 
 import asyncio
 import logging
 
 from ktqueue.broker.scripts import Scripts
-from ktqueue.broker.terminal_events import Terminal, microseconds, milliseconds
+from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
-UNSERVED_SECONDS = 1.0  # between looks for jobs that no worker can take
-MAX_EXPIRED = 256  # deadlines that one call handles
-SCRUBBED = 200  # keys that one call of `scrub` looks at
-PASS_LEASES = 5  # from the end of a look at all keys to the beginning of the next, in leases
+UNSERVED_SECONDS = 1.0  # between searches for jobs that no worker can take
+MAX_EXPIRED = 256  # deadlines that one call of `reap` handles
+SCRUBBED = 200  # keys that one call of `scrub` checks
+PASS_LEASES = 5  # lease times between two passes of `scrub` over all keys
 
 logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Runs the `reap` and `scrub` scripts four times a second and `unserved` once; any number may run at once."""
+    """Runs `reap` and `scrub` four times a second and `fail_unserved` once. Any number of reapers may run at once."""
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._config = config
-        self._terminal = Terminal.of(config)
+        self._terminal = TerminalEvents.of(config)
 
     async def run(self) -> None:
-        """Until cancelled. Goes on over outages of Redis."""
+        """Run until cancelled, also through outages of Redis."""
         away = False
         loop = asyncio.get_running_loop()
-        look = loop.time() + UNSERVED_SECONDS
+        next_unserved = loop.time() + UNSERVED_SECONDS
         while True:
             try:
                 while (await self.reap())[1] >= MAX_EXPIRED:
                     pass
                 await self.scrub()
-                if loop.time() >= look:
-                    look = loop.time() + UNSERVED_SECONDS
+                if loop.time() >= next_unserved:
+                    next_unserved = loop.time() + UNSERVED_SECONDS
                     await self.fail_unserved()
                 away = False
             except Unavailable as error:
@@ -45,16 +45,16 @@ class Reaper:
                 away = True
             await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
 
-    async def bury(self, worker_id: str, *, blameless: bool = False) -> None:
-        """Take a worker's jobs back now, since its process is known to have ended.
+    async def release_lease(self, worker_id: str, *, blameless: bool = False) -> None:
+        """Release the lease of a worker whose process has exited, so that its jobs restart now.
 
-        `blameless`: none of its jobs can have been the cause, so that this is nobody's try. Raises Unavailable.
+        `blameless`: no job can have caused the exit, so it does not count as a death for any. Raises Unavailable.
         """
         await self._scripts.call("release_lease", worker_id, "1" if blameless else "")
         await self.reap()
 
     async def reap(self) -> tuple[int, int]:
-        """One tick. Returns the jobs taken from dead workers and the jobs expired. Raises Unavailable."""
+        """Reap once. Returns the numbers of jobs taken from dead workers and of expired jobs. Raises Unavailable."""
         terminal = self._terminal
         orphans, expired = await self._scripts.call(
             "reap",
@@ -72,9 +72,9 @@ class Reaper:
         return orphans, expired
 
     async def fail_unserved(self) -> int:
-        """Fail jobs that none of their model's workers can take, and none could for `broker.digest_wait`.
+        """Fail the jobs that no worker of their model could take for `broker.digest_wait`. Returns how many.
 
-        Returns how many. Raises Unavailable.
+        Raises Unavailable.
         """
         terminal = self._terminal
         failed: int = await self._scripts.call(
@@ -86,18 +86,18 @@ class Reaper:
             terminal.journal_ttl,
         )
         if failed:
-            logger.warning("failed %d jobs that no worker of their model can go on with", failed)
+            logger.warning("failed %d jobs that no worker of their model can take", failed)
         return failed
 
     async def scrub(self, *, keys: int = SCRUBBED, pause: float | None = None) -> bool:
-        """Look at so many keys more and mend what does not fit the jobs' records; True at the end of a pass.
+        """Check the next `keys` keys and repair what contradicts the jobs' records. Returns True at the end of a pass.
 
-        Between passes nothing is done for `pause` seconds, by default five leases. Raises Unavailable.
+        Between two passes nothing happens for `pause` seconds, by default five lease times. Raises Unavailable.
         """
         if pause is None:
             pause = PASS_LEASES * self._config.lease_seconds
         terminal = self._terminal
-        mended, over = await self._scripts.call(
+        repaired, over = await self._scripts.call(
             "scrub",
             terminal.cancelled,
             terminal.expired,
@@ -108,6 +108,6 @@ class Reaper:
             keys,
             round(pause * 1_000_000),
         )
-        if mended:
-            logger.warning("mended %d entries that did not fit the jobs' records", mended)
+        if repaired:
+            logger.warning("repaired %d entries that contradicted the jobs' records", repaired)
         return bool(over)

@@ -1,7 +1,6 @@
-"""The Lua scripts and how they are called. Every change of shared state is one script.
+"""Calls the Lua scripts. Every change of shared state is one script.
 
-Every script is idempotent by construction (by job id, claim number or step number), so a call whose reply was lost
-is simply sent again.
+Every script is idempotent, by job id, claim number or step number. So a call whose reply was lost is sent again.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ from typing import Any
 
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.backoff import jittered
-from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.connection import RedisConnection
 from ktqueue.broker.redis.node import NotPermitted, OutOfMemory, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, LeaseLost, Unavailable
@@ -43,11 +42,10 @@ NAMES = (
     "scrub",
     "mark_retried",
 )
-DURABLE = frozenset(
-    {"submit_job", "cancel_job"}
-)  # what they promise to a client is on disk, if the settings ask for that
-# They run also while the server has no memory left: most of them free some, and without them no job would end. A server
-# refuses only a script's first write, if that one takes memory, so that these begin with one that takes none.
+# What they promise to a client is on disk afterwards, if `broker.durability` requires it.
+DURABLE = frozenset({"submit_job", "cancel_job"})
+# These run even if the server has no memory left: most of them free some, and without them no job would end. A server
+# without memory refuses only a script whose first write takes memory, so these start with a write that takes none.
 NEVER_REFUSED = frozenset(
     {
         "register_worker",
@@ -67,11 +65,11 @@ NEVER_REFUSED = frozenset(
     }
 )
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between tries
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between attempts
 
 
-class Refused(Exception):
-    """A script said no before it wrote anything. `code` is one of those in the scripts' headers."""
+class ScriptRefused(Exception):
+    """A script refused before it wrote anything. The scripts' headers list the codes."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code} {detail}")
@@ -82,7 +80,7 @@ class Refused(Exception):
 class Scripts:
     """Calls the scripts of one shard."""
 
-    def __init__(self, connection: Connection, keys: Keys, config: BrokerConfig) -> None:
+    def __init__(self, connection: RedisConnection, keys: Keys, config: BrokerConfig) -> None:
         folder = resources.files("ktqueue.broker").joinpath("lua")
         prelude = folder.joinpath("prelude.lua").read_text(encoding="utf-8")
         self._sources = {
@@ -99,9 +97,10 @@ class Scripts:
     async def call(self, name: str, *arguments: bytes | str | int, patience: float | None = None) -> Any:
         """Run a script and return its reply.
 
-        While Redis is away the call is repeated for `patience` seconds. None: for the connect timeout, and not at all
-        while Redis is out of memory.
-        Raises Refused, LeaseLost, Unavailable; ConfigError where Redis refuses its user the script.
+        While Redis does not answer, the call is repeated for `patience` seconds. None means the connect timeout, and no
+        repetition if Redis is out of memory.
+
+        Raises ScriptRefused, LeaseLost, Unavailable, or ConfigError if the user lacks permission.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._patience if patience is None else patience)
@@ -119,7 +118,7 @@ class Scripts:
             except ReplyError as error:
                 code, _, detail = str(error).partition(" ")
                 if code == "LEASE_LOST":
-                    raise LeaseLost(f"the lease of {detail} has lapsed") from error
-                raise Refused(code, detail) from error
+                    raise LeaseLost(f"the lease of {detail} has expired") from error
+                raise ScriptRefused(code, detail) from error
             await asyncio.sleep(jittered(pause))
             pause = min(pause * 2, LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""What an installation is doing at one moment: workers, queues, the server's memory. Knows nothing of who looks."""
+"""What an installation does at one moment: workers, queues, and the memory of Redis."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from ktqueue.broker.models import WorkerInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One look. `taken_at` in Unix seconds by this machine's clock; memory in bytes, `memory_limit` 0 for none."""
+    """State at `taken_at` (Unix seconds by this machine's clock). Memory is in bytes; `memory_limit` is 0 for none."""
 
     taken_at: float
     workers: list[WorkerInfo]
@@ -23,12 +23,12 @@ class Snapshot:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens of all workers, over their last seconds."""
+        """Tokens per second that all workers generated in their last seconds."""
         return sum(worker.stats.get("generation_tokens_per_second", 0.0) for worker in self.workers)
 
 
 async def take_snapshot(broker: Broker) -> Snapshot:
-    """Look now. Raises Unavailable when Redis is away."""
+    """Take a snapshot now. Raises Unavailable if Redis does not answer."""
     workers, depths, bound, memory = await asyncio.gather(
         broker.models.workers(), broker.jobs.depth(), broker.jobs.bound(), broker.scripts.call("server_memory")
     )

@@ -1,4 +1,4 @@
-"""The last events that the broker itself writes, and the lifetimes that go with an end. Pure."""
+"""The final events that the broker itself writes, and how long ended jobs are kept. Does no I/O."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from ktqueue.core.events import JobState, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
-    """Encoded events, and how long an ended job's record and journal stay, as the scripts read it.
+class TerminalEvents:
+    """Encoded events, and the lifetimes of ended jobs in the form that the scripts read.
 
-    `job_ttl`: of a record, of a failed job's with its request (both in milliseconds), and the most bytes of such
-    requests. `journal_ttl` in milliseconds.
+    `job_ttl`: three numbers: lifetime of a record, lifetime of a failed job's record (both in milliseconds), and the
+    most bytes that the requests of failed jobs may take. `journal_ttl`: in milliseconds.
     """
 
     cancelled: bytes
@@ -32,8 +32,8 @@ class Terminal:
     journal_ttl: int
 
     @classmethod
-    def of(cls, config: BrokerConfig) -> "Terminal":
-        """Those of an installation."""
+    def of(cls, config: BrokerConfig) -> "TerminalEvents":
+        """The events and lifetimes for these settings."""
 
         def event(state: JobState, error: KtqueueError) -> bytes:
             return encode_event(TokenEvent(seq=0, state=state, error=error.info()))
@@ -51,15 +51,15 @@ class Terminal:
             model_changed=event(
                 JobState.FAILED,
                 ModelChanged(
-                    "the job has begun, and the workers of its model now have other weights or settings; no worker "
-                    f"that could go on with it came for {config.digest_wait:g} s (broker.digest_wait)",
+                    "the job has started, but the workers of its model now have other weights or settings; no worker "
+                    f"that could continue it appeared for {config.digest_wait:g} s (broker.digest_wait)",
                     limit=config.digest_wait,
                 ),
             ),
             version_changed=event(
                 JobState.FAILED,
                 VersionChanged(
-                    "the job was written by a newer version of ktqueue; no worker that reads it came for "
+                    "the job was written by a newer version of ktqueue; no worker that can read it appeared for "
                     f"{config.digest_wait:g} s (broker.digest_wait)",
                     limit=config.digest_wait,
                 ),
@@ -70,10 +70,10 @@ class Terminal:
 
 
 def milliseconds(seconds: float) -> int:
-    """At least 1: Redis refuses a TTL of 0."""
+    """Seconds as whole milliseconds, at least 1, because Redis refuses a TTL of 0."""
     return max(1, round(seconds * 1_000))
 
 
 def microseconds(seconds: float) -> int:
-    """The unit of the scripts."""
+    """Seconds as whole microseconds, the scripts' unit, at least 1."""
     return max(1, round(seconds * 1_000_000))

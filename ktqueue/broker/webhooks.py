@@ -1,4 +1,4 @@
-"""The jobs that have ended and have a webhook, until somebody has taken it upon himself to call it."""
+"""The list of ended jobs whose webhook is due."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from ktqueue.broker.scripts import Scripts
 
 
 class Webhooks:
-    """Of an installation. Raises Unavailable when Redis is away."""
+    """Due webhooks of an installation. Raises Unavailable if Redis does not answer."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
-    async def waiting(self, limit: int, taken: Sequence[str] = ()) -> list[str]:
-        """Ids of ended jobs, those that ended first first, after `taken` have been taken off the list.
+    async def waiting(self, limit: int, done: Sequence[str] = ()) -> list[str]:
+        """Remove the jobs `done` from the list, then return the ids of at most `limit` others, the oldest end first.
 
-        A job stays on the list until it is taken off, so it is told of at least once whoever dies.
+        A job stays on the list until it is removed, so each is returned at least once, even if a process dies.
         """
-        return [job_id.decode() for job_id in await self._scripts.call("due_webhooks", limit, *taken)]
+        return [job_id.decode() for job_id in await self._scripts.call("due_webhooks", limit, *done)]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ktqueue.broker.redis.address import Address, Kind, parse_address
+from ktqueue.broker.redis.address import Address, DeploymentKind, parse_address
 from ktqueue.core.config import Config
 
 PASSWORD_VARIABLE = "REDIS_PASSWORD"
@@ -49,7 +49,7 @@ def _settings(address: Address, config: Config) -> tuple[dict[str, str], bool]:
     """The keywords of arq's RedisSettings as Python text, and whether they read the environment."""
     settings: dict[str, str] = {}
     endpoint = address.endpoints[0]
-    if address.kind is Kind.SENTINEL:
+    if address.kind is DeploymentKind.SENTINEL:
         settings["host"] = "[" + ", ".join(f"({_text(one.host)}, {one.port})" for one in address.endpoints) + "]"
         settings["sentinel"] = "True"
         settings["sentinel_master"] = _text(address.service)

@@ -22,7 +22,7 @@ class AnswerWriter:
     def __init__(self, records: Sequence[JobRecord]) -> None:
         first = records[0]
         generation = first.readable_request()
-        self.headers = {"x-job-id": ",".join(record.id for record in records), **rate_headers(records[-1].standing)}
+        self.headers = {"x-job-id": ",".join(record.id for record in records), **rate_headers(records[-1].tenant_usage)}
         self._reply = endpoint_of(generation).reply_to(generation, first.id, int(first.created_at))
         self._choices = Choices(len(records), generation.sampling.n)
 

@@ -10,7 +10,7 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ktqueue.broker.conversations import Turn
+from ktqueue.broker.conversations import LatestAnswer
 from ktqueue.core.errors import InvalidRequest, JobNotFound
 from ktqueue.gateway.answer import AnswerWriter, stream_answer
 from ktqueue.gateway.follow import JobFollower
@@ -60,7 +60,7 @@ class StreamEndpoint(HTTPEndpoint):
         return Response(status_code=204)
 
 
-async def _find_turn(request: Request) -> Turn | None:
+async def _find_turn(request: Request) -> LatestAnswer | None:
     gateway: Gateway = request.app.state.gateway
     conversation = checked_key("conv_id", request.query_params.get("conv_id"))
     if conversation is None:

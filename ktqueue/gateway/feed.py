@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ktqueue.broker.journal import Journal
-from ktqueue.broker.redis.wake_up import Bell
+from ktqueue.broker.redis.wake_up import WakeUp
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.events import TokenEvent
 
@@ -31,7 +31,7 @@ class Feed:
         self._journal = journal
         self._lenient = lenient
         self._events: deque[tuple[int, TokenEvent]] = deque()
-        self._wake = Bell()
+        self._wake = WakeUp()
         self._has_room = asyncio.Event()
         self._interruption: KtqueueError | None = None
         self._fault: KtqueueError | None = None
@@ -54,7 +54,7 @@ class Feed:
     def interrupt(self, error: KtqueueError) -> None:
         """Make the current or next `take` raise `error`. The first error wins."""
         self._interruption = self._interruption or error
-        self._wake.ring()
+        self._wake.set()
 
     async def take(self, timeout_seconds: float) -> Batch:
         """All buffered events, oldest first. Empty if none arrived in time or all journals have ended.
@@ -93,7 +93,7 @@ class Feed:
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._events.append((place, event))
-                    self._wake.ring()
+                    self._wake.set()
         except KtqueueError as error:
             self._fault = self._fault or error
         except Exception:
@@ -101,4 +101,4 @@ class Feed:
             self._fault = self._fault or Unavailable("the job's journal cannot be read")
         finally:
             self._open_journals -= 1
-            self._wake.ring()
+            self._wake.set()

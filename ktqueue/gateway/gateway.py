@@ -97,7 +97,7 @@ class Gateway:
             self.metrics.serves(generation.model)  # only a known model has a queue
             raise
         self.metrics.serves(generation.model)
-        if record.standing is not None:
+        if record.tenant_usage is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
 
@@ -116,7 +116,7 @@ class Gateway:
         """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""
         with self._count_refusals(tenant):
             record = await self.broker.jobs.retry(job_id, limits=tenant.limits)
-        if record.standing is not None:
+        if record.tenant_usage is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
 

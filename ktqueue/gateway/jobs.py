@@ -66,7 +66,7 @@ async def create_job(request: Request) -> Response:
 
 
 def _accepted(record: JobRecord) -> Response:
-    headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.standing)}
+    headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.tenant_usage)}
     return json_response(record_json(record), status=202, headers=headers)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from ktqueue.broker.conversations import Turn
+from ktqueue.broker.conversations import LatestAnswer
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
@@ -41,7 +41,7 @@ async def submit_call(gateway: Gateway, request: Request, call: Call) -> Submiss
     tenant = tenant_of(request)
     records = await _submit_all(gateway, tenant, call.generations, key)
     if conversation is not None:
-        await _begin_turn(gateway, tenant, conversation, Turn(records[0].id, call.include_usage), key)
+        await _begin_turn(gateway, tenant, conversation, LatestAnswer(records[0].id, call.include_usage), key)
     return Submission(
         records, keep=key is not None or conversation is not None, in_conversation=conversation is not None
     )
@@ -68,7 +68,7 @@ async def _submit_all(
     return records
 
 
-async def _begin_turn(gateway: Gateway, tenant: Tenant, conversation: str, turn: Turn, key: str | None) -> None:
+async def _begin_turn(gateway: Gateway, tenant: Tenant, conversation: str, turn: LatestAnswer, key: str | None) -> None:
     """Make this job the conversation's current answer, and cancel the one before it: nobody waits for that."""
     try:
         former = await gateway.broker.conversations.begin(tenant.name, conversation, turn)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.prefix_hashes import LENGTHS, prefix_names
+from ktqueue.broker.prefix_hashes import LENGTHS, prefix_hashes
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass
 
@@ -45,22 +45,22 @@ def chat(*texts, **fields):
 def test_names_are_shared_as_far_as_the_prompts_are_equal():
     request = GenerationRequest(model="tale", prompt="a" * 5_000)
     longer = GenerationRequest(model="tale", prompt="a" * 5_000 + "b" * 100_000)
-    assert len(prefix_names(request)) == 3
-    assert prefix_names(longer)[:3] == prefix_names(request)
-    assert len(prefix_names(longer)) == len(set(prefix_names(longer))) == len(LENGTHS) == 7
+    assert len(prefix_hashes(request)) == 3
+    assert prefix_hashes(longer)[:3] == prefix_hashes(request)
+    assert len(prefix_hashes(longer)) == len(set(prefix_hashes(longer))) == len(LENGTHS) == 7
     late = GenerationRequest(model="tale", prompt="a" * 3_000 + "b" * 3_000)
-    assert [x == y for x, y in zip(prefix_names(late), prefix_names(longer), strict=False)] == [True, True, False]
-    assert prefix_names(GenerationRequest(model="tale", prompt="a" * 900)) == []
+    assert [x == y for x, y in zip(prefix_hashes(late), prefix_hashes(longer), strict=False)] == [True, True, False]
+    assert prefix_hashes(GenerationRequest(model="tale", prompt="a" * 900)) == []
 
 
 def test_a_conversation_that_goes_on_shares_what_was_said():
     turn = chat("x" * 3_000, "y" * 3_000)
     on = chat("x" * 3_000, "y" * 3_000, "z" * 3_000)
-    assert prefix_names(on)[:3] == prefix_names(turn)[:3] != []
+    assert prefix_hashes(on)[:3] == prefix_hashes(turn)[:3] != []
     tools = ({"type": "function", "function": {"name": "f"}},)
-    assert not set(prefix_names(chat("x" * 3_000, "y" * 3_000, tools=tools))) & set(prefix_names(turn))
+    assert not set(prefix_hashes(chat("x" * 3_000, "y" * 3_000, tools=tools))) & set(prefix_hashes(turn))
     by_ids = GenerationRequest(model="tale", prompt_token_ids=(7,) * 1_000)
-    assert len(prefix_names(by_ids)) == 2  # four bytes each
+    assert len(prefix_hashes(by_ids)) == 2  # four bytes each
 
 
 async def test_a_warm_job_goes_before_those_that_came_just_before(broker, card, make_request):
@@ -161,7 +161,7 @@ async def test_what_a_worker_knows_is_bounded_and_goes_with_it(broker, card, mak
         await one.claim(1)
     names = [name.decode() for name in raw.zrange(warm + lease.id, 0, -1)]
     assert len(names) == 1_024
-    assert set(prefix_names(make_request(OLD))) == set(names[-2:])
+    assert set(prefix_hashes(make_request(OLD))) == set(names[-2:])
     assert raw.pttl(warm + lease.id) > 0
     await lease.close()
     await outlive()

@@ -63,7 +63,7 @@ async def test_a_dead_workers_jobs_wait_for_its_digest(broker, card, workers, ma
     await begin(ours, begun)
     fresh = await broker.jobs.submit(make_request())
     assert len(await ours.claim(8)) == 1
-    await broker.reaper().bury(ours.id)
+    await broker.reaper().release_lease(ours.id)
     assert [claim.job_id for claim in await theirs.claim(8)] == [fresh.id]
     twin = await Lease.register(broker, replace(card, digest=A))
     assert [claim.job_id for claim in await twin.claim(8)] == [begun.id]

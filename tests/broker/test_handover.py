@@ -47,7 +47,7 @@ async def test_a_worker_that_waits_is_given_the_job(broker, lease, other, make_r
     assert await lease.claim(4, wait=True) == []
     record = await broker.jobs.submit(make_request(priority=3, expires_in=60))
     assert (record.state, record.worker_id, record.position) == (JobState.RUNNING, lease.id, None)
-    assert await broker.jobs.get(record.id) == replace(record, standing=None)
+    assert await broker.jobs.get(record.id) == replace(record, tenant_usage=None)
     (claim,) = await given(lease)
     assert (claim.job_id, claim.request, claim.attempt, claim.events) == (record.id, record.request, 1, [])
     assert claim.deadline == record.deadline

@@ -127,11 +127,11 @@ async def test_requests_come_at_a_rate(broker, lease, submit, raw):
     limits = TenantLimits(requests_per_minute=SLOW, requests_burst=3)
     lefts = []
     for _ in range(3):
-        standing = (await submit(limits)).standing
-        lefts.append(standing.requests.remaining)
-        assert standing.tokens is None
-    assert (lefts, standing.requests.limit) == ([2, 1, 0], 3)
-    assert 120 < standing.requests.reset <= 180
+        usage = (await submit(limits)).tenant_usage
+        lefts.append(usage.requests.remaining)
+        assert usage.tokens is None
+    assert (lefts, usage.requests.limit) == ([2, 1, 0], 3)
+    assert 120 < usage.requests.reset <= 180
     with pytest.raises(RateLimitExceeded) as caught:
         await submit(limits)
     assert (caught.value.param, caught.value.limit, caught.value.value) == ("requests_per_minute", 3, 3)
@@ -152,10 +152,10 @@ async def test_tokens_are_reserved_and_settled(broker, lease, submit, load, raw)
         """Tokens that are free now, by asking for one and giving it back."""
         asked = await submit(limits, tokens=2)
         await broker.jobs.cancel(asked.id)
-        return asked.standing.tokens.remaining + 2
+        return asked.tenant_usage.tokens.remaining + 2
 
     job = await submit(limits, tokens=90)
-    assert job.standing.tokens.remaining == 10
+    assert job.tenant_usage.tokens.remaining == 10
     with pytest.raises(RateLimitExceeded) as caught:
         await submit(limits, tokens=30)
     assert (caught.value.param, caught.value.limit) == ("tokens_per_minute", 100)
@@ -332,7 +332,7 @@ async def test_random_histories_equal_a_bucket(broker, lease, submit, raw, per_m
                 now = round(job.created_at * 1e6)
                 assert bucket.wait(now, tokens) <= slack
                 bucket.add(now, -tokens)
-                left = job.standing.tokens
+                left = job.tenant_usage.tokens
                 assert math.floor(bucket.level) <= left.remaining <= math.floor(bucket.level + slack * bucket.rate)
                 assert abs(left.reset * 1e6 - (burst - bucket.level) / bucket.rate) <= slack
                 running[job.id] = tokens

@@ -30,10 +30,10 @@ def die(broker: Broker, card: Any) -> Die:
         lease = await Lease.register(broker, card)
         claims = await lease.claim(8)
         if trial is not None:
-            await lease.try_out(trial)
+            await lease.start_trial(trial)
         seqs = {claim.job_id: len(claim.events) + 1 for claim in claims}
         await lease.commit([(job_id, TokenEvent(seq=seqs[job_id], text="x")) for job_id in told])
-        await broker.reaper().bury(lease.id)
+        await broker.reaper().release_lease(lease.id)
         await lease.close()
         return claims
 
@@ -44,7 +44,7 @@ async def test_a_job_that_kills_its_workers_is_poison(broker: Broker, die: Die, 
     job = await broker.jobs.submit(make_request())
     for attempt in range(MOST):
         (claim,) = await die()
-        assert (claim.attempt, claim.futile) == (attempt + 1, attempt)
+        assert (claim.attempt, claim.deaths_without_progress) == (attempt + 1, attempt)
     record = await broker.jobs.get(job.id)
     assert record.error is not None
     assert (record.state, record.error.code) == (JobState.FAILED, "poison_job")
@@ -59,27 +59,27 @@ async def test_deaths_after_a_token_are_held_against_a_job_only_where_they_are_m
     await die()
     for attempt in range(2, 10 * MOST + 1):
         (claim,) = await die(told=[job.id])
-        assert (claim.attempt, claim.futile) == (attempt, int(attempt == 2))
+        assert (claim.attempt, claim.deaths_without_progress) == (attempt, int(attempt == 2))
     assert (await broker.jobs.get(job.id)).state is JobState.FAILED
 
 
 async def test_who_is_on_trial_is_alone_to_blame(broker: Broker, die: Die, make_request: Any) -> None:
     jobs = [(await broker.jobs.submit(make_request(prompt=f"{number}"))).id for number in range(3)]
     await die()
-    assert [claim.futile for claim in await die(trial=jobs[1])] == [1, 1, 1]
+    assert [claim.deaths_without_progress for claim in await die(trial=jobs[1])] == [1, 1, 1]
     assert (await broker.jobs.get(jobs.pop(1))).state is JobState.FAILED
     claims = await die(trial=jobs[0], told=jobs[:1])
-    assert {claim.job_id: claim.futile for claim in claims} == dict.fromkeys(jobs, 1)
+    assert {claim.job_id: claim.deaths_without_progress for claim in claims} == dict.fromkeys(jobs, 1)
     # Its token ended the trial. So the other one may have done it, for the second time.
     assert (await broker.jobs.get(jobs.pop(1))).state is JobState.FAILED
-    assert [(claim.job_id, claim.futile) for claim in await die()] == [(jobs[0], 0)]
+    assert [(claim.job_id, claim.deaths_without_progress) for claim in await die()] == [(jobs[0], 0)]
 
 
 async def test_a_lapsed_lease_tries_nobody_out(broker: Broker, card: Any, make_request: Any) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
-    await broker.reaper().bury(lease.id)
+    await broker.reaper().release_lease(lease.id)
     with pytest.raises(LeaseLost):
-        await lease.try_out(job.id)
+        await lease.start_trial(job.id)
     await lease.close()

@@ -88,8 +88,8 @@ async def test_a_death_that_was_seen_needs_no_lapse(broker, card, make_request, 
     jobs = [await broker.jobs.submit(make_request()) for _ in range(3)]
     assert len(await dead.claim(2)) == 2
     assert len(await other.claim(1)) == 1
-    await broker.reaper().bury(dead.id)
-    await broker.reaper().bury("nobody")
+    await broker.reaper().release_lease(dead.id)
+    await broker.reaper().release_lease("nobody")
     states = [(one.state, one.attempts) for one in [await broker.jobs.get(job.id) for job in jobs]]
     assert states == [(JobState.QUEUED, 1), (JobState.QUEUED, 1), (JobState.RUNNING, 1)]
     assert [one.worker_id for one in await broker.models.workers()] == [other.id]

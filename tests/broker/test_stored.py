@@ -192,11 +192,11 @@ async def test_workers_write_on_in_a_full_server(small, card, make_request):
         await lease.commit([(job.id, TokenEvent(seq=1, text="a" * 100)) for job in jobs[:2]])
         await lease.beat({})
         await broker.reaper().reap()
-        await lease.try_out(jobs[0].id)
+        await lease.start_trial(jobs[0].id)
         assert len(await lease.claim(1)) == 1
         await lease.release([jobs[2].id])
         await broker.jobs.cancel(jobs[3].id)
-        await broker.reaper().bury(lease.id)
+        await broker.reaper().release_lease(lease.id)
         other = await Lease.register(broker, card)
         assert {claim.job_id for claim in await other.claim(3)} == {job.id for job in jobs[:3]}
         await other.commit([(job.id, TokenEvent(seq=2, state=JobState.DONE)) for job in jobs[:2]])

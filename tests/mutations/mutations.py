@@ -159,7 +159,7 @@ MUTATIONS: dict[str, Mutation] = {
     "nobody is tried alone": Mutation(
         "a job that kills its workers fails alone",
         "workers/generation/incarnation.py",
-        "return job.futile >= max(1, self._config.broker.max_attempts - 1)",
+        "return job.deaths_without_progress >= max(1, self._config.broker.max_attempts - 1)",
         "return False",
         ("tests/workers/generation/test_trials.py::test_suspects_begin_one_after_the_other",),
     ),
@@ -259,7 +259,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a regress is not told": Mutation(
         "a reader learns that its journal has lost what it was told",
         "ktqueue/broker/journal.py",
-        "if page.events[:1] != [told]:",
+        "if page.events[:1] != [previous]:",
         "if False:",
         (f"{JOURNAL}::test_a_reader_sees_that_the_journal_has_other_events_by_now",),
     ),
@@ -326,7 +326,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a claim answered twice": Mutation(
         "a message of an earlier claim gives no job again",
         "ktqueue/broker/lease.py",
-        "if int(number) != self._claim or self._answered:",
+        "if int(number) != self._claim_number or self._answered:",
         "if False:",
         (f"{HANDOVER}::test_a_message_after_the_claim_says_nothing_new",),
     ),

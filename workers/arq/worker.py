@@ -21,7 +21,7 @@ from arq.jobs import serialize_result
 from arq.worker import JobExecutionFailed, Retry, Worker, func
 
 from ktqueue.arq_json import dumps, loads
-from ktqueue.broker.redis.address import Kind, read_address
+from ktqueue.broker.redis.address import DeploymentKind, read_address
 from ktqueue.broker.redis.node import Node
 from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
@@ -72,7 +72,7 @@ class SteadyWorker(Worker):
         cron_jobs: Sequence[CronJob] = (),
     ) -> None:
         self._address = read_address(url, password_file)
-        if self._address.kind is Kind.CLUSTER:
+        if self._address.kind is DeploymentKind.CLUSTER:
             raise ConfigError("arq does not support Redis Cluster: give it another server (redis_url)", param="url")
         self._config = config
         self._topology = make_topology(self._address, "", config)

@@ -184,14 +184,14 @@ class Incarnation:
 
     def _is_suspect(self, job: RunningJob) -> bool:
         """Whether this is the last attempt of a job whose earlier workers died while they ran it among others."""
-        return job.futile >= max(1, self._config.broker.max_attempts - 1)
+        return job.deaths_without_progress >= max(1, self._config.broker.max_attempts - 1)
 
     async def _run_suspects(self) -> None:
         """Admit suspects one at a time, so that a death of this worker is charged to the right job."""
         while True:
             job = await self._suspects.get()
             if not job.ended:
-                await self._lease.try_out(job.id)
+                await self._lease.start_trial(job.id)
                 await self._admit(job)
                 await job.progressed.wait()
                 await self._outbox.committed()

@@ -21,7 +21,7 @@ class RunningJob:
         self.request: GenerationRequest = claim.request
         self.deadline = claim.deadline  # Unix seconds
         self.rank = claim.rank
-        self.futile = claim.futile
+        self.deaths_without_progress = claim.deaths_without_progress
         self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
         self.last_output_at = time.monotonic()  # of the claim, while there is no output
         self.prompt_token_ids: list[int] = []

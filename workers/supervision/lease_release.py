@@ -25,6 +25,6 @@ async def release_leases_of(config: BrokerConfig, pid: int, code: int) -> None:
         async with await Broker.open(config, patience=config.lease_seconds) as broker:
             for worker in await broker.models.workers():
                 if worker.process == process_name(pid):
-                    await broker.reaper().bury(worker.worker_id, blameless=-code in MACHINE_FAULTS)
+                    await broker.reaper().release_lease(worker.worker_id, blameless=-code in MACHINE_FAULTS)
     except KtqueueError as error:
         log.warning("the lease of process %d could not be released and will expire: %s", pid, error)

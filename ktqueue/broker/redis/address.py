@@ -1,11 +1,11 @@
-"""What `broker.url` says: one server, the sentinels of a service, or the nodes of a cluster. Sends nothing.
+"""Parses `broker.url`: one server, the sentinels of a service, or the nodes of a cluster. Does no I/O to servers.
 
     redis://[user:password@]host[:port][/DB]          rediss:// with TLS         unix:///path.sock[?db=DB]
     redis+sentinel://[user:password@]host[:port],host[:port].../SERVICE[/DB]     rediss+sentinel:// with TLS
     redis+cluster://[user:password@]host[:port],host[:port]...                   rediss+cluster:// with TLS
 
-Query parameters: `username`, `password` and `db` in place of those in the URL, `sentinel_username` and
-`sentinel_password` of the sentinels themselves, and with TLS those of TLS_PARAMETERS.
+Query parameters: `username`, `password` and `db`, instead of those in the URL; `sentinel_username` and
+`sentinel_password` for the sentinels; with TLS also TLS_PARAMETERS.
 """
 
 import difflib
@@ -23,8 +23,8 @@ TLS_PARAMETERS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"
 CERTIFICATE_CHECKS = ("required", "none")
 
 
-class Kind(StrEnum):
-    """What is behind the URL."""
+class DeploymentKind(StrEnum):
+    """The kind of Redis deployment that the URL names."""
 
     SERVER = "server"
     SENTINEL = "sentinel"
@@ -32,14 +32,14 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a server listens. Port 0: a unix socket at the path `host`."""
+class RedisEndpoint:
+    """The address on which a server listens. With port 0, `host` is the path of a unix socket."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        """For people."""
+        """For messages: path, host:port or [host]:port."""
         if self.port == 0:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -47,7 +47,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """A user of a server; without a name the default user."""
+    """A user of a server; without a name, the default user."""
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -55,9 +55,9 @@ class Login:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How a server proves who it is, and, where it asks for that, we. Paths of PEM files."""
+    """How the server, and the client if the server asks, prove their identity. Paths are of PEM files."""
 
-    ca_certs: str | None = None  # None: the authorities that the system trusts
+    ca_certs: str | None = None  # None: the certificate authorities that the system trusts
     certfile: str | None = None
     keyfile: str | None = None
     verify: bool = True
@@ -66,11 +66,11 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A URL, taken apart. `endpoints`: the server, the sentinels, or some nodes of the cluster."""
+    """A parsed URL. `endpoints`: the server, the sentinels, or some nodes of the cluster."""
 
-    kind: Kind
-    endpoints: tuple[Endpoint, ...]
-    service: str = ""  # the sentinels' name of the master
+    kind: DeploymentKind
+    endpoints: tuple[RedisEndpoint, ...]
+    service: str = ""  # the name under which sentinels know the master
     login: Login = Login()
     sentinel_login: Login = Login()
     database: int = 0
@@ -78,13 +78,13 @@ class Address:
 
 
 def read_address(url: str, password_file: str | None) -> Address:
-    """The address of `broker.url`, with the password of `broker.password_file` if that is set. Raises ConfigError."""
+    """Parse `broker.url` and add the password in `broker.password_file` if that is set. Raises ConfigError."""
     address = parse_address(url)
     if password_file is None:
         return address
     if address.login.password is not None:
         raise ConfigError(
-            "broker.password_file and a password in broker.url exclude each other", param="broker.password_file"
+            "set either broker.password_file or a password in broker.url, not both", param="broker.password_file"
         )
     try:
         password = Path(password_file).read_text(encoding="utf-8").strip()
@@ -100,13 +100,15 @@ def read_address(url: str, password_file: str | None) -> Address:
 
 
 def parse_address(url: str) -> Address:
-    """Raises ConfigError that names the part at fault; passwords are never in it."""
+    """Parse a URL. Raises ConfigError that names the wrong part, but never contains a password."""
     scheme, _, rest = url.partition(":")
     transport, _, suffix = scheme.partition("+")
-    kinds = {"": Kind.SERVER, "sentinel": Kind.SENTINEL, "cluster": Kind.CLUSTER}
+    kinds = {"": DeploymentKind.SERVER, "sentinel": DeploymentKind.SENTINEL, "cluster": DeploymentKind.CLUSTER}
     over_tcp = transport in ("redis", "rediss") and suffix in kinds and rest.startswith("//")
     if not over_tcp and scheme != "unix":
-        raise _fault("it begins with redis://, rediss:// or unix://; for fleets redis+sentinel:// or redis+cluster://")
+        raise _fault(
+            "it must start with redis://, rediss:// or unix://, for fleets redis+sentinel:// or redis+cluster://"
+        )
     kind = kinds[suffix]
     try:
         parts = urlsplit(f"x:{rest}")
@@ -118,25 +120,25 @@ def parse_address(url: str) -> Address:
     username, _, password = userinfo.partition(":")
     path = unquote(parts.path)
     if not over_tcp:
-        endpoints: tuple[Endpoint, ...] = (Endpoint(path, 0),)
+        endpoints: tuple[RedisEndpoint, ...] = (RedisEndpoint(path, 0),)
         words = []
         if not path:
-            raise _fault("unix:// wants the path of a socket")
+            raise _fault("unix:// needs the path of a socket")
     else:
-        port = SENTINEL_PORT if kind is Kind.SENTINEL else SERVER_PORT
+        port = SENTINEL_PORT if kind is DeploymentKind.SENTINEL else SERVER_PORT
         endpoints = tuple(_endpoint(host, port) for host in hosts.split(","))
         words = [word for word in path.split("/") if word]
     service = ""
-    if kind is Kind.SENTINEL:
+    if kind is DeploymentKind.SENTINEL:
         if not words:
-            raise _fault("after the sentinels comes the name of the service: redis+sentinel://host:26379/mymaster")
+            raise _fault("the name of the service must follow the sentinels: redis+sentinel://host:26379/mymaster")
         service = words.pop(0)
-    elif kind is Kind.SERVER and len(endpoints) > 1:
-        raise _fault("several hosts are given: say redis+sentinel:// or redis+cluster://")
+    elif kind is DeploymentKind.SERVER and len(endpoints) > 1:
+        raise _fault("for several hosts use redis+sentinel:// or redis+cluster://")
     database = options.get("db") or (words.pop(0) if words else "0")
     if words or not database.isdecimal():
-        raise _fault("its path ends with the number of a database")
-    if kind is Kind.CLUSTER and int(database) != 0:
+        raise _fault("its path must end with the number of a database")
+    if kind is DeploymentKind.CLUSTER and int(database) != 0:
         raise _fault("a cluster has database 0 only")
     return Address(
         kind=kind,
@@ -151,20 +153,20 @@ def parse_address(url: str) -> Address:
     )
 
 
-def _endpoint(text: str, default_port: int) -> Endpoint:
+def _endpoint(text: str, default_port: int) -> RedisEndpoint:
     try:
         parts = urlsplit(f"x://{text}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise _fault(f"{text!r} is no host:port") from error
+        raise _fault(f"{text!r} is not host:port") from error
     if not host and text:
-        raise _fault(f"{text!r} is no host:port")
-    return Endpoint(unquote(host or "localhost"), default_port if port is None else port)
+        raise _fault(f"{text!r} is not host:port")
+    return RedisEndpoint(unquote(host or "localhost"), default_port if port is None else port)
 
 
-def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
+def _options(query: str, kind: DeploymentKind, *, secure: bool) -> dict[str, str]:
     known: tuple[str, ...] = PARAMETERS
-    if kind is Kind.SENTINEL:
+    if kind is DeploymentKind.SENTINEL:
         known += SENTINEL_PARAMETERS
     if secure:
         known += TLS_PARAMETERS
@@ -174,7 +176,7 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             if name in TLS_PARAMETERS:
-                hint = " without TLS: say rediss"
+                hint = " without TLS: use rediss"
             raise _fault(f"unknown parameter {name!r}{hint}")
         options[name] = value
     return options
@@ -183,15 +185,15 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
 def _tls(options: dict[str, str]) -> Tls:
     checks = options.get("ssl_cert_reqs", "required")
     if checks not in CERTIFICATE_CHECKS:
-        raise _fault(f"ssl_cert_reqs is one of {', '.join(CERTIFICATE_CHECKS)}, got {checks!r}")
+        raise _fault(f"ssl_cert_reqs must be one of {', '.join(CERTIFICATE_CHECKS)}, got {checks!r}")
     hostname = options.get("ssl_check_hostname", "true").lower()
     if hostname not in ("true", "false"):
-        raise _fault(f"ssl_check_hostname is true or false, got {hostname!r}")
+        raise _fault(f"ssl_check_hostname must be true or false, got {hostname!r}")
     if ("ssl_certfile" in options) != ("ssl_keyfile" in options):
-        raise _fault("ssl_certfile and ssl_keyfile come together")
+        raise _fault("set both ssl_certfile and ssl_keyfile, or neither")
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
-            raise _fault(f"{name}: there is no file {options[name]!r}")
+            raise _fault(f"{name}: no file {options[name]!r}")
     verify = checks == "required"
     return Tls(
         ca_certs=options.get("ssl_ca_certs"),

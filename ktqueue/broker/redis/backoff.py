@@ -1,8 +1,8 @@
-"""How long to wait before the next try."""
+"""Waiting times between attempts."""
 
 import random
 
 
 def jittered(seconds: float) -> float:
-    """Between half of it and all of it, so that those who lost the same server do not come back as one."""
+    """A random time from half of `seconds` to all of it, so that clients of a lost server return at different times."""
     return seconds * random.uniform(0.5, 1.0)

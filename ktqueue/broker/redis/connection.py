@@ -1,38 +1,38 @@
-"""A process's way to the server that has the data, wherever that is now. Knows no keys and no scripts.
+"""Connects a process to the server that has the data, also after failovers. Knows no keys and no scripts.
 
-A call that fails is not sent again from here, but for the one case in which nothing was run (MOVED): the callers know
-what may be sent twice. Their next try finds the server anew.
+A failed call is not repeated here, because only callers know what may be sent twice. The one exception is MOVED, after
+which nothing was executed. The caller's next attempt searches for the server again.
 """
 
 import asyncio
 import contextlib
 from typing import Any
 
-from ktqueue.broker.redis.address import Endpoint, Kind, read_address
-from ktqueue.broker.redis.node import Lost, Moved, Node, ReadOnly, Subscriber
+from ktqueue.broker.redis.address import DeploymentKind, RedisEndpoint, read_address
+from ktqueue.broker.redis.node import Node, ReadOnly, RedisSubscriber, ServerLost, SlotMoved
 from ktqueue.broker.redis.server_checks import check
 from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
-WATCH_SECONDS = 1.0  # how often a process asks whether the data has moved on; a hanging server says nothing itself
-MAX_MOVES = 5  # in one call
-DISK_SHARE = 0.8  # of the time of a call may be spent on waiting for the disk
+WATCH_SECONDS = 1.0  # between checks whether the data has moved; a hanging server does not say so
+MAX_MOVES = 5  # redirections followed in one call
+DISK_SHARE = 0.8  # share of a call's time that it may wait for the disk
 
 
-class Connection:
-    """All connections of one process to one installation; opened as they are needed."""
+class RedisConnection:
+    """All connections of one process to one installation, opened when they are needed."""
 
     def __init__(self, url: str, config: BrokerConfig, tag: str) -> None:
-        """`tag`: what all keys begin with. Sends nothing yet. Raises ConfigError for a URL that is none."""
+        """`tag`: the beginning of all keys. Does not connect yet. Raises ConfigError for an invalid URL."""
         self._address = read_address(url, config.password_file)
         self._config = config
         self._tag = tag
         self._timeout = config.operation_timeout
         self._topology = make_topology(self._address, tag, config)
-        self._node: Node | None = None  # the one to use; None: unknown
-        self._last: Node | None = None  # the one that was used last
-        self._hint: Endpoint | None = None  # what a node of the cluster said
+        self._node: Node | None = None  # the node to use, or None if it is unknown
+        self._last: Node | None = None  # the node that was used last
+        self._hint: RedisEndpoint | None = None  # where a node of the cluster redirected us
         self._wait_for_disk = False
         self._search: asyncio.Task[Node] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -43,14 +43,14 @@ class Connection:
             async with asyncio.timeout(self._timeout):
                 await self._find()
         except TimeoutError as error:
-            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
+            raise ServerLost("Redis is away: no answer in time", retry_after=1.0) from error
 
     async def evaluate(
         self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...], *, durable: bool = False
     ) -> Any:
-        """Run a Lua script once. `durable`: what it wrote is on disk afterwards, if the settings ask for that.
+        """Run a Lua script once. With `durable`, its writes are on disk afterwards, if the settings require that.
 
-        Raises Unavailable: then it may have run or not. Raises ReplyError with the script's own words, ConfigError.
+        Raises Unavailable, and then the script may have run or not; ReplyError with the script's error; ConfigError.
         """
         node: Node | None = None
         try:
@@ -62,27 +62,27 @@ class Connection:
                         if durable and self._wait_for_disk:
                             await self._sync(node)
                         return reply
-                    except Moved as moved:
+                    except SlotMoved as moved:
                         await self._follow(node, moved)
         except TimeoutError as error:
             await self._lose(node)
-            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
-        except Lost as error:
+            raise ServerLost("Redis is away: no answer in time", retry_after=1.0) from error
+        except ServerLost as error:
             await self._lose(node, entirely=isinstance(error, ReadOnly))
             raise
         raise Unavailable("Redis is away: the nodes of the cluster do not agree", retry_after=1.0)
 
-    async def subscriber(self) -> Subscriber:
-        """A connection of its own for subscriptions, opened. Raises Unavailable, ConfigError.
+    async def subscriber(self) -> RedisSubscriber:
+        """Open a separate connection for subscriptions. Raises Unavailable or ConfigError.
 
-        In a cluster a PUBLISH reaches subscribers of every node, first those of the node that publishes, which is the
-        owner of the slot. SPUBLISH, which would spare the other nodes, is not in 6.2.
+        In a cluster, PUBLISH reaches the subscribers of every node, and those of the publishing node first, which owns
+        the slot. SPUBLISH would spare the other nodes, but 6.2 does not have it.
         """
         node: Node | None = None
         try:
             async with asyncio.timeout(self._timeout):
                 node = self._node or await self._find()
-                subscriber = Subscriber(node)
+                subscriber = RedisSubscriber(node)
                 try:
                     await subscriber.connect()
                 except BaseException:
@@ -91,13 +91,13 @@ class Connection:
                 return subscriber
         except TimeoutError as error:
             await self._lose(node)
-            raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
-        except Lost:
+            raise ServerLost("Redis is away: no answer in time", retry_after=1.0) from error
+        except ServerLost:
             await self._lose(node)
             raise
 
     async def close(self) -> None:
-        """Drop all connections; subscribers are closed by their owners."""
+        """Close all connections. Subscribers are closed by their owners."""
         for task in (self._watcher, self._search):
             if task is not None:
                 task.cancel()
@@ -107,7 +107,7 @@ class Connection:
         await self._topology.close()
 
     async def _find(self) -> Node:
-        """One search for all who wait."""
+        """Find the server. Concurrent calls share one search."""
         if self._search is None or self._search.done():
             self._search = asyncio.create_task(self._look(), name="ktqueue-find-redis")
         return await asyncio.shield(self._search)
@@ -131,7 +131,7 @@ class Connection:
             if node is not old:
                 await node.close()
             if isinstance(error, TimeoutError):
-                raise Lost("Redis is away: no answer in time", retry_after=1.0) from error
+                raise ServerLost("Redis is away: no answer in time", retry_after=1.0) from error
             raise
         self._node = self._last = node
         if old is not None and old is not node:
@@ -141,23 +141,23 @@ class Connection:
         return node
 
     async def _lose(self, node: Node | None, *, entirely: bool = False) -> None:
-        """The next call finds the server anew. `entirely`: whoever still uses this one must do so too."""
+        """Make the next call search for the server again. `entirely`: also break the calls that still use this node."""
         if node is None or node is not self._last:
             return
         self._node = None
-        if entirely:  # perhaps the name leads elsewhere now, which open connections do not see
+        if entirely:  # the host name may have a new address, which open connections do not notice
             self._last = None
             await node.close()
 
-    async def _follow(self, node: Node, moved: Moved) -> None:
-        if self._address.kind is not Kind.CLUSTER:
-            raise ConfigError("Redis is a cluster: say redis+cluster:// in broker.url", param="broker.url") from moved
+    async def _follow(self, node: Node, moved: SlotMoved) -> None:
+        if self._address.kind is not DeploymentKind.CLUSTER:
+            raise ConfigError("Redis is a cluster: use redis+cluster:// in broker.url", param="broker.url") from moved
         if node is self._node:
             self._hint = moved.endpoint
             await self._lose(node)
 
     async def _sync(self, node: Node) -> None:
-        """Wait until all that was written is on disk. The write of its own makes that hold for a repeated call too."""
+        """Wait until all writes are on disk. `sync` writes too, so that this also holds for a repeated call."""
         local = await node.sync(f"{self._tag}:synced", int(self._timeout * DISK_SHARE * 1000))
         if local < 1:
             raise Unavailable("Redis has not written to its disk in time", retry_after=1.0)
@@ -167,7 +167,7 @@ class Connection:
             await asyncio.sleep(WATCH_SECONDS)
             node = self._node
             if node is None:
-                continue  # the next call looks
+                continue  # the next call searches
             with contextlib.suppress(Unavailable, ConfigError):
                 endpoint = await self._topology.find()
                 if node is self._node and endpoint != node.endpoint:

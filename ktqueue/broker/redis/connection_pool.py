@@ -1,8 +1,8 @@
-"""Connections of one process to one server, lent for one command each. Knows no keys, no scripts and no library.
+"""A pool of connections to one server, each lent for one command. Knows no keys, no scripts and no library.
 
-A connection that the server has closed is found out by the command that meets it: whatever waits beside it is dropped
-too, and the caller's next try opens new ones. (redis-py's pool tries to read from a connection each time before it
-lends it. That takes about as long as the command itself.)
+A command notices if the server has closed its connection. Then all idle connections are dropped too, and the caller's
+next attempt opens new ones. (redis-py's pool instead tries to read from a connection before it lends it, which takes
+about as long as the command itself.)
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Wire(Protocol):
-    """What a connection must do. Breaking `read_response` off disconnects; sending connects, if need be."""
+    """A connection. Sending connects if necessary; cancelling `read_response` disconnects."""
 
     async def send_packed_command(self, command: bytes, check_health: bool) -> None: ...
 
@@ -20,8 +20,8 @@ class Wire(Protocol):
     async def disconnect(self, nowait: bool) -> None: ...
 
 
-class Pool:
-    """At most `most` connections, opened as they are needed; calls beyond that wait their turn."""
+class ConnectionPool:
+    """At most `most` connections, opened when they are needed. Further calls wait."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Pool:
         most: int,
         lost: tuple[type[Exception], ...],
     ) -> None:
-        """`pack`: words as the protocol has them. `lost`: what a connection raises once the server is gone."""
+        """`pack` encodes a command. `lost`: errors that a connection raises once the server is gone."""
         self._make = make
         self._pack = pack
         self._lost = lost
@@ -40,7 +40,7 @@ class Pool:
         self._closed = False
 
     async def call(self, *words: bytes | str | int) -> Any:
-        """Send one command, once, and give its reply. Raises what the connection raises."""
+        """Send one command once and return its reply. Raises what the connection raises."""
         command = self._pack(words)
         async with self._turns:
             wire = self._idle.pop() if self._idle else self._make()
@@ -58,7 +58,7 @@ class Pool:
                     await self._drop_idle()
 
     async def close(self) -> None:
-        """Disconnect everything: calls under way break."""
+        """Disconnect everything. Running calls fail."""
         self._closed = True
         for wire in tuple(self._lent):
             await wire.disconnect(nowait=True)

@@ -1,7 +1,7 @@
-"""One pub/sub connection for all subscriptions of a process. Knows channels and bytes, no jobs.
+"""One pub/sub connection for all subscriptions of a process. Knows channels and bytes, but no jobs.
 
-A subscriber gets a mailbox of bounded size. Whatever may have been missed (the connection was lost, the mailbox
-overflowed) is told by `Mail.missed`: the reader must look at the source again.
+A reader gets a mailbox of bounded size. `Mail.missed` says that messages may be lost, because the connection broke or
+the mailbox overflowed. Then the reader must read the source again.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktqueue.broker.redis.backoff import jittered
-from ktqueue.broker.redis.node import Subscriber
-from ktqueue.broker.redis.wake_up import Bell
+from ktqueue.broker.redis.node import RedisSubscriber
+from ktqueue.broker.redis.wake_up import WakeUp
 from ktqueue.core.errors import ConfigError, Unavailable
 
-QUIET_SECONDS = 5.0  # then a PING; as long again without an answer and the connection is given up
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between tries to reconnect
+QUIET_SECONDS = 5.0  # without messages, then a PING; after the same time without an answer the connection is closed
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts to reconnect
 
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """What has come since the last look. `missed`: there may have been more."""
+    """Messages since the last `take`. `missed`: others may be lost."""
 
     messages: tuple[bytes, ...]
     missed: bool
 
 
 class Mailbox:
-    """Messages of some channels for one reader, at most `max_bytes` of them."""
+    """Messages of some channels for one reader, at most `max_bytes` bytes."""
 
     def __init__(self, channels: tuple[str, ...], max_bytes: int) -> None:
         self.channels = channels
@@ -37,26 +37,26 @@ class Mailbox:
         self._messages: deque[bytes] = deque()
         self._bytes = 0
         self._missed = False
-        self._arrived = Bell()
+        self._arrived = WakeUp()
 
     def put(self, message: bytes) -> None:
-        """Add a message; an overflow drops all and leaves `missed`."""
+        """Add a message. An overflow drops all messages and sets `missed`."""
         if self._bytes + len(message) > self._max_bytes:
             self.miss()
             return
         self._messages.append(message)
         self._bytes += len(message)
-        self._arrived.ring()
+        self._arrived.set()
 
     def miss(self) -> None:
-        """Drop what is waiting: the reader must look at the source again."""
+        """Drop all messages and set `missed`, so that the reader reads the source again."""
         self._messages.clear()
         self._bytes = 0
         self._missed = True
-        self._arrived.ring()
+        self._arrived.set()
 
     async def take(self, seconds: float) -> Mail:
-        """All that waits; waits at most `seconds` until something comes (then an empty Mail)."""
+        """Take all messages. Waits at most `seconds` for the first, then returns an empty Mail."""
         await self._arrived.wait(seconds)
         mail = Mail(tuple(self._messages), self._missed)
         self._messages.clear()
@@ -68,7 +68,7 @@ class Mailbox:
 
 @dataclass(slots=True)
 class _Topic:
-    """A channel: who reads it, how many SUBSCRIBEs are not yet acknowledged, was it cut off."""
+    """A channel: its readers, its unacknowledged SUBSCRIBEs, and whether its connection broke."""
 
     mailboxes: set[Mailbox] = field(default_factory=set)
     unacknowledged: int = 0
@@ -77,21 +77,21 @@ class _Topic:
 
 
 class Hub:
-    """Shares one connection among all mailboxes; reconnects for ever while there is any."""
+    """Shares one connection among all mailboxes. Reconnects forever while there are mailboxes."""
 
-    def __init__(self, open_subscriber: Callable[[], Awaitable[Subscriber]]) -> None:
+    def __init__(self, open_subscriber: Callable[[], Awaitable[RedisSubscriber]]) -> None:
         self._open = open_subscriber
         self._topics: dict[str, _Topic] = {}
-        self._subscriber: Subscriber | None = None
+        self._subscriber: RedisSubscriber | None = None
         self._task: asyncio.Task[None] | None = None
         self._pause = FIRST_PAUSE
-        self._heard = False  # since the hub looked last
-        self._fault = ""  # why the connection was lost last
+        self._heard = False  # whether anything was received since the last check
+        self._fault = ""  # why the last connection was lost
 
     async def subscribe(self, *channels: str, max_bytes: int, seconds: float) -> Mailbox:
-        """A mailbox that misses nothing from now on: the server has acknowledged.
+        """Make a mailbox that gets every message from now on: the server has acknowledged the subscription.
 
-        Raises Unavailable when that takes longer than `seconds`.
+        Raises Unavailable if that takes longer than `seconds`.
         """
         mailbox = Mailbox(channels, max_bytes)
         topics = {channel: self._topics.setdefault(channel, _Topic()) for channel in channels}
@@ -115,7 +115,7 @@ class Hub:
         return mailbox
 
     async def unsubscribe(self, mailbox: Mailbox) -> None:
-        """Give a mailbox back. A channel is left with its last reader."""
+        """Close a mailbox. The last reader of a channel unsubscribes from it."""
         for channel in mailbox.channels:
             topic = self._topics.get(channel)
             if topic is None:
@@ -130,7 +130,7 @@ class Hub:
                         await self._subscriber.send("UNSUBSCRIBE", channel)
 
     async def close(self) -> None:
-        """Drop the connection. Mailboxes get nothing more."""
+        """Close the connection. Mailboxes get no more messages."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -138,7 +138,7 @@ class Hub:
         self._topics.clear()
 
     async def _send_subscribe(self, channel: str, topic: _Topic) -> None:
-        if self._subscriber is not None:  # else the running task subscribes to all once it is connected
+        if self._subscriber is not None:  # else the running task subscribes to all channels once it is connected
             topic.unacknowledged += 1
             with contextlib.suppress(Unavailable):
                 await self._subscriber.send("SUBSCRIBE", channel)
@@ -159,7 +159,7 @@ class Hub:
             await asyncio.sleep(jittered(self._pause))
             self._pause = min(self._pause * 2, LONGEST_PAUSE)
 
-    async def _resubscribe(self, subscriber: Subscriber) -> None:
+    async def _resubscribe(self, subscriber: RedisSubscriber) -> None:
         self._topics = {channel: topic for channel, topic in self._topics.items() if topic.mailboxes}
         channels = list(self._topics)
         for topic in self._topics.values():
@@ -170,23 +170,23 @@ class Hub:
         for start in range(0, len(channels), 512):
             await subscriber.send("SUBSCRIBE", *channels[start : start + 512])
 
-    async def _receive(self, subscriber: Subscriber) -> None:
+    async def _receive(self, subscriber: RedisSubscriber) -> None:
         asking = asyncio.create_task(self._ask(subscriber), name="ktqueue-hub-ping")
         try:
             while True:
                 push = await subscriber.receive()
                 self._heard = True
-                self._pause = FIRST_PAUSE  # it is of use
+                self._pause = FIRST_PAUSE  # the connection works
                 await self._handle(push, subscriber)
         finally:
             asking.cancel()
 
-    async def _ask(self, subscriber: Subscriber) -> None:
-        """PING when nothing came for a while; end a connection on which nothing comes then either.
+    async def _ask(self, subscriber: RedisSubscriber) -> None:
+        """Send PING after a quiet time, and close the connection if nothing is received then either.
 
-        Here, and not as a time limit of each receive, because that would cost more than the rest of it.
+        A time limit on each receive would cost more than the receive itself.
         """
-        with contextlib.suppress(Unavailable):  # the connection is lost, as `receive` says too
+        with contextlib.suppress(Unavailable):  # the connection is lost, which `receive` reports too
             while True:
                 self._heard = False
                 await asyncio.sleep(QUIET_SECONDS)
@@ -198,7 +198,7 @@ class Hub:
                     await subscriber.close()
                     return
 
-    async def _handle(self, push: list[Any], subscriber: Subscriber) -> None:
+    async def _handle(self, push: list[Any], subscriber: RedisSubscriber) -> None:
         kind = push[0]
         if kind == b"message":
             topic = self._topics.get(push[1].decode())
@@ -209,14 +209,14 @@ class Hub:
         elif kind == b"unsubscribe":
             self._left(push[1].decode())
 
-    async def _acknowledged(self, channel: str, subscriber: Subscriber) -> None:
+    async def _acknowledged(self, channel: str, subscriber: RedisSubscriber) -> None:
         topic = self._topics.get(channel)
         if topic is None:
             return
         topic.unacknowledged -= 1
         if topic.unacknowledged > 0:
             return
-        if not topic.mailboxes:  # its readers left meanwhile
+        if not topic.mailboxes:  # its readers have left meanwhile
             await subscriber.send("UNSUBSCRIBE", channel)
             return
         if topic.cut_off:

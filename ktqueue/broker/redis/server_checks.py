@@ -1,6 +1,6 @@
-"""What a server must be before it gets a job: new enough, evicting nothing, no replica, as durable as asked for.
+"""Checks a server before it gets jobs: new enough, no eviction, no replica, as durable as the settings require.
 
-Asked of every server that the process comes to use, also after a failover.
+Every server that the process uses is checked, also after a failover.
 """
 
 from typing import Any
@@ -10,13 +10,14 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
 LOWEST_VERSION = (6, 2)
-WAITAOF_VERSION = (7, 2)  # Valkey tells it as its `redis_version` too
+WAITAOF_VERSION = (7, 2)  # Valkey reports this as its `redis_version` too
 
 
 async def check(node: Node, config: BrokerConfig) -> bool:
-    """Must a call that is to be on disk wait for it (WAITAOF)? False: the server writes before it answers, or need not.
+    """Check a server. Returns whether durable calls must wait for the disk (WAITAOF).
 
-    Raises Unavailable that says what is wrong with the server, and ConfigError where its user may not ask.
+    They need not if the server writes before it answers, or if the settings do not require it. Raises Unavailable with
+    what is wrong with the server, or ConfigError if its user may not ask.
     """
     try:
         facts = await node.execute("INFO")
@@ -24,21 +25,21 @@ async def check(node: Node, config: BrokerConfig) -> bool:
         raise ConfigError(f"Redis refuses INFO to the user of broker.url: {error}", param="broker.url") from error
     except ReplyError as error:
         raise Unavailable(f"Redis refuses INFO: {error}", param="broker.url") from error
-    told = str(facts.get("redis_version", "0"))
-    version = _numbers(told)
+    reported = str(facts.get("redis_version", "0"))
+    version = _numbers(reported)
     if version < LOWEST_VERSION:
-        raise Unavailable(f"Redis at {node.endpoint} is {told}, 6.2 is needed", limit="6.2")
+        raise Unavailable(f"Redis at {node.endpoint} has version {reported}, but 6.2 or newer is required", limit="6.2")
     if facts.get("role") not in (None, "master"):
         master = f"{facts.get('master_host')}:{facts.get('master_port')}"
         raise ReadOnly(
-            f"Redis at {node.endpoint} is a read-only replica of {master}: give the URL of the master, or of sentinels",
+            f"Redis at {node.endpoint} is a read-only replica of {master}: use the URL of the master, or of sentinels",
             param="broker.url",
             retry_after=1.0,
         )
     policy = facts.get("maxmemory_policy", "unknown")
     if policy != "noeviction":
         raise Unavailable(
-            f"Redis at {node.endpoint} has maxmemory-policy {policy}, noeviction is needed", limit="noeviction"
+            f"Redis at {node.endpoint} has maxmemory-policy {policy}, but noeviction is required", limit="noeviction"
         )
     return config.durability == "fsync" and await _wait_for_disk(node, facts, version)
 
@@ -48,13 +49,13 @@ async def _wait_for_disk(node: Node, facts: dict[str, Any], version: tuple[int, 
         raise _not_durable(f"Redis at {node.endpoint} has appendonly no")
     try:
         reply = await node.execute("CONFIG", "GET", "appendfsync")
-    except ReplyError:  # the user may not, or the host of the server has taken CONFIG away
+    except ReplyError:  # the user lacks the permission, or the provider has removed CONFIG
         policy = "unknown, since CONFIG GET is refused"
     else:
         policy = reply[1].decode() if reply else "unknown"
     if policy == "always":
         return False
-    if policy == "no":  # the system writes to the disk when it likes, and the server never knows
+    if policy == "no":  # the operating system decides when to write, and the server does not know
         raise _not_durable(f"Redis at {node.endpoint} has appendfsync no")
     if version < WAITAOF_VERSION:
         raise _not_durable(

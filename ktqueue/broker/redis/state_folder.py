@@ -1,8 +1,8 @@
-"""The state folder of `ktqueue up`: private to its user, used by one `ktqueue up` at a time. Starts nothing.
+"""The state folder of `ktqueue up`: private to its user, used by one `ktqueue up` at a time.
 
-It holds prompts and answers (Redis's append-only file, logs) and a password, so nobody else may read it. `up.lock` is
-locked by the process that runs here. The kernel knows who that is and forgets it with the process, so neither a file
-that a crash left behind nor a process id that was given away again can mislead anybody.
+It contains prompts and answers (Redis's append-only file, logs) and a password, so other users must not read it. The
+running process locks `up.lock`. The kernel knows the lock's owner and releases it with the process, so a file that a
+crash left behind, or a reused process id, cannot mislead anyone.
 """
 
 import fcntl
@@ -16,16 +16,16 @@ from ktqueue.core.errors import ConfigError
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 PRIVATE_UMASK = 0o077
 LOCK_NAME = "up.lock"
-# What older versions left open to others.
+# Files that older versions left readable for others.
 PRIVATE_PATTERNS = ("*.log", "*.log.1", "*.aof", "*.rdb", "*.jsonl", "appendonlydir", "appendonlydir/*")
-OWN_FILES = ("lock", LOCK_NAME, "gateway.log")  # a folder that holds one of them is a state folder
+OWN_FILES = ("lock", LOCK_NAME, "gateway.log")  # a folder with one of these is a state folder
 _FLOCK = "hhqqi"  # struct flock of fcntl(2): type, whence, start, length, process id
 
 
 class StateFolder:
-    """Made and made private by `open`, held by one process from `hold` to `release`.
+    """Created and made private by `open`; one process owns it from `hold` to `release`.
 
-    One process is not kept from holding the same folder twice: the lock is the process's.
+    The lock belongs to the process, so it does not stop one process from holding the folder twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,13 +34,13 @@ class StateFolder:
 
     @classmethod
     def open(cls, state_dir: str | Path) -> "StateFolder":
-        """Make the folder if need be, and close it to others. Raises ConfigError that names the setting."""
+        """Create the folder if necessary and make it private. Raises ConfigError that names the setting."""
         path = Path(state_dir).absolute()
         try:
             path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             _make_private(path)
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(0, "it cannot be written to")
+                raise PermissionError(0, "it is not writable")
         except OSError as error:
             raise ConfigError(
                 f"broker.state_dir {path}: {error.strerror}; "
@@ -51,7 +51,7 @@ class StateFolder:
         return cls(path)
 
     def hold(self) -> None:
-        """Keep the folder for this process, until `release` or its end. Raises ConfigError where another one has it."""
+        """Lock the folder until `release` or the process's exit. Raises ConfigError if another process has it."""
         lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,21 +59,21 @@ class StateFolder:
             os.close(lock)
             raise ConfigError(
                 f"`ktqueue up` already runs on {self.path} (process {holder(self.path)}): stop it with `ktqueue down "
-                f"--state-dir {self.path}`, or give this one a folder of its own with --state-dir",
+                f"--state-dir {self.path}`, or choose another folder with --state-dir",
                 param="broker.state_dir",
                 value=str(self.path),
             ) from None
         self._lock = lock
 
     def release(self) -> None:
-        """Let others have it. Does nothing the second time."""
+        """Unlock the folder. A second call does nothing."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def holder(state_dir: str | Path) -> int | None:
-    """The id of the process that runs `ktqueue up` on the folder now; None where there is none."""
+    """The id of the process that runs `ktqueue up` on the folder now, or None."""
     try:
         lock = os.open(Path(state_dir) / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -87,10 +87,10 @@ def holder(state_dir: str | Path) -> int | None:
 
 
 def _make_private(path: Path) -> None:
-    """Close a state folder to others, and its files. A folder that held other things before stays as it is."""
+    """Make a state folder and its files private. A folder that contains other things is left unchanged."""
     if any(path.iterdir()) and not any((path / name).exists() for name in OWN_FILES):
         return
-    if not path.stat().st_mode & stat.S_ISVTX:  # not /tmp and its like
+    if not path.stat().st_mode & stat.S_ISVTX:  # not /tmp or similar
         _close_to_others(path)
     for pattern in PRIVATE_PATTERNS:
         for child in path.glob(pattern):

@@ -1,6 +1,6 @@
-"""Which server has the data now: the one of the URL, the master that the sentinels name, the owner of the slot.
+"""Finds the server that has the data: the server of the URL, the sentinels' master, or the owner of the cluster's slot.
 
-Knows no scripts, and does not judge the server that it names. Everything raises Unavailable while nobody can say.
+Knows no scripts, and does not check the server that it finds. Raises Unavailable while no server can be found.
 """
 
 import asyncio
@@ -8,137 +8,137 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from ktqueue.broker.redis.address import Address, Endpoint, Kind, Login
-from ktqueue.broker.redis.node import Lost, Node, ReplyError
+from ktqueue.broker.redis.address import Address, DeploymentKind, Login, RedisEndpoint
+from ktqueue.broker.redis.node import Node, ReplyError, ServerLost
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
-GRACE_SECONDS = 0.1  # for those that answer later than the majority
-MAX_LEARNED = 8  # nodes of a cluster to be asked where none of the URL answers
+GRACE_SECONDS = 0.1  # for answers that are slower than the majority's
+MAX_LEARNED = 8  # nodes of a cluster to ask if none of the URL's nodes answers
 SLOTS = 16_384
 
-Answer = tuple[int, Endpoint]  # the epoch of what is told (0: none is told), the server
+Answer = tuple[int, RedisEndpoint]  # the epoch of the answer (0: none), the server
 
 
 class Topology(Protocol):
-    """Tells who has the data."""
+    """Knows where the data is."""
 
-    moves: bool  # may the answer change while the server of the last one still runs?
+    moves: bool  # whether the data can move while its last server still runs
 
-    async def find(self) -> Endpoint:
-        """The server to use from now on. Raises Unavailable, ConfigError."""
+    async def find(self) -> RedisEndpoint:
+        """The server to use from now on. Raises Unavailable or ConfigError."""
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
 
 
-class Single:
-    """The server of the URL."""
+class SingleServer:
+    """One server, without failover."""
 
     moves = False
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: RedisEndpoint) -> None:
         self._endpoint = endpoint
 
-    async def find(self) -> Endpoint:
-        """That one."""
+    async def find(self) -> RedisEndpoint:
+        """The server of the URL."""
         return self._endpoint
 
     async def close(self) -> None:
-        """There are none."""
+        """Nothing to close."""
 
 
 class Sentinels:
-    """Several sentinels that watch one master under the name of a service."""
+    """Sentinels that watch one master under the name of a service."""
 
     moves = True
 
     def __init__(self, address: Address, config: BrokerConfig) -> None:
         self._service = address.service
-        self._witnesses = _Witnesses(address, address.sentinel_login, config)
+        self._voters = _Voters(address, address.sentinel_login, config)
 
-    async def find(self) -> Endpoint:
-        """The master in the newest epoch that a majority knows, as far as a majority answers."""
-        answers, refusals = await self._witnesses.ask(self._witnesses.given, self._question)
+    async def find(self) -> RedisEndpoint:
+        """The master of the newest epoch among the answers, of which a majority is awaited."""
+        answers, refusals = await self._voters.ask(self._voters.given, self._question)
         if answers:
             return max(answers, key=lambda answer: answer[0])[1]
         if refusals:
             raise ConfigError(f"the sentinels refuse {self._service!r}: {refusals[0]}", param="broker.url")
-        raise Lost(f"Redis is away: no sentinel answers{self._witnesses.silence}", retry_after=1.0)
+        raise ServerLost(f"Redis is away: no sentinel answers{self._voters.silence}", retry_after=1.0)
 
     async def close(self) -> None:
-        """Drop the connections to the sentinels."""
-        await self._witnesses.close()
+        """Close the connections to the sentinels."""
+        await self._voters.close()
 
     async def _question(self, sentinel: Node) -> Answer:
-        # The address changes at once when a replica was promoted; the record of the master, which has the epoch,
-        # only when the other replicas follow.
+        # After a promotion the address changes at once, but the master's record with the epoch only once the other
+        # replicas follow.
         record = await sentinel.execute("SENTINEL", "MASTER", self._service)
         host, port = await sentinel.execute("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         fields = dict(zip(record[::2], record[1::2], strict=True))
-        return int(fields[b"config-epoch"]), Endpoint(host.decode(), int(port))
+        return int(fields[b"config-epoch"]), RedisEndpoint(host.decode(), int(port))
 
 
 class Cluster:
-    """The nodes of a cluster. All keys of an installation lie in one slot."""
+    """The nodes of a cluster. All keys of an installation are in one slot."""
 
     moves = True
 
     def __init__(self, address: Address, tag: str, config: BrokerConfig) -> None:
         self._slot = key_slot(tag)
-        self._witnesses = _Witnesses(address, address.login, config)
-        self._learned: tuple[Endpoint, ...] = ()
+        self._voters = _Voters(address, address.login, config)
+        self._learned: tuple[RedisEndpoint, ...] = ()
 
-    async def find(self) -> Endpoint:
-        """The owner of the slot, as most of the nodes of the URL see it; others of the cluster where none answers."""
+    async def find(self) -> RedisEndpoint:
+        """The owner of the slot, as most nodes of the URL see it. If none answers, other known nodes are asked."""
         refusals: list[str] = []
-        for endpoints in filter(None, (self._witnesses.given, self._learned)):
-            answers, refused = await self._witnesses.ask(endpoints, self._question)
+        for endpoints in filter(None, (self._voters.given, self._learned)):
+            answers, refused = await self._voters.ask(endpoints, self._question)
             refusals += refused
             if answers:
                 return Counter(endpoint for _, endpoint in answers).most_common(1)[0][0]
         if refusals:
             raise ConfigError(f"Redis refuses CLUSTER SLOTS: {refusals[0]}", param="broker.url")
-        raise Lost(f"Redis is away: no node of the cluster answers{self._witnesses.silence}", retry_after=1.0)
+        raise ServerLost(f"Redis is away: no node of the cluster answers{self._voters.silence}", retry_after=1.0)
 
     async def close(self) -> None:
-        """Drop the connections to the nodes that were asked."""
-        await self._witnesses.close()
+        """Close the connections to the nodes that were asked."""
+        await self._voters.close()
 
     async def _question(self, node: Node) -> Answer:
-        owner, everybody = None, []
+        owner, known = None, []
         for low, high, *nodes in await node.execute("CLUSTER", "SLOTS"):
-            # A node without a name of its own is the one that answers, under the name by which it was asked.
-            told = [Endpoint(host.decode() if host else node.endpoint.host, port) for host, port, *_ in nodes]
-            everybody += told
+            # A node without a host is the one that answers.
+            endpoints = [RedisEndpoint(host.decode() if host else node.endpoint.host, port) for host, port, *_ in nodes]
+            known += endpoints
             if low <= self._slot <= high:
-                owner = told[0]
+                owner = endpoints[0]
         if owner is None:
             raise Unavailable(f"no node of the cluster has slot {self._slot}", retry_after=1.0)
-        self._learned = tuple(dict.fromkeys(everybody))[:MAX_LEARNED]
+        self._learned = tuple(dict.fromkeys(known))[:MAX_LEARNED]
         return 0, owner
 
 
-class _Witnesses:
-    """Servers that are asked who has the data, all at once: one that hangs holds up nobody for long."""
+class _Voters:
+    """Servers that are asked in parallel where the data is, so that one that hangs causes only a short delay."""
 
     def __init__(self, address: Address, login: Login, config: BrokerConfig) -> None:
         self.given = address.endpoints
         self._login = login
         self._tls = address.tls
         self._patience = config.connect_timeout
-        self._nodes: dict[Endpoint, Node] = {}
+        self._nodes: dict[RedisEndpoint, Node] = {}
         self._fault = ""
 
     @property
     def silence(self) -> str:
-        """Why one of them did not answer, to be appended; nothing where it took too long."""
+        """Why one of them did not answer, as a suffix for a message. Empty if it took too long."""
         return self._fault and f": {self._fault}"
 
     async def ask(
-        self, endpoints: Sequence[Endpoint], question: Callable[[Node], Awaitable[Answer]]
+        self, endpoints: Sequence[RedisEndpoint], question: Callable[[Node], Awaitable[Answer]]
     ) -> tuple[list[Answer], list[str]]:
-        """What was answered by all, or by a majority and whoever is not much slower; and what was refused."""
+        """Ask all endpoints. Returns the answers of a majority and of those not much slower, and the refusals."""
         for endpoint in endpoints:
             if endpoint not in self._nodes:
                 self._nodes[endpoint] = Node(
@@ -186,12 +186,12 @@ class _Witnesses:
 
 
 def make_topology(address: Address, tag: str, config: BrokerConfig) -> Topology:
-    """That of an address. `tag`: what all keys begin with."""
-    if address.kind is Kind.SENTINEL:
+    """Make the topology of an address. `tag`: the beginning of all keys."""
+    if address.kind is DeploymentKind.SENTINEL:
         return Sentinels(address, config)
-    if address.kind is Kind.CLUSTER:
+    if address.kind is DeploymentKind.CLUSTER:
         return Cluster(address, tag, config)
-    return Single(address.endpoints[0])
+    return SingleServer(address.endpoints[0])
 
 
 def key_slot(key: str) -> int:

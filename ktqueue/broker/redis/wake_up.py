@@ -1,34 +1,34 @@
-"""A wake-up whose wait has a time limit: what asyncio.Event under asyncio.timeout does, at a fraction of the cost.
+"""An event with a time limit: like asyncio.Event under asyncio.timeout, at a fraction of the cost.
 
-Every reader waits here for each token, and hardly ever as long as its limit. So there is one timer for many waits: it
-is set anew only when it goes off too early.
+Every reader waits here for each token, and hardly ever reaches its time limit. So one timer serves many waits, and is
+set again only if it fires too early.
 """
 
 import asyncio
 
 
-class Bell:
-    """Stays rung until `clear`. One task may wait at a time."""
+class WakeUp:
+    """Stays set until `clear`. Only one task may wait at a time."""
 
     def __init__(self) -> None:
-        self.rung = False
+        self.is_set = False
         self._waiter: asyncio.Future[None] | None = None
-        self._deadline = 0.0  # of the wait under way, by the loop's clock
+        self._deadline = 0.0  # of the current wait, by the event loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
-    def ring(self) -> None:
-        """Wake who waits."""
-        self.rung = True
+    def set(self) -> None:
+        """Set the event and wake the waiting task."""
+        self.is_set = True
         self._wake()
 
     def clear(self) -> None:
-        """Let the next one wait."""
-        self.rung = False
+        """Reset the event, so that the next `wait` waits."""
+        self.is_set = False
 
     async def wait(self, seconds: float) -> bool:
-        """Until it rings; False if it did not within `seconds`."""
-        if not self.rung:
+        """Wait until the event is set. Returns False if it is not set within `seconds`."""
+        if not self.is_set:
             loop = asyncio.get_running_loop()
             self._deadline = loop.time() + seconds
             if self._timer is None or self._timer_at > self._deadline:
@@ -39,7 +39,7 @@ class Bell:
             finally:
                 if self._waiter is waiter:
                     self._waiter = None
-        return self.rung
+        return self.is_set
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:

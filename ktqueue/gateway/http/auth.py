@@ -10,7 +10,7 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from ktqueue.broker.jobs import JobRecord, not_found
+from ktqueue.broker.job_record import JobRecord, job_not_found
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import AuthenticationFailed
 from ktqueue.core.limits import TenantLimits
@@ -34,7 +34,7 @@ class Tenant:
     def check_sees(self, record: JobRecord) -> JobRecord:
         """The record, if this tenant may see it. Else raises JobNotFound, with the same text as for an unknown job."""
         if self.alone and record.tenant != self.name:
-            raise not_found(record.id)
+            raise job_not_found(record.id)
         return record
 
     @property

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers, QueryParams
 
-from ktqueue.broker.limits import Standing
+from ktqueue.broker.limits import TenantUsage
 from ktqueue.core.errors import InvalidRequest
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -85,7 +85,7 @@ def _last_event(headers: Headers, query: QueryParams, *, parts_allowed: bool) ->
     return int(match[1]), inf if match[2] is None else float(match[2])
 
 
-def rate_headers(standing: Standing | None) -> dict[str, str]:
+def rate_headers(standing: TenantUsage | None) -> dict[str, str]:
     """OpenAI's `x-ratelimit-*` headers: for each rate its limit, what remains, and the time until it is full again."""
     headers: dict[str, str] = {}
     if standing is not None:

@@ -5,42 +5,42 @@ from pathlib import Path
 import pytest
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.redis.address import Endpoint, Kind, Login, parse_address, read_address
+from ktqueue.broker.redis.address import DeploymentKind, Login, RedisEndpoint, parse_address, read_address
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
 
 def test_what_urls_say(tmp_path):
     one = parse_address("redis://:p%40ss@127.0.0.1/3")
-    assert (one.kind, one.endpoints, one.database) == (Kind.SERVER, (Endpoint("127.0.0.1", 6379),), 3)
+    assert (one.kind, one.endpoints, one.database) == (DeploymentKind.SERVER, (RedisEndpoint("127.0.0.1", 6379),), 3)
     assert (one.login, one.tls) == (Login(None, "p@ss"), None)
     for url in ("unix:///a%20b.sock?password=x&db=2", "unix:/a%20b.sock?password=x&db=2"):
         one = parse_address(url)
-        assert (one.endpoints, one.login, one.database) == ((Endpoint("/a b.sock", 0),), Login(None, "x"), 2)
+        assert (one.endpoints, one.login, one.database) == ((RedisEndpoint("/a b.sock", 0),), Login(None, "x"), 2)
     authority = tmp_path / "ca.pem"
     authority.touch()
     one = parse_address(f"rediss+sentinel://u:p@[::1]:1,b/tales/4?sentinel_password=z&ssl_ca_certs={authority}")
-    assert one.endpoints == (Endpoint("::1", 1), Endpoint("b", 26379))
+    assert one.endpoints == (RedisEndpoint("::1", 1), RedisEndpoint("b", 26379))
     assert (one.service, one.database, one.login, one.sentinel_login) == ("tales", 4, Login("u", "p"), Login(None, "z"))
     assert one.tls is not None
     assert (one.tls.ca_certs, one.tls.verify, one.tls.check_hostname) == (str(authority), True, True)
     one = parse_address("redis+cluster://a,b:7000")
-    assert (one.kind, one.endpoints) == (Kind.CLUSTER, (Endpoint("a", 6379), Endpoint("b", 7000)))
+    assert (one.kind, one.endpoints) == (DeploymentKind.CLUSTER, (RedisEndpoint("a", 6379), RedisEndpoint("b", 7000)))
 
 
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("http://h", "begins with"),
-        ("redis:h", "begins with"),
-        ("unix+sentinel://h/tales", "begins with"),
+        ("http://h", "must start with"),
+        ("redis:h", "must start with"),
+        ("unix+sentinel://h/tales", "must start with"),
         ("redis://a,b", "several hosts"),
-        ("redis://:secret@h:99999", "no host:port"),
+        ("redis://:secret@h:99999", "not host:port"),
         ("redis://h/abc", "database"),
         ("redis+sentinel://:secret@h", "name of the service"),
         ("redis+cluster://h/1", "database 0 only"),
         ("redis://:secret@h?pasword=secret", "did you mean 'password'"),
-        ("redis://h?ssl_ca_certs=/x", "say rediss"),
+        ("redis://h?ssl_ca_certs=/x", "use rediss"),
         ("rediss://h?ssl_ca_certs=/none/x.pem", "no file '/none/x.pem'"),
         ("rediss://h?ssl_cert_reqs=maybe", "ssl_cert_reqs"),
         ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname"),
@@ -63,7 +63,7 @@ def test_a_password_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("p@ss word\n")
     assert read_address("redis://reader@h/1", str(file)).login == Login("reader", "p@ss word")
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="not both"):
         read_address("redis://:secret@h", str(file))
     with pytest.raises(ConfigError, match=r"password_file: .*nowhere"):
         read_address("redis://h", str(tmp_path / "nowhere"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.broker.redis.connection import Connection
+from ktqueue.broker.redis.connection import RedisConnection
 from ktqueue.broker.redis.node import MAX_CONNECTIONS
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
@@ -17,20 +17,20 @@ DIGEST = hashlib.sha1(ECHO.encode()).hexdigest()
 
 
 @pytest.fixture
-async def connection(broker_config: BrokerConfig) -> AsyncIterator[Connection]:
+async def connection(broker_config: BrokerConfig) -> AsyncIterator[RedisConnection]:
     assert broker_config.url is not None
-    opened = Connection(broker_config.url, broker_config, "{t}")
+    opened = RedisConnection(broker_config.url, broker_config, "{t}")
     await opened.open()
     yield opened
     await opened.close()
 
 
-async def echo(connection: Connection, word: str) -> Any:
+async def echo(connection: RedisConnection, word: str) -> Any:
     return (await connection.evaluate(DIGEST, ECHO, "{t}", (word,))).decode()
 
 
 async def test_many_calls_at_once_share_the_connections_and_get_their_own_replies(
-    connection: Connection, raw: Any
+    connection: RedisConnection, raw: Any
 ) -> None:
     before = len(raw.client_list())
     words = [str(number) for number in range(200)]
@@ -38,7 +38,7 @@ async def test_many_calls_at_once_share_the_connections_and_get_their_own_replie
     assert 1 < len(raw.client_list()) - before <= MAX_CONNECTIONS
 
 
-async def test_calls_one_after_the_other_use_one_connection(connection: Connection, raw: Any) -> None:
+async def test_calls_one_after_the_other_use_one_connection(connection: RedisConnection, raw: Any) -> None:
     await echo(connection, "first")
     before = len(raw.client_list())
     for number in range(20):
@@ -46,7 +46,7 @@ async def test_calls_one_after_the_other_use_one_connection(connection: Connecti
     assert len(raw.client_list()) == before
 
 
-async def test_the_reply_to_a_call_that_was_broken_off_is_nobody_s(connection: Connection) -> None:
+async def test_the_reply_to_a_call_that_was_broken_off_is_nobody_s(connection: RedisConnection) -> None:
     await echo(connection, "first")
     for turns in range(12):  # so many turns of the event loop after it began
         task = asyncio.create_task(echo(connection, "lost"))
@@ -57,7 +57,7 @@ async def test_the_reply_to_a_call_that_was_broken_off_is_nobody_s(connection: C
         assert await echo(connection, "found") == "found"
 
 
-async def test_one_dead_connection_takes_the_idle_ones_with_it(connection: Connection, raw: Any) -> None:
+async def test_one_dead_connection_takes_the_idle_ones_with_it(connection: RedisConnection, raw: Any) -> None:
     await asyncio.gather(*(echo(connection, str(number)) for number in range(50)))
     raw.client_kill_filter(_type="normal", skipme=True)
     with pytest.raises(Unavailable):

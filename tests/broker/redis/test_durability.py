@@ -10,7 +10,7 @@ from redis_fleet import Server, free_ports
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.redis import server_checks
-from ktqueue.broker.redis.address import Endpoint, Login
+from ktqueue.broker.redis.address import Login, RedisEndpoint
 from ktqueue.broker.redis.node import Node
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
@@ -59,7 +59,7 @@ async def test_a_disk_that_does_not_write_is_told(server, config, card, make_req
         with pytest.raises(Unavailable, match=r"(disk|answer) in time"):  # the latter on a slow machine
             await broker.jobs.submit(make_request(), job_id="a")
         # A submit that is sent again writes nothing, perhaps on another connection: the wait must hold there too.
-        node = Node(Endpoint("127.0.0.1", server.port), Login(), None, 0, connect=5.0, operate=5.0)
+        node = Node(RedisEndpoint("127.0.0.1", server.port), Login(), None, 0, connect=5.0, operate=5.0)
         assert await node.sync("{ktq:s0}:synced", 100) == 0
         await node.close()
         server("CONFIG", "SET", "appendfsync", "everysec")

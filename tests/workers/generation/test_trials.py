@@ -19,7 +19,7 @@ async def test_suspects_begin_one_after_the_other(
     for _ in range(broker.config.max_attempts - 1):  # workers that took them all and told nothing
         lease = await Lease.register(broker, model.card())
         assert len(await lease.claim(8)) == len(jobs)
-        await broker.reaper().bury(lease.id)
+        await broker.reaper().release_lease(lease.id)
         await lease.close()
     new = (await broker.jobs.submit(request)).id
     began: list[tuple[str, set[str | None], list[int]]] = []
