@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import results, table, write, write_json
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings, sources
+from ktqueue.cli.terminal.console import results, table, write, write_json
 from ktqueue.core.config import Config, all_settings
 from ktqueue.core.settings.setting import Setting
 from ktqueue.core.units import format_bytes

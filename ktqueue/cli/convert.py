@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ktqueue.cli.failures import UsageFault
 from ktqueue.cli.model import say
+from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.units import format_bytes
 
@@ -46,8 +46,8 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.gguf if it exists.")] = False,
 ) -> None:
     """Convert a Hugging Face model to GGUF, experts and dense weights each in a type of their own."""
-    from ktqueue.cli.console import notes
-    from ktqueue.cli.progress import Bar
+    from ktqueue.cli.terminal.console import notes
+    from ktqueue.cli.terminal.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
     from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine
     from ktqueue.loading.synthetic.checkpoint import write_synthetic

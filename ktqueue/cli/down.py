@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ktqueue.cli.console import notes, results
 from ktqueue.cli.flags import CommonFlags, expand, settings
+from ktqueue.cli.terminal.console import notes, results
 
 
 @expand
@@ -12,7 +12,7 @@ def down(common: CommonFlags) -> None:
 
     A second `ktqueue down` while it drains stops it at once.
     """
-    from ktqueue.cli.up import Waiting
+    from ktqueue.cli.terminal.waiting import Waiting
     from ktqueue.workers.supervision.detached import stop_detached
 
     config = settings(common)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import results, table, write_json
-from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, ModelName, expand, settings
 from ktqueue.cli.model import with_model
+from ktqueue.cli.terminal.console import results, table, write_json
+from ktqueue.cli.terminal.failures import ExitCode
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 from ktqueue.core.hub_model import PREFIX, parse

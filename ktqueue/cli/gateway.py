@@ -2,8 +2,8 @@
 
 import typer
 
-from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, GatewayFlags, expand, settings
+from ktqueue.cli.terminal.failures import ExitCode
 
 
 @expand

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import results, table, write_json
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, ModelName, expand, settings
 from ktqueue.cli.model import with_model
+from ktqueue.cli.terminal.console import results, table, write_json
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.core.units import format_bytes, parse_bytes
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.console import results, span, table, write, write_json
-from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
+from ktqueue.cli.terminal.console import results, span, table, write, write_json
+from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.core.errors import JobConflict, JobNotFound
 from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ktqueue.cli.console import write, write_json
-from ktqueue.cli.failures import EXIT_CODES_HELP
 from ktqueue.cli.flags import AsJson
+from ktqueue.cli.terminal.console import write, write_json
+from ktqueue.cli.terminal.failures import EXIT_CODES_HELP
 from ktqueue.core.tenants import TenantConfig, hash_of
 
 KEY_BYTES = 32  # random ones in a key: no list of words holds it, so that one plain SHA-256 is enough

@@ -9,28 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import (
-    arq,
-    batch,
-    bench,
-    chat,
-    config,
-    convert,
-    demo,
-    doctor,
-    down,
-    fit,
-    gateway,
-    inspect,
-    jobs,
-    keys,
-    model,
-    submit,
-    top,
-    up,
-    worker,
-)
-from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, report
+from ktqueue.cli import arq, config, convert, down, fit, gateway, inspect, jobs, keys, pull, submit, worker
+from ktqueue.cli.batch import batch
+from ktqueue.cli.bench import bench
+from ktqueue.cli.chat import chat
+from ktqueue.cli.demo import demo
+from ktqueue.cli.doctor import doctor
+from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, report
+from ktqueue.cli.top import top
+from ktqueue.cli.up import up
 
 
 def _version(wanted: bool) -> None:
@@ -73,7 +60,7 @@ def application() -> typer.Typer:
     app.command("chat", rich_help_panel=using)(chat.chat)
     app.command("demo", rich_help_panel=using)(demo.demo)
     app.command("convert", rich_help_panel=models)(convert.convert)
-    app.command("pull", rich_help_panel=models)(model.pull)
+    app.command("pull", rich_help_panel=models)(pull.pull)
     app.command("fit", rich_help_panel=models)(fit.fit)
     app.command("inspect", rich_help_panel=models)(inspect.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.request import SamplingParams
 

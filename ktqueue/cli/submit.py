@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import plain_text, write, write_json
-from ktqueue.cli.failures import ExitCode, UsageFault
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.cli.requests import SamplingFlags, read_messages, read_text
+from ktqueue.cli.terminal.console import plain_text, write, write_json
+from ktqueue.cli.terminal.failures import ExitCode, UsageFault
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.hub_model import served_name
 from ktqueue.core.request import GenerationRequest, JobClass

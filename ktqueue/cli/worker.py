@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def worker(common: CommonFlags, engine: EngineFlags) -> None:
     """Load a model and run jobs until told to stop; Ctrl-C drains, a second one leaves at once."""
     from ktqueue.cli.connection import ask
-    from ktqueue.cli.progress import Bar
+    from ktqueue.cli.terminal.progress import Bar
     from ktqueue.core.logs import set_up_logging
     from ktqueue.workers.generation.worker_process import leave, run
 

@@ -9,7 +9,7 @@ import pytest
 from ktqueue.bench import experts, machine
 from ktqueue.bench.random_layers import random_layer
 from ktqueue.bench.roofline import Bound
-from ktqueue.cli.bench_tables import show_points
+from ktqueue.cli.bench.tables import show_points
 from ktqueue.cli.main import run
 from ktqueue.operators import native
 
@@ -84,7 +84,7 @@ def test_tables_and_json(tmp_path, capsys):
 
 
 def test_the_table_fits_80_columns(capsys, monkeypatch):
-    monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
+    monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
     point = experts.Point(
         quant="IQ4_XS", isa="avxvnni", rows=512, routed=True, tokens=512, experts_touched=1, seconds=0.001,
         bytes=150_000_000, operations=10**10, bandwidth=1e11, peak=1e13, peak_isa="amx", arithmetic="int8",

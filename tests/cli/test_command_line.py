@@ -43,7 +43,7 @@ def test_help_imports_nothing_heavy():
 
 def test_batches_need_neither_starlette_nor_torch():
     done = _python(
-        "import sys, ktqueue.cli.batch_session, ktqueue.cli.talkers;"
+        "import sys, ktqueue.cli.batch.session, ktqueue.cli.chat.talkers;"
         "print(sys.modules.keys() & {'torch', 'starlette', 'transformers', 'numpy'})"
     )
     assert done.stdout == "set()\n", done.stdout + done.stderr

@@ -5,7 +5,7 @@ import re
 import signal
 from pathlib import Path
 
-from ktqueue.cli.demo import TALE_TOKENS
+from ktqueue.cli.demo.demo import TALE_TOKENS
 
 
 def _processes_of(folder):

@@ -64,7 +64,7 @@ def test_inspect_says_that_loading_will_refuse_the_plan(here, tmp_path):
 
 
 def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
-    monkeypatch.setattr("ktqueue.cli.console.PIPED_WIDTH", 80)
+    monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
     code, out, _ = here("inspect", "demo")
     assert code == 0
     assert "operator CpuDecoder, device cpu\n" in out

@@ -58,7 +58,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "up starts before it looks": Mutation(
         "a missing model or rule file is refused before anything is started",
-        "ktqueue/cli/up.py",
+        "ktqueue/cli/up/up.py",
         "    config = with_model(config)\n",
         "",
         (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),

@@ -80,14 +80,14 @@ OPERATION: dict[str, Mutation] = {
     ),
     "keys in an answer": Mutation(
         "what is typed ahead in a chat is not shown in the answer",
-        "ktqueue/cli/chat_input.py",
+        "ktqueue/cli/chat/input.py",
         "termios.ECHO | termios.ECHONL | termios.ICANON",
         "termios.ECHONL",
         ("tests/cli/test_chat.py::test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer",),
     ),
     "a message of one line": Mutation(
         "triple quotes make one message of several lines",
-        "ktqueue/cli/chat_input.py",
+        "ktqueue/cli/chat/input.py",
         "    if not first.lstrip().startswith(QUOTES):",
         "    if True:",
         ("tests/cli/test_chat.py::test_a_conversation_through_a_pipe_has_commands_and_quotes",),

@@ -164,7 +164,7 @@ class LocalTalker:
 
 def local_talker(config: "EngineConfig") -> LocalTalker:
     """Load the model of the config, with a progress bar, and make its talker."""
-    from ktqueue.cli.progress import Bar
+    from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
 
     with Bar("loading", in_bytes=True) as bar:

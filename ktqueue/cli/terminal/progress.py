@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ktqueue.cli.console import notes
+from ktqueue.cli.terminal.console import notes
 from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from ktqueue.batches.input import Survey, attempt_lines
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
-from ktqueue.cli.batch import BatchJob, Summary
-from ktqueue.cli.failures import UsageFault
-from ktqueue.cli.progress import Bar
+from ktqueue.cli.batch.job import BatchJob, Summary
+from ktqueue.cli.terminal.failures import UsageFault
+from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 

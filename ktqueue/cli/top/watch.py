@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktqueue.cli.console import results, write_json
+from ktqueue.cli.terminal.console import results, write_json
 from ktqueue.core.config import Config
 from ktqueue.core.errors import Unavailable
 
@@ -31,7 +31,7 @@ class Look:
 
 async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -> None:
     """Show looks until there is no more; Ctrl-C ends it. Raises Unavailable when Redis is away at the first one."""
-    from ktqueue.cli.top_view import frame
+    from ktqueue.cli.top.view import frame
 
     console = results()
     moving = console.is_terminal and not console.is_dumb_terminal and not once and not as_json
@@ -62,7 +62,7 @@ async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -
 
 
 def _told(look: Look) -> dict[str, Any]:
-    from ktqueue.cli.top_view import document
+    from ktqueue.cli.top.view import document
 
     return document(look.snapshot) if look.fault is None else {"time": time.time(), "error": look.fault.message}
 

@@ -1,15 +1,15 @@
 """`ktqueue batch run`: a file of OpenAI batch lines in, a file of answers out."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ktqueue.cli.console import results, write_json
-from ktqueue.cli.failures import EXIT_CODES_HELP, ExitCode, UsageFault
+from ktqueue.cli.batch.job import BatchJob, Summary
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
+from ktqueue.cli.terminal.console import results, write_json
+from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.request import JobClass
 
@@ -22,38 +22,6 @@ def application() -> typer.Typer:
     app.callback()(lambda: None)
     app.command("run")(run)
     return app
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchJob:
-    """What to run, and how. `window` None: twice the rows of all workers."""
-
-    source: Path
-    target: Path
-    model: str | None = None
-    window: int | None = None
-    job_class: JobClass = JobClass.BATCH
-    overwrite: bool = False
-    retry_failed: bool = False
-    skip_invalid: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """How a batch stands when its run ends. `tokens` and times are this run's alone; times in seconds."""
-
-    total: int
-    answered: int
-    failed: int
-    skipped: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    first_token_p50: float | None
-    first_token_p95: float | None
-    interrupted: bool
-    output: str
-    errors: str | None
 
 
 @expand
@@ -125,7 +93,7 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     from ktqueue.batches.input import survey
     from ktqueue.batches.output import BatchOutput, OutputPaths
     from ktqueue.batches.spool import spool_path
-    from ktqueue.cli.batch_session import session
+    from ktqueue.cli.batch.session import session
 
     OutputPaths.of(job.target).check_differs_from(job.source)
     try:

@@ -1,6 +1,6 @@
 """Writes a stream of text to standard output, its lines broken between words."""
 
-from ktqueue.cli.console import plain_text, write
+from ktqueue.cli.terminal.console import plain_text, write
 
 LONGEST_LINE = 88  # columns: longer lines are hard to read
 

@@ -6,7 +6,7 @@ import types
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.core.errors import InvalidRequest, KtqueueError
 from ktqueue.core.request import SamplingParams
 

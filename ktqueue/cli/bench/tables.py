@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ktqueue.bench.experts import Point
 from ktqueue.bench.machine import Machine
 from ktqueue.bench.roofline import Bound
-from ktqueue.cli.console import results, table
+from ktqueue.cli.terminal.console import results, table
 from ktqueue.core.units import format_bytes
 
 GIGA = 1e9

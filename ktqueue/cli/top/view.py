@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ktqueue.cli.console import span
+from ktqueue.cli.terminal.console import span
 from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.core.units import format_bytes
 

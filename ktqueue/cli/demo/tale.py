@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ktqueue.cli.talkers import stream_document
+from ktqueue.cli.chat.talkers import stream_document
 from ktqueue.core.errors import KtqueueError, Unavailable
 
 if TYPE_CHECKING:

@@ -3,20 +3,19 @@
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.console import results, table, write_json
-from ktqueue.cli.failures import UsageFault
+from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
+from ktqueue.cli.terminal.console import results, table
 
 if TYPE_CHECKING:
     from ktqueue.bench.engine import Decode, Prefill
     from ktqueue.core.config import EngineConfig
 
-STANDARD_OUTPUT = Path("-")
 MAX_NUMBER = 1 << 20
 _WHAT = "What to measure"
 
@@ -53,10 +52,10 @@ def engine(
     """
     from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
     from ktqueue.bench.environment import environment
-    from ktqueue.cli.progress import Bar
+    from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
 
-    row_counts, lengths = _numbers("--rows", rows, 1), [n for n in _numbers("--prefill", prefill, 0) if n]
+    row_counts, lengths = _some("--rows", rows), [n for n in _some("--prefill", prefill, least=0) if n]
     given = with_model(settings(common, engine=engine)).engine
     config = _sized(given, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
@@ -80,7 +79,7 @@ def engine(
         if json_file != STANDARD_OUTPUT:
             _show(decoded, filled)
         if json_file is not None:
-            _write(
+            write_report(
                 json_file,
                 {
                     **environment(),
@@ -141,19 +140,6 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
         console.print(made)
 
 
-def _numbers(flag: str, text: str, least: int) -> list[int]:
-    """The numbers of a list with commas."""
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for word in words or [""]:
-        if not word.isdecimal() or not least <= int(word) <= MAX_NUMBER:
-            raise UsageFault(f"{flag}: must be numbers from {least} to {MAX_NUMBER} with commas, got {word!r}")
-    return [int(word) for word in words]
-
-
-def _write(target: Path, value: dict[str, Any]) -> None:
-    if target == STANDARD_OUTPUT:
-        write_json(value)
-    else:
-        import json
-
-        target.write_text(json.dumps(value, indent=2) + "\n")
+def _some(flag: str, text: str, least: int = 1) -> list[int]:
+    """The numbers of a list with commas; it may not be empty."""
+    return list(numbers(flag, text, least=least, most=MAX_NUMBER, may_be_empty=False))

@@ -2,15 +2,15 @@
 
 import typer
 
-from ktqueue.cli.console import results, table, write_json
-from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.terminal.console import results, table, write_json
+from ktqueue.cli.terminal.failures import ExitCode
 
 
 @expand
 def doctor(common: CommonFlags, engine: EngineFlags, gateway: GatewayFlags, as_json: AsJson = False) -> None:
     """Look at this machine: packages, kernels, cores, memory, model, Redis, port."""
-    from ktqueue.cli.checks import Level, examine
+    from ktqueue.cli.doctor.checks import Level, examine
 
     config = settings(common, engine=engine, gateway=gateway)
     findings = list(examine(config))

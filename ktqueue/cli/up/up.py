@@ -1,6 +1,5 @@
 """`ktqueue up`: everything on this machine: a private Redis, the gateway, the workers."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ktqueue.cli.console import notes, results
 from ktqueue.cli.extras import require
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
+from ktqueue.cli.terminal.console import notes, results
+from ktqueue.cli.terminal.waiting import Waiting
 from ktqueue.core.config import BrokerConfig, Config
 
 STORY = "Tell me a story about a fox and a crow."
@@ -82,30 +82,6 @@ async def _up(config: Config, workers: int) -> None:
         await supervisor.stop()
 
 
-class Waiting:
-    """Says what is waited for: a spinner on a terminal, a line each elsewhere."""
-
-    def __init__(self) -> None:
-        self._console = notes()
-        self._status = self._console.status("starting") if self._console.is_terminal else None
-
-    def __enter__(self) -> "Waiting":
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def say(self, text: str) -> None:
-        """Show what is waited for now."""
-        if self._status is not None:
-            self._status.update(text)
-        else:
-            sys.stderr.write(f"{text}\n")
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-
 def _where(config: Config) -> str:
     """The flag that lets a verb find the state folder, where it needs one."""
     folder = config.broker.state_dir
@@ -137,7 +113,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
         soft_wrap=True,
     )
     if config.bridge.enabled:
-        from ktqueue.cli.arq_example import arq_example
+        from ktqueue.cli.up.arq_example import arq_example
 
         assert config.broker.url is not None
         console.print("arq's clients:", style="bold")

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ktqueue.cli.console import results, write
 from ktqueue.cli.extras import require
-from ktqueue.cli.failures import ExitCode
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
-from ktqueue.cli.wrapped import Wrapped
+from ktqueue.cli.terminal.console import results, write
+from ktqueue.cli.terminal.failures import ExitCode
+from ktqueue.cli.terminal.wrapped import Wrapped
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 
 if TYPE_CHECKING:
-    from ktqueue.cli.batch import Summary
-    from ktqueue.cli.tale import Takeover, Tale
+    from ktqueue.cli.batch.job import Summary
+    from ktqueue.cli.demo.tale import Takeover, Tale
     from ktqueue.workers.supervision.supervisor import Supervisor
 
 STATE_DIR = ".state/demo"
@@ -87,9 +87,9 @@ async def _demo(config: Config) -> bool:
     """Run the demo; True if it was interrupted in the batch."""
     from ktqueue.batches.input import survey
     from ktqueue.batches.output import BatchOutput
-    from ktqueue.cli.batch import BatchJob
-    from ktqueue.cli.batch_session import session
-    from ktqueue.cli.up import Waiting
+    from ktqueue.cli.batch.job import BatchJob
+    from ktqueue.cli.batch.session import session
+    from ktqueue.cli.terminal.waiting import Waiting
     from ktqueue.workers.supervision.supervisor import Supervisor, served_models
 
     console = results()
@@ -132,7 +132,7 @@ async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int
     Raises Unavailable; KtqueueError where the tokens differ although the model's arithmetic is exact.
     """
     from ktqueue.broker.broker import Broker
-    from ktqueue.cli.tale import TooLate, stream_tale
+    from ktqueue.cli.demo.tale import TooLate, stream_tale
 
     write(f"> {QUESTION}\n\n")
     body = {

@@ -18,7 +18,7 @@ def top(
     """Watch workers, queues and tokens a second. Ctrl-C leaves."""
     import asyncio
 
-    from ktqueue.cli.top_session import watch
+    from ktqueue.cli.top.watch import watch
 
     config = settings(common)
     with suppress(KeyboardInterrupt):

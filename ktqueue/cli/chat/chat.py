@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.chat_input import Turns, no_echo
-from ktqueue.cli.console import plain_text, results, write
-from ktqueue.cli.failures import ExitCode, UsageFault, line
+from ktqueue.cli.chat.input import Turns, no_echo
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.requests import SamplingFlags
-from ktqueue.cli.wrapped import Wrapped
+from ktqueue.cli.terminal.console import plain_text, results, write
+from ktqueue.cli.terminal.failures import ExitCode, UsageFault, line
+from ktqueue.cli.terminal.wrapped import Wrapped
 from ktqueue.core.errors import KtqueueError
 from ktqueue.core.hub_model import served_name
 from ktqueue.core.request import SamplingParams
 
 if TYPE_CHECKING:
-    from ktqueue.cli.talkers import Talker
+    from ktqueue.cli.chat.talkers import Talker
     from ktqueue.core.config import Config
 
 HINT = "/help shows what there is   Ctrl-C stops an answer   Ctrl-D leaves"
@@ -59,7 +59,7 @@ def chat(
 
 
 def _talker(config: "Config", model: str | None, *, local: bool, base_url: str | None, api_key: str | None) -> "Talker":
-    from ktqueue.cli import talkers
+    from ktqueue.cli.chat import talkers
 
     if local:
         return talkers.local_talker(with_model(config).engine)
@@ -75,7 +75,7 @@ class Conversation:
     """Reads turns, writes answers. On a terminal with a prompt and a line of numbers after each answer."""
 
     def __init__(self, talker: "Talker", sampling: SamplingParams, system: str | None) -> None:
-        from ktqueue.cli.chat_commands import Talk
+        from ktqueue.cli.chat.commands import Talk
 
         self._talker = talker
         self._talk = Talk(sampling, system)
@@ -110,7 +110,7 @@ class Conversation:
                 self._aside("Ctrl-D or /exit leaves")
 
     def _command(self, line: str) -> None:
-        from ktqueue.cli.chat_commands import obey
+        from ktqueue.cli.chat.commands import obey
 
         try:
             self._aside(obey(self._talk, line))

@@ -1,14 +1,13 @@
-"""`ktqueue bench`, and of it `experts`: how fast can this machine be, and how near to that are the expert kernels."""
+"""`ktqueue bench experts`: the speed of the expert kernels, beside the limits of this machine."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.bench_engine import engine
-from ktqueue.cli.console import write_json
-from ktqueue.cli.failures import EXIT_CODES_HELP, UsageFault
+from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
+from ktqueue.cli.terminal.failures import UsageFault
 
 if TYPE_CHECKING:
     from ktqueue.bench.experts import Point, Sweep
@@ -17,17 +16,7 @@ QUICK_FORMATS = "Q4_K,Q6_K,Q8_0,MXFP4,BF16"
 QUICK_ROWS = "1,4,16,64,512"
 FULL_ROWS = "1,2,3,4,7,8,16,33,64,128,512"
 MAX_ROWS = 65536
-STANDARD_OUTPUT = Path("-")
 _WHAT, _SHAPE = "What to measure", "Shape of the layer (default: Qwen3-30B-A3B's)"
-
-
-def application() -> typer.Typer:
-    """The `bench` noun."""
-    app = typer.Typer(no_args_is_help=True, help="Measure this machine.", epilog=EXIT_CODES_HELP)
-    app.callback()(lambda: None)
-    app.command("experts")(experts)
-    app.command("engine")(engine)
-    return app
 
 
 def experts(
@@ -82,15 +71,15 @@ def experts(
     from ktqueue.bench.machine import Probes
     from ktqueue.bench.report import report
     from ktqueue.bench.roofline import LayerShape
-    from ktqueue.cli.bench_tables import show_machine, show_points
-    from ktqueue.cli.progress import Bar
+    from ktqueue.cli.bench.tables import show_machine, show_points
+    from ktqueue.cli.terminal.progress import Bar
     from ktqueue.operators import native
 
     if experts_per_token > num_experts:
         raise UsageFault(f"--experts-per-token must be at most --num-experts, got {experts_per_token} of {num_experts}")
     rows = FULL_ROWS if full else QUICK_ROWS
-    loads = [Load(n) for n in _numbers("--per-expert", per_expert or ("" if tokens else rows))]
-    loads += [Load(n, routed=True) for n in _numbers("--tokens", tokens or "")]
+    loads = [Load(n) for n in numbers("--per-expert", per_expert or ("" if tokens else rows), most=MAX_ROWS)]
+    loads += [Load(n, routed=True) for n in numbers("--tokens", tokens or "", most=MAX_ROWS)]
     sweep = Sweep(
         shape=LayerShape(
             hidden=hidden_size,
@@ -119,7 +108,7 @@ def experts(
         if tables:
             show_points(points)
         if json_file is not None:
-            _write(json_file, report(machine, sweep, points, load_before=load_before))
+            write_report(json_file, report(machine, sweep, points, load_before=load_before))
 
 
 def _best_isa() -> str:
@@ -143,15 +132,6 @@ def _names(flag: str, text: str, known: tuple[str, ...], *, pairs: bool = False)
     return names
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    """The numbers of a list with commas."""
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for word in words:
-        if not word.isdecimal() or not 1 <= int(word) <= MAX_ROWS:
-            raise UsageFault(f"{flag}: must be numbers from 1 to {MAX_ROWS} with commas, got {word!r}")
-    return tuple(map(int, words))
-
-
 def _check_memory(sweep: "Sweep") -> None:
     """Refuse by name what does not fit."""
     from ktqueue.bench.experts import sweep_memory
@@ -166,12 +146,3 @@ def _check_memory(sweep: "Sweep") -> None:
     if needed > available:
         hint = "; --tokens needs all experts" if any(load.routed for load in sweep.loads) else ""
         raise UsageFault(f"this takes {format_bytes(needed)} of memory, and {format_bytes(available)} are free{hint}")
-
-
-def _write(target: Path, value: dict[str, Any]) -> None:
-    if target == STANDARD_OUTPUT:
-        write_json(value)
-    else:
-        import json
-
-        target.write_text(json.dumps(value, indent=2) + "\n")

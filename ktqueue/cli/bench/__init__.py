@@ -1,0 +1,1 @@
+"""`ktqueue bench`: how fast this machine, the expert kernels and an engine are."""

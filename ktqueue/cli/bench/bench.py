@@ -1,0 +1,16 @@
+"""`ktqueue bench`: its two commands."""
+
+import typer
+
+from ktqueue.cli.bench.engine import engine
+from ktqueue.cli.bench.experts import experts
+from ktqueue.cli.terminal.failures import EXIT_CODES_HELP
+
+
+def application() -> typer.Typer:
+    """The `bench` noun."""
+    app = typer.Typer(no_args_is_help=True, help="Measure this machine.", epilog=EXIT_CODES_HELP)
+    app.callback()(lambda: None)
+    app.command("experts")(experts)
+    app.command("engine")(engine)
+    return app

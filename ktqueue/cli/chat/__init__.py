@@ -1,0 +1,1 @@
+"""`ktqueue chat`: the conversation, its commands, and who answers."""

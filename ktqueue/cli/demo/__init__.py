@@ -1,0 +1,1 @@
+"""`ktqueue demo`: a stream whose worker is killed, then a batch."""

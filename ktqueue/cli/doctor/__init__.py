@@ -1,0 +1,1 @@
+"""`ktqueue doctor`: check this machine."""

@@ -1,0 +1,1 @@
+"""Where commands write: standard output, progress bars, errors."""

@@ -1,0 +1,1 @@
+"""`ktqueue top`: look at the queues and workers, again and again."""

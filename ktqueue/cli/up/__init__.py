@@ -1,0 +1,1 @@
+"""`ktqueue up`: start everything on this machine."""
