@@ -94,7 +94,7 @@ class QuantisedLinear:
     def __init__(
         self, parts: Sequence[PanelMatrix], bias: torch.Tensor | None, buffer: DecodeBuffer, *, few_rows: int = FEW_ROWS
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self._bias = bias
         self._buffer = buffer
         self._few_rows = few_rows
@@ -104,7 +104,7 @@ class QuantisedLinear:
         """See DenseLinear."""
         if 1 <= len(x) <= self._few_rows and x.dtype != torch.float32:
             out = x.new_empty(len(x), self._rows, dtype=dtype)
-            multiply_few(self._parts, x, self._bias, out)
+            multiply_few(self.parts, x, self._bias, out)
             return out
         products = []
         for first, weights in self._decoded_pieces():
@@ -114,7 +114,7 @@ class QuantisedLinear:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear. Only for a matrix of one part."""
-        (part,) = self._parts
+        (part,) = self.parts
         out = self._buffer.weights.new_empty(len(ids), self._columns)
         part.decode(out, ids=ids)
         return out
@@ -126,7 +126,7 @@ class QuantisedLinear:
         for first in range(0, self._rows, rows_per_piece):
             weights = buffer[: min(rows_per_piece, self._rows - first) * self._columns].view(-1, self._columns)
             row = 0
-            for part in self._parts:
+            for part in self.parts:
                 begin, end = max(first, row), min(first + len(weights), row + part.rows)
                 if begin < end:
                     part.decode(weights[begin - first : end - first], first=begin - row)

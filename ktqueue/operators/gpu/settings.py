@@ -11,7 +11,8 @@ class GpuSettings:
 
     max_tokens: of a step. expert_memory_bytes: GPU memory for experts; larger values than all experts need are allowed.
     expert_streaming: whether long steps copy absent experts to the GPU; "auto": if that is faster. streaming_tokens:
-    the smallest long step. fetched_shares: the share of its missing experts, from 0 to 1, that a short step copies to
+    the smallest long step. streamed_share: the share of the absent experts that a long step copies; None: learned.
+    fetched_shares: the share of its missing experts, from 0 to 1, that a short step copies to
     the GPU: for steps of one token, and for others. None: measured on this machine. expert_prefetch: while the GPU
     works on a decode step, the CPU loads the experts that the next layer will probably use into its caches.
     """
@@ -21,5 +22,6 @@ class GpuSettings:
     handoff: HandoffMethod = "auto"
     expert_streaming: AutoOnOff = "auto"
     streaming_tokens: int = 64
+    streamed_share: float | None = None
     fetched_shares: tuple[float, float] | None = None
     expert_prefetch: bool = True

@@ -1,4 +1,4 @@
-"""GpuDecoder beside the transformers model that it replaces. On CPU tensors by the kernels' twins; on a GPU too."""
+"""GpuDecoder compared with the transformers model that it replaces, on CPU tensors and on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,6 @@ from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
-from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
@@ -71,7 +70,8 @@ def test_equals_the_decoder_of_the_cpu_on_quantised_weights(
 
 
 def record_bytes(decoder: GpuDecoder) -> int:
-    return sum(layer.record.bytes * layer.experts for layer in decoder._routed)
+    """Bytes of all routed experts in GPU format."""
+    return int(decoder.statistics()["expert_bytes"])
 
 
 @pytest.mark.parametrize("streamed", [None, 0.5, 1.0])
@@ -86,12 +86,14 @@ def test_experts_in_gpu_memory_change_nothing(
     share: float,
     streamed: float | None,
     make_decoder: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`share` of them have a place there; long steps stream so many of the others."""
+    """`share` of the experts have a slot there. Long steps stream the share `streamed` of the others."""
     model = make_model(family)
-    monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: streamed)
-    streaming = {"expert_streaming": "off" if streamed is None else "on", "streaming_tokens": 8}
+    streaming = {
+        "expert_streaming": "off" if streamed is None else "on",
+        "streamed_share": streamed,
+        "streaming_tokens": 8,
+    }
     plain = make_decoder(model, quant)
     expected = fed(plain)
     decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **streaming)
@@ -106,7 +108,7 @@ def test_experts_in_gpu_memory_change_nothing(
 @pytest.mark.parametrize("fetched", [0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
-def test_experts_that_come_to_short_steps_change_nothing(
+def test_fetched_experts_change_nothing(
     family: str, quant: str, share: float, fetched: float, make_decoder: Callable[..., Any]
 ) -> None:
     model = make_model(family)
@@ -119,14 +121,12 @@ def test_experts_that_come_to_short_steps_change_nothing(
     short, all_of_it = decoder.handoff_statistics, plain.handoff_statistics
     assert short.experts_used < (1 - share) * 2 * all_of_it.experts_used  # the CPU's part
     assert (short.experts_used == 0) == (fetched == 1.0)
-    told = decoder.statistics()
-    assert (told["expert_fetched_share_one"], told["expert_fetched_share_several"]) == (fetched, fetched)
+    statistics = decoder.statistics()
+    assert (statistics["expert_fetched_share_one"], statistics["expert_fetched_share_several"]) == (fetched, fetched)
 
 
 @pytest.mark.parametrize(("one", "several"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
-def test_steps_of_one_token_have_a_share_of_their_own(
-    one: float, several: float, make_decoder: Callable[..., Any]
-) -> None:
+def test_steps_of_one_token_have_their_own_share(one: float, several: float, make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     expected = fed(make_decoder(model))
     decoder = make_decoder(model, expert_streaming="auto", fetched_shares=(one, several))
@@ -142,7 +142,7 @@ def test_steps_of_one_token_have_a_share_of_their_own(
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])
-def test_rules_say_how_activations_are_held(
+def test_the_activations_option_decides_whether_the_gpu_may_round(
     asked: str, taken: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -156,11 +156,11 @@ def test_rules_say_how_activations_are_held(
     assert seen == {taken}
 
 
-def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(
+def test_norms_and_router_use_the_memory_of_the_hand_off(
     make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norms and the router write a task's input where the CPU reads it, and the next norm reads its result
-    there."""
+    """The norms and the router write a task's input to the memory that the CPU reads. The next norm reads the result
+    from the memory that the CPU writes."""
     buffers, add_rms_norm, route = Handoff.buffers, norm.add_rms_norm, router.route
     places: dict[str, list[int]] = {name: [] for name in (*HandoffBuffers._fields, "copy", "added")}
     copies: list[tuple[int, ...]] = []
@@ -195,7 +195,7 @@ def test_rows_go_to_the_cpu_and_back_by_kernels_that_run_anyway(
     assert [one for one in places["added"] if one in places["result"]] == places["result"]
 
 
-def test_hot_experts_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
+def test_experts_that_are_used_often_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     plain = make_decoder(model)
     decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
@@ -212,11 +212,12 @@ def test_hot_experts_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
     found = decoder.expert_statistics
     assert found.on_gpu == 4 and 1 <= found.moves <= 4
     assert found.hit_rate > 0.5
-    told = decoder.statistics()
-    assert (told["experts_on_gpu"], told["expert_moves"], told["expert_hit_rate"]) == (4, found.moves, found.hit_rate)
+    statistics = decoder.statistics()
+    names = ("experts_on_gpu", "expert_moves", "expert_hit_rate")
+    assert tuple(statistics[name] for name in names) == (4, found.moves, found.hit_rate)
 
 
-def test_only_what_is_scored_is_computed(make_decoder: Callable[..., Any], device: str) -> None:
+def test_only_scored_tokens_are_computed(make_decoder: Callable[..., Any], device: str) -> None:
     decoder = make_decoder(make_model("qwen2_moe"))
     chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
     whole, some, none = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(3))
@@ -229,7 +230,7 @@ def test_only_what_is_scored_is_computed(make_decoder: Callable[..., Any], devic
     torch.testing.assert_close(none.step(ends), expected)  # by the cache
 
 
-def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder: Callable[..., Any], device: str) -> None:
+def test_padding_tokens_change_nothing_and_are_not_counted(make_decoder: Callable[..., Any], device: str) -> None:
     decoder = make_decoder(make_model("qwen3_moe"), expert_memory_bytes=50_000)
     alone, padded = (Cache(decoder, device=device, planner=make_planner_for) for _ in range(2))
     with torch.inference_mode():
@@ -241,12 +242,9 @@ def test_tokens_that_pad_change_nothing_and_are_not_counted(make_decoder: Callab
     assert torch.equal(decoder._experts._placement.counts, 2 * counted)
 
 
-def test_steps_that_are_captured_stream_nothing(
-    make_decoder: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many rows they have: a replay could not choose anew."""
-    monkeypatch.setattr(StreamingChoice, "share", lambda self, tokens: 0.5)
-    decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", streaming_tokens=2)
+def test_captured_steps_stream_nothing(make_decoder: Callable[..., Any], device: str) -> None:
+    """Whatever their number of rows, since a replay cannot choose again."""
+    decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", streamed_share=0.5, streaming_tokens=2)
     cache = Cache(decoder, device=device, planner=make_planner_for)
     streamed = []
     with torch.inference_mode():
@@ -257,7 +255,7 @@ def test_steps_that_are_captured_stream_nothing(
     assert streamed == [1, 1, 2]
 
 
-def test_bytes_are_told_by_device(make_decoder: Callable[..., Any], device: str) -> None:
+def test_bytes_are_reported_by_device(make_decoder: Callable[..., Any], device: str) -> None:
     model = make_model("qwen3_moe")
     held = make_decoder(model).device_bytes()
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
@@ -266,7 +264,7 @@ def test_bytes_are_told_by_device(make_decoder: Callable[..., Any], device: str)
     assert device == "cpu" or held["cpu"] == experts
 
 
-def test_what_it_refuses(make_decoder: Callable[..., Any], device: str) -> None:
+def test_unknown_models_and_options_are_refused(make_decoder: Callable[..., Any], device: str) -> None:
     with pytest.raises(ValueError, match="Linear cannot be replaced by GpuDecoder: it knows LlamaForCausalLM, "):
         GpuDecoder.from_module(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="it computes in float32 or bfloat16 or float16, the model"):

@@ -1,4 +1,4 @@
-"""GpuDecoder on a GPU: captured decode steps, both ways of the hand-off, tables that change between replays."""
+"""GpuDecoder on a GPU: captured decode steps, both methods of the hand-off, tables that change between replays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def device() -> Any:
 
 
 class Captured:
-    """Decode steps of one more row than there are sequences, replayed; the last row pads."""
+    """Decode steps that are replayed. They have one row more than there are sequences, which is padding."""
 
     def __init__(self, decoder: GpuDecoder, cache: Cache) -> None:
         self._cache = cache
@@ -103,7 +103,7 @@ class Captured:
 
 
 def record_bytes(decoder: GpuDecoder) -> int:
-    return sum(layer.record.bytes * layer.experts for layer in decoder._routed)
+    return int(decoder.statistics()["expert_bytes"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,14 +136,14 @@ def test_captured_steps_equal_eager_ones(
     if share == 0.5:
         assert decoder.expert_statistics.hit_rate > 0
     if share < 1:
-        told = decoder.statistics()
-        assert (told["expert_prediction_hits"] > 0) == (method == "flags")
+        statistics = decoder.statistics()
+        assert (statistics["expert_prediction_hits"] > 0) == (method == "flags")
 
 
 def test_experts_of_the_cpu_in_a_model_on_the_gpu(
     tiny_model: Callable[..., Any], given_weights: Callable[..., Any]
 ) -> None:
-    """As rules/modules.yaml puts them in: tensors go to the host and come back."""
+    """As under rules/modules.yaml: tensors are copied to the host and back."""
     experts = tiny_model().model.layers[0].mlp.experts
     operator = CpuExperts.from_module(experts, activations="float32")
     operator.load(given_weights(experts, "F32"))

@@ -1,4 +1,4 @@
-"""The demo model as GpuDecoder, loaded by rule from its file: the greedy tokens that CpuDecoder finds."""
+"""The demo model as GpuDecoder, loaded by rule from its file, chooses the greedy tokens that CpuDecoder chooses."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ NEW_TOKENS = 24
 
 
 def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
-    """Each prompt's continuation, all of them in one batch."""
+    """The continuations of all prompts, in one batch."""
     cache = Cache(model, device=device, planner=planner)
     names = [str(i) for i in range(len(PROMPTS))]
     chunks = dict(zip(names, PROMPTS, strict=True))

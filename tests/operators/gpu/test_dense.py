@@ -1,4 +1,4 @@
-"""Dense weights that stay quantised: GpuDecoder beside itself with the same weights decoded; what is held and said."""
+"""Dense weights that stay quantised: logits compared with those of decoded weights, memory, and warnings."""
 
 import logging
 from collections.abc import Callable
@@ -29,10 +29,10 @@ def logits(decoder: GpuDecoder) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "llama"])
-def test_logits_are_those_of_the_decoded_weights(
+def test_logits_equal_those_of_decoded_weights(
     family: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
 ) -> None:
-    """With shared experts, dense layers, biases, tied embeddings; steps of few and of many rows."""
+    """With shared experts, dense layers, biases and tied embeddings, in steps of few and of many rows."""
     model = make_model(family).to(dtype)
     expected, found = (logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised"))
     assert expected.std() > 0.1
@@ -42,10 +42,10 @@ def test_logits_are_those_of_the_decoded_weights(
 
 @pytest.mark.parametrize("few", [0, 4])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 20])
-def test_each_number_of_rows_has_the_same_product(
+def test_products_are_equal_for_any_number_of_rows(
     tokens: int, few: int, device: str, random_weights: Callable[..., Bytes]
 ) -> None:
-    """Parts of two formats, a bias, and a buffer that holds less than the matrix, at no border of its parts."""
+    """Parts of two formats, a bias, and a buffer smaller than the matrix that ends within a part."""
     parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
     x = activations(tokens, 256, torch.bfloat16).to(device)
     bias = activations(1, 53, torch.bfloat16)[0].to(device)
@@ -66,7 +66,7 @@ def test_each_number_of_rows_has_the_same_product(
 @pytest.mark.parametrize(
     ("tokens", "dtype", "few"), [(4, torch.bfloat16, True), (5, torch.bfloat16, False), (1, torch.float32, False)]
 )
-def test_which_rows_are_few(
+def test_few_rows_of_16_bits_are_multiplied_directly(
     tokens: int,
     dtype: torch.dtype,
     few: bool,
@@ -74,7 +74,6 @@ def test_which_rows_are_few(
     random_weights: Callable[..., Bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their kernel knows 16 bits only."""
     taken = []
     monkeypatch.setattr(dense_module, "multiply_few", lambda *given: taken.append(given))
     panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
@@ -94,7 +93,7 @@ def test_weights_of_few_rows_are_not_rounded(device: str, random_weights: Callab
 
 @pytest.mark.parametrize("dense", ["dequantised", "quantised"])
 def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, tmp_path: Path) -> None:
-    """As CpuDecoder finds them; as many bytes as were told before, but for the buffer of decoded weights."""
+    """The tokens are those of CpuDecoder. The bytes are those of `inspect`, plus the buffer for decoded weights."""
     expected = greedy(load_model("demo", rules="rules/exact.yaml").module, "cpu")
     rules = tmp_path / "rules.yaml"
     rules.write_text(
@@ -112,13 +111,13 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, 
     assert held == sum(inspect("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
 
 
-def test_less_memory(make_decoder: Callable[..., Any]) -> None:
+def test_quantised_weights_take_less_memory(make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe")
     held = [make_decoder(model, "Q8_0", dense=dense).device_bytes() for dense in ("dequantised", "quantised")]
     assert sum(held[1].values()) < sum(held[0].values()) - 150_000
 
 
-def test_what_cannot_stay_is_decoded_and_said_once(
+def test_float_formats_are_decoded_with_one_warning(
     make_decoder: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model("qwen3_moe")
@@ -152,8 +151,8 @@ def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights: Callable[..
     torch.testing.assert_close(dense.linear(*names)(x), torch.cat(products, dim=1))
 
 
-def test_panels_of_embeddings_are_told_before(tmp_path: Path) -> None:
-    """Not what they take in the file."""
+def test_inspect_reports_the_packed_size_of_embeddings(tmp_path: Path) -> None:
+    """Not their size in the file."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
     report = inspect("synthetic:qwen3-30b-a3b:q4_k_m:2", rules=str(rules), device="cuda", dtype=torch.bfloat16)
@@ -161,13 +160,15 @@ def test_panels_of_embeddings_are_told_before(tmp_path: Path) -> None:
     assert embedding.device_bytes == native.packed_bytes("Q4_K", 151936, 2048) != embedding.file_bytes
 
 
-def test_matrices_of_one_format_are_one_part(make_decoder: Callable[..., Any]) -> None:
-    found = make_decoder(make_model("qwen3_moe"), "Q8_0", dense="quantised")
-    (part,) = found._layers[0].attention._qkv._parts
+def test_matrices_of_one_format_are_one_part(given_weights: Callable[..., Any], device: str) -> None:
+    dense = DenseWeights(given_weights(make_model("qwen3_moe"), "Q8_0"), torch.float32, device, "quantised")
+    linear = dense.linear(*(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"))
+    assert isinstance(linear, QuantisedLinear)
+    (part,) = linear.parts
     assert part.rows == 256
 
 
-def test_what_the_option_may_be() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValueError, match="GpuDecoder: dense must be dequantised or quantised, got 'int4'"):
         GpuDecoder.from_module(make_model("qwen3"), dense="int4")
     with pytest.raises(ValueError, match="it has: activations, isa, dense"):

@@ -1,5 +1,6 @@
 """ExpertMemory: everything that the routed experts of a model need on a device, from the first step to the last."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from ktqueue.operators.gpu.experts.pool import ExpertPool, slots_that_fit
 from ktqueue.operators.gpu.experts.probes import measure_costs, measure_shares
 from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSteps, area_bytes
-from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice
+from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.settings import GpuSettings
 
@@ -88,7 +89,7 @@ class ExpertMemory:
             self._streaming = StreamingSteps(
                 Streamer(layers, self._pool, copies),
                 costs,
-                StreamingChoice(costs, len(layers), always=settings.expert_streaming == "on"),
+                StreamingChoice(costs, len(layers), shares=_streaming_shares(settings)),
                 self.handoff,
                 layers=len(layers),
                 least_tokens=settings.streaming_tokens,
@@ -172,3 +173,10 @@ class ExpertMemory:
         if self.handoff is not None:
             self.handoff.close()
         self._copies.close()
+
+
+def _streaming_shares(settings: GpuSettings) -> Sequence[float]:
+    """The shares that long steps may stream."""
+    if settings.streamed_share is not None:
+        return (settings.streamed_share,)
+    return SOME_SHARES if settings.expert_streaming == "on" else SHARES

@@ -6,10 +6,12 @@ steps. For other shares it is the time that the costs predict, times a guess of 
 lowest estimate wins. So a share is tried only while it promises more than all known ones. Knows no tensor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 LEVELS = 16
 SHARES = tuple(level / LEVELS for level in range(LEVELS + 1))
+SOME_SHARES = SHARES[1:]  # every step streams something
 CAUTION = 1.15  # an untried split between CPU and copies must promise so much more: they slow each other down
 MAX_TRIED_SHARES = 6  # for one length; after that only tried shares are chosen
 TRUSTED_RUNS = 2  # of a share: the first run compiles kernels and prepares copies
@@ -101,13 +103,13 @@ class _LengthHistory:
 
 
 class StreamingChoice:
-    """Chooses for a model with `layers` layers of routed experts. `always`: every step streams something."""
+    """Chooses one of `shares` for the steps of a model with `layers` layers of routed experts."""
 
-    def __init__(self, costs: StreamingCosts, layers: int, *, always: bool) -> None:
+    def __init__(self, costs: StreamingCosts, layers: int, *, shares: Sequence[float] = SHARES) -> None:
         self._costs = costs
         self._initial_costs = replace(costs)  # `costs` learn, but old measurements must stay comparable
         self._layers = layers
-        self._shares = SHARES[1:] if always else SHARES
+        self._shares = tuple(shares)
         self._histories: dict[int, _LengthHistory] = {}
 
     def share(self, tokens: int) -> float:

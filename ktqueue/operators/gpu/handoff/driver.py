@@ -46,10 +46,12 @@ class Driver:
         self._runtime = runtime
 
     @classmethod
-    def load(cls) -> "Driver":
-        """Use the libraries that torch has loaded. Raises RuntimeError if there are none: torch is a CPU build, or CUDA
-        is not initialised yet."""
-        path = _mapped_runtime(Path("/proc/self/maps").read_text())
+    def load(cls, maps: Path = Path("/proc/self/maps")) -> "Driver":
+        """Use the libraries that torch has loaded, found in `maps`.
+
+        Raises RuntimeError if there are none: torch is a CPU build, or CUDA is not initialised yet.
+        """
+        path = _mapped_runtime(maps.read_text())
         if path is None:
             raise RuntimeError("libcudart is not loaded: torch has no CUDA, or has not used it yet")
         try:

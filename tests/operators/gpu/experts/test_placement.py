@@ -1,4 +1,4 @@
-"""Placement: hot experts come in, within limits, and nobody uses one before it is there."""
+"""Placement: experts that are used often move to the GPU, within limits, and are used only after their copy."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ EXPERTS = 8
 
 
 class Packed:
-    """Experts whose bytes all hold the layer's and the expert's number; in two ranges."""
+    """Packed experts in two ranges each. Every byte is 16 * layer + expert."""
 
     def __init__(self, layer: int) -> None:
         self._data = np.repeat(np.arange(EXPERTS, dtype=np.uint8) + 16 * layer, RECORD)
@@ -33,7 +33,7 @@ def layer(index: int, size: int = RECORD) -> Any:
 
 
 class LateCopies(CopyStream):
-    """Copies that are there when the test says so."""
+    """Copies that arrive when `arrived` is True."""
 
     arrived = True
 
@@ -54,13 +54,13 @@ def parts() -> Parts:
 
 
 def read(placement: Placement) -> None:
-    """As many steps as it takes until counts have been looked at, and what was sent has come."""
+    """Run as many steps as it takes to read the counts."""
     for _ in range(READ_EVERY_STEPS + 1):
         placement.after_step()
 
 
 def holds(pool: ExpertPool, layer: int) -> set[int]:
-    """The experts that the tables on the device name, each of them checked to be there."""
+    """The experts in the device's tables. Checks that their bytes are there."""
     found = {expert for expert in range(EXPERTS) if pool.offsets[layer, expert] != ABSENT}
     for expert in found:
         at = int(pool.offsets[layer, expert])
@@ -68,26 +68,26 @@ def holds(pool: ExpertPool, layer: int) -> set[int]:
     return found
 
 
-def test_begins_with_the_first_experts(parts: Parts) -> None:
+def test_the_first_experts_are_in_memory_at_start(parts: Parts) -> None:
     pool, placement, _ = parts
     assert (holds(pool, 0), holds(pool, 1)) == ({0, 1}, {0, 1})
     assert placement.hit_rate is None
 
 
-def test_hot_experts_come_in_for_cold_ones(parts: Parts) -> None:
+def test_experts_that_are_used_often_replace_others(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[0, 5] = 100
     placement.counts[0, 1] = 50
     placement.counts[1, 0] = 70
     read(placement)
-    assert (holds(pool, 0), holds(pool, 1)) == ({1}, {0, 1})  # on its way: nobody has it
+    assert (holds(pool, 0), holds(pool, 1)) == ({1}, {0, 1})  # being copied: in no table
     placement.after_step()
     assert (holds(pool, 0), holds(pool, 1)) == ({1, 5}, {0, 1})
     assert placement.moves == 1
     assert placement.hit_rate == pytest.approx(120 / 220)
 
 
-def test_an_expert_is_used_when_its_copy_is_there(parts: Parts) -> None:
+def test_an_expert_is_used_after_its_copy(parts: Parts) -> None:
     pool, placement, copies = parts
     placement.counts[0, 5] = 100
     copies.arrived = False
@@ -99,18 +99,18 @@ def test_an_expert_is_used_when_its_copy_is_there(parts: Parts) -> None:
     assert 5 in holds(pool, 0)
 
 
-def test_little_more_use_moves_nothing(parts: Parts) -> None:
+def test_small_differences_move_nothing(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[:] = 1000
     placement.counts[:, 6] = 1200
     read(placement)
-    placement.counts[:, 2] += 7  # few uses say little, however large the ratio
+    placement.counts[:, 2] += 7  # too few uses, though the ratio is large
     read(placement)
     placement.after_step()
     assert placement.moves == 0 and holds(pool, 0) == {0, 1}
 
 
-def test_old_uses_are_forgotten(parts: Parts) -> None:
+def test_old_uses_count_less(parts: Parts) -> None:
     pool, placement, _ = parts
     placement.counts[0, :2] = 20 * HALF_LIFE_TOKENS
     read(placement)
@@ -118,10 +118,10 @@ def test_old_uses_are_forgotten(parts: Parts) -> None:
         placement.counts[0, 3] += 2 * HALF_LIFE_TOKENS
         read(placement)
     placement.after_step()
-    assert 3 in holds(pool, 0)  # though it was used less in all
+    assert 3 in holds(pool, 0)  # although its total is lower
 
 
-def test_moves_of_one_time_are_limited(parts: Parts) -> None:
+def test_the_bytes_moved_at_a_time_are_limited(parts: Parts) -> None:
     pool, _, copies = parts
     placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=2 * RECORD)
     placement.counts[:, 4:6] = torch.tensor([[300, 200], [400, 100]])
@@ -134,7 +134,7 @@ def test_moves_of_one_time_are_limited(parts: Parts) -> None:
     assert (holds(pool, 0), holds(pool, 1)) == ({4, 5}, {4, 5})
 
 
-def test_counts_may_wrap_round(parts: Parts) -> None:
+def test_counts_may_overflow(parts: Parts) -> None:
     _, placement, _ = parts
     placement.counts[:, 0] = 2**31 - 10
     read(placement)
@@ -143,7 +143,7 @@ def test_counts_may_wrap_round(parts: Parts) -> None:
     assert placement.hit_rate == 1.0
 
 
-def test_memory_is_divided_evenly() -> None:
+def test_layers_share_the_memory_evenly() -> None:
     small, large = layer(0, 100), layer(1, 300)
     assert slots_that_fit([small, large], 0) == [0, 0]
     assert slots_that_fit([small, large], 850) == [2, 2]

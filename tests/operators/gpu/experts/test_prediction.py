@@ -1,5 +1,5 @@
-"""The guess which experts the next layer will use, beside transformers' own modules: the next layer's norm and router,
-applied to the residual before this layer's experts are added."""
+"""The predicted experts equal those of transformers' modules: the next layer's norm and router, applied to the residual
+before this layer's experts are added."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from ktqueue.operators.gpu.handoff.handoff import Handoff
 
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Where each hand-off's guess is left."""
+    """The `predicted` buffers of all tasks."""
     noted: list[torch.Tensor] = []
     buffers = Handoff.buffers
 
@@ -28,7 +28,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def guesses(model: Any) -> torch.Tensor:
-    """[tokens, experts_per_token]: for the last token of each sequence, by the definition, of a model's last layer."""
+    """The prediction for the last layer by its definition: [sequences, experts_per_token], for the last tokens."""
     first, second = model.model.layers[-2:]
     residuals: list[torch.Tensor] = []
     hook = first.post_attention_layernorm.register_forward_pre_hook(lambda _, given: residuals.append(given[0][0, -1]))
@@ -41,7 +41,7 @@ def guesses(model: Any) -> torch.Tensor:
 
 
 def decode(decoder: GpuDecoder) -> None:
-    """All sequences but for their last tokens, then these, one row each."""
+    """Compute all sequences without their last tokens, then the last tokens as a decode step."""
     cache = Cache(decoder, device=decoder.device, planner=make_planner_for)
     with torch.inference_mode():
         cache.step({name: ids[:-1] for name, ids in SEQUENCES.items() if len(ids) > 1})
@@ -54,7 +54,7 @@ def decode(decoder: GpuDecoder) -> None:
     ("family", "layers"),
     [("qwen3_moe", 2), ("qwen2_moe", 2), ("olmoe", 2), ("deepseek_v2 with groups", 3), ("deepseek_v3", 3)],
 )
-def test_is_the_next_router_s_word_on_this_residual(
+def test_the_next_router_is_applied_to_this_residual(
     family: str, layers: int, make_decoder: Callable[..., Any], predicted: list[torch.Tensor]
 ) -> None:
     model = make_model(family, num_hidden_layers=layers)
@@ -62,9 +62,12 @@ def test_is_the_next_router_s_word_on_this_residual(
     assert [set(row) for row in predicted[-2].tolist()] == [set(row) for row in guesses(model).tolist()]
 
 
-def test_names_no_expert_that_the_gpu_has(make_decoder: Callable[..., Any], predicted: list[torch.Tensor]) -> None:
+def test_experts_in_gpu_memory_are_not_predicted(
+    make_decoder: Callable[..., Any], predicted: list[torch.Tensor]
+) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
-    record = make_decoder(model)._routed[0].record.bytes
+    all_experts = make_decoder(model).statistics()
+    record = int(all_experts["expert_bytes"] / all_experts["experts"])
     decoder = make_decoder(model, expert_memory_bytes=8 * record)
     decode(decoder)
     on_gpu = (decoder._experts._pool.offsets[1] >= 0).cpu()
@@ -75,7 +78,7 @@ def test_names_no_expert_that_the_gpu_has(make_decoder: Callable[..., Any], pred
     assert (expected < 0).any() and (expected >= 0).any()
 
 
-def test_leaves_out_what_comes_to_the_gpu(make_decoder: Callable[..., Any], predicted: list[torch.Tensor]) -> None:
+def test_fetched_experts_are_not_predicted(make_decoder: Callable[..., Any], predicted: list[torch.Tensor]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     decode(make_decoder(model, expert_streaming="auto", fetched_shares=(0.5, 0.5)))
     expected = guesses(model)
@@ -84,23 +87,23 @@ def test_leaves_out_what_comes_to_the_gpu(make_decoder: Callable[..., Any], pred
     assert [sorted(row) for row in predicted[-2].tolist()] == [sorted(row) for row in expected.tolist()]
 
 
-def test_is_made_where_each_row_has_one_token_and_it_is_asked_for(
+def test_only_decode_steps_predict_and_only_if_enabled(
     make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[bool] = []
+    predicts: list[bool] = []
     request = Handoff.request
 
     def note(self: Handoff, *arguments: Any, **options: Any) -> None:
-        told.append(options["predicts"])
+        predicts.append(options["predicts"])
         request(self, *arguments, **options)
 
     monkeypatch.setattr(Handoff, "request", note)
     model = make_model("qwen3_moe", num_hidden_layers=3)
     decode(make_decoder(model))
-    assert told == 3 * [False] + [True, True, False]
-    told.clear()
+    assert predicts == 3 * [False] + [True, True, False]
+    predicts.clear()
     decode(make_decoder(model, expert_prefetch=False))
-    assert told == 6 * [False]
-    told.clear()
+    assert predicts == 6 * [False]
+    predicts.clear()
     decode(make_decoder(make_model("qwen3_moe with dense layers", num_hidden_layers=4)))  # the second is dense
-    assert told == 3 * [False] + [False, True, False]
+    assert predicts == 3 * [False] + [False, True, False]

@@ -1,4 +1,4 @@
-"""What is made of the times of steps that fetched shares of their experts. Measured is on a GPU: tests/gpu."""
+"""The choice of a share from measured times. The measurement itself needs a GPU."""
 
 import pytest
 
@@ -13,5 +13,5 @@ from ktqueue.operators.gpu.experts.probes import fastest
         ({0.0: 1.0, 0.125: 0.94, 0.1875: 0.93, 0.25: 1.1}, 0.1875),
     ],
 )
-def test_the_fastest_share_is_taken_if_it_is_worth_it(relative: dict[float, float], share: float) -> None:
+def test_the_fastest_share_is_chosen_if_it_gains_enough(relative: dict[float, float], share: float) -> None:
     assert fastest(relative) == share

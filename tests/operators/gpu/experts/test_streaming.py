@@ -1,4 +1,4 @@
-"""StreamingSteps: which steps stream, which share, and which of them teach what."""
+"""StreamingSteps: which steps stream, which share, and what is learned from them."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Step:
 
 
 class Parts:
-    """A streamer, a hand-off and a clock at once, which note what is asked of them."""
+    """A streamer, a hand-off and a clock in one. It records the calls."""
 
     bytes_streamed = 0
     busy_seconds = 0.0
@@ -30,7 +30,7 @@ class Parts:
         self.seconds: tuple[float, float] | None = (0.01, 0.002)
         self.now = 5.0
         self.costs = StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01)
-        self.choice = StreamingChoice(self.costs, 4, always=False)
+        self.choice = StreamingChoice(self.costs, 4)
         self.learned: list[tuple[Any, ...]] = []
         learn = self.choice.learn
 
@@ -60,7 +60,7 @@ def steps(parts: Any) -> StreamingSteps:
     return StreamingSteps(parts, parts.costs, parts.choice, parts, layers=4, least_tokens=64, clock=lambda: parts.now)
 
 
-def test_long_steps_stream_what_the_choice_says(parts: Parts, steps: StreamingSteps) -> None:
+def test_long_steps_stream_the_chosen_share(parts: Parts, steps: StreamingSteps) -> None:
     assert [steps.is_long(tokens) for tokens in (1, 63, 64, 1000)] == [False, False, True, True]
     assert steps.begin(RESIDENT, 64, 1) is RESIDENT  # too little for the CPU to do
     assert isinstance(steps.begin(RESIDENT, 1000, 1), Step)
@@ -69,7 +69,7 @@ def test_long_steps_stream_what_the_choice_says(parts: Parts, steps: StreamingSt
     assert steps.steps == 2
 
 
-def test_the_choice_learns_what_long_steps_took_but_the_first(parts: Parts, steps: StreamingSteps) -> None:
+def test_the_choice_learns_from_long_steps_except_the_first(parts: Parts, steps: StreamingSteps) -> None:
     for tokens in (1000, 1000, 63, 64):
         if steps.is_long(tokens):
             steps.begin(RESIDENT, tokens, 1)
@@ -80,7 +80,7 @@ def test_the_choice_learns_what_long_steps_took_but_the_first(parts: Parts, step
     assert parts.learned == [(1000, 0.5, 0.25), (64, 0.0, 0.25)]
 
 
-def test_costs_learn_from_all_but_the_first(parts: Parts, steps: StreamingSteps) -> None:
+def test_costs_learn_from_finished_steps_except_the_first(parts: Parts, steps: StreamingSteps) -> None:
     costs = parts.costs
     for learned in (False, True, False):
         if not learned and steps.steps:
@@ -94,7 +94,7 @@ def test_costs_learn_from_all_but_the_first(parts: Parts, steps: StreamingSteps)
     assert len(parts.learned) == 1
 
 
-def test_costs_learn_of_the_cpu_alone(parts: Parts, steps: StreamingSteps) -> None:
+def test_costs_learn_from_steps_that_stream_nothing(parts: Parts, steps: StreamingSteps) -> None:
     before = parts.costs.cpu_token
     for _ in range(2):
         steps.begin(RESIDENT, 64, 1)

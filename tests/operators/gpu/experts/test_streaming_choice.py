@@ -1,4 +1,5 @@
-"""StreamingChoice beside machines that are as the costs say, and others: few steps, then the best share."""
+"""StreamingChoice finds the best share within few steps, on machines that fit the costs and on others. StreamingCosts
+predict and learn."""
 
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from ktqueue.operators.gpu.experts.streaming_choice import (
     MAX_TRIED_SHARES,
     RETRY_STEPS,
     SHARES,
+    SOME_SHARES,
     StreamingChoice,
     StreamingCosts,
     fit_line,
@@ -20,17 +22,17 @@ Machine = Callable[[int, float], float]
 
 
 def costs(**changes: float) -> StreamingCosts:
-    """Of an H200 beside a fast CPU: Qwen3-30B-A3B, Q4_K_M, all experts on the CPU."""
+    """Costs of an H200 and a fast CPU: Qwen3-30B-A3B, Q4_K_M, all experts on the CPU."""
     return StreamingCosts(**{"cpu_fixed": 0.003, "cpu_token": 1e-5, "copy": 0.0067, "row": 1.5e-7, **changes})
 
 
 def queued(tokens: int, share: float) -> float:
-    """A split takes far more than it should: results wait for the copies."""
+    """A machine on which a split is far slower than predicted, because results wait for the copies."""
     return LAYERS * costs().seconds(tokens, share) if share in (0, 1) else 0.4 + 0.0001 * tokens
 
 
 def run(choice: StreamingChoice, machine: Machine, tokens: int, steps: int) -> list[float]:
-    """The shares of so many steps: the first one of each share is slow, and all are a little uneven."""
+    """The shares of `steps` steps. The first step of each share is slow, and all times vary a little."""
     uneven = random.Random(tokens)
     shares: list[float] = []
     for _ in range(steps):
@@ -52,10 +54,10 @@ def run(choice: StreamingChoice, machine: Machine, tokens: int, steps: int) -> l
         {"copy": 0.004, "row": 3e-7},
     ],
 )
-def test_stays_with_the_best_after_a_few_steps(differs: dict[str, float], tokens: int) -> None:
-    """Costs learn of the parts of each step meanwhile, as StreamingSteps has them do it."""
+def test_the_best_share_is_found_within_few_steps(differs: dict[str, float], tokens: int) -> None:
+    """The costs learn from each step too, as in StreamingSteps."""
     known, real = costs(), costs(**differs)
-    choice = StreamingChoice(known, LAYERS, always=False)
+    choice = StreamingChoice(known, LAYERS)
 
     def machine(tokens: int, share: float) -> float:
         gpu = real.gpu(tokens) + 2 * real.row * tokens * (share < 1)
@@ -72,49 +74,49 @@ def test_stays_with_the_best_after_a_few_steps(differs: dict[str, float], tokens
 
 
 def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on() -> None:
-    """As the first H200 had it."""
+    """As measured on an H200."""
     for tokens in (2048, 8192):
-        shares = run(StreamingChoice(costs(), LAYERS, always=False), queued, tokens, 20)
+        shares = run(StreamingChoice(costs(), LAYERS), queued, tokens, 20)
         assert shares[4:] == [1.0] * 16
 
 
-def test_what_a_length_has_taught_is_not_believed_of_another() -> None:
-    choice = StreamingChoice(costs(), LAYERS, always=False)
+def test_steps_of_one_length_teach_nothing_about_another() -> None:
+    choice = StreamingChoice(costs(), LAYERS)
     before = choice.share(512)
     assert 0 < before < 1
     run(choice, queued, 2048, 20)
     assert choice.share(512) == before and choice.share(2048) == choice.share(1025) == 1.0
 
 
-def test_always_means_that_something_is_streamed() -> None:
+def test_every_step_streams_if_zero_is_not_among_the_shares() -> None:
     slow = costs(copy=1.0)
-    assert StreamingChoice(slow, LAYERS, always=False).share(64) == 0
-    assert StreamingChoice(slow, LAYERS, always=True).share(64) == SHARES[1]
+    assert StreamingChoice(slow, LAYERS).share(64) == 0
+    assert StreamingChoice(slow, LAYERS, shares=SOME_SHARES).share(64) == SHARES[1]
 
 
-def test_what_was_measured_does_not_move_with_the_costs() -> None:
+def test_measured_times_do_not_change_with_the_costs() -> None:
     one = costs()
-    choice = StreamingChoice(one, LAYERS, always=False)
+    choice = StreamingChoice(one, LAYERS)
     run(choice, queued, 1024, 20)
     one.copy *= 3
     assert choice.share(1024) == 1.0
 
 
-def test_a_split_must_promise_a_good_deal_more() -> None:
+def test_an_untried_split_must_promise_much_more() -> None:
     one = costs()
     assert one.seconds(3000, 0.875) < 0.97 * one.seconds(3000, 1)
-    assert run(StreamingChoice(one, LAYERS, always=False), queued, 3000, 20) == [1.0] * 20
+    assert run(StreamingChoice(one, LAYERS), queued, 3000, 20) == [1.0] * 20
 
 
-def test_one_slow_step_is_not_the_end_of_a_share() -> None:
-    choice = StreamingChoice(costs(), LAYERS, always=False)
+def test_one_slow_step_does_not_exclude_a_share() -> None:
+    choice = StreamingChoice(costs(), LAYERS)
     for seconds in (0.33, 9.0):
         choice.learn(8192, 1.0, seconds)
     assert choice.share(8192) == 1.0
 
 
-def test_another_share_is_tried_again_when_it_is_near() -> None:
-    choice = StreamingChoice(costs(), LAYERS, always=False)
+def test_a_share_that_is_almost_as_good_is_tried_again() -> None:
+    choice = StreamingChoice(costs(), LAYERS)
     split = choice.share(2048)
     for share, seconds in ((split, 0.36), (split, 0.36), (1.0, 0.33), (1.0, 0.33)):
         choice.learn(2048, share, seconds)
@@ -134,23 +136,23 @@ def slow_machine_costs(**changes: float) -> StreamingCosts:
     return StreamingCosts(**{"cpu_fixed": 0.002, "cpu_token": 1e-5, "copy": 0.008, **changes})
 
 
-def test_streaming_everything_takes_what_the_copies_take_or_the_gpu() -> None:
+def test_streaming_everything_takes_the_time_of_copies_or_gpu() -> None:
     assert slow_machine_costs(row=1e-7).seconds(8192, 1) == 0.008
     assert slow_machine_costs(gpu_token=1e-6).seconds(16384, 1) == pytest.approx(0.016384)
 
 
-def test_nothing_is_streamed_by_the_cpu_alone() -> None:
+def test_streaming_nothing_takes_the_time_of_the_cpu_alone() -> None:
     one = slow_machine_costs(alone=0.5, row=1e-7, gpu_token=1e-6)
     assert one.seconds(1000, 0) == pytest.approx(0.001 + FIXED_SECONDS + 2e-4 + 0.006)
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.875, 0.0001 + 0.007), (0.25, 0.001 + FIXED_SECONDS + 2e-4 + 0.009)])
 def test_a_split_ends_with_the_slower_side(share: float, seconds: float) -> None:
-    """Rows that come back share the bus with the experts; the CPU waits for the GPU's first part and for the rows."""
+    """The rows share the bus with the experts. The CPU waits for the GPU's part and for the rows."""
     assert slow_machine_costs(row=1e-7, gpu_token=1e-6).seconds(1000, share) == pytest.approx(seconds)
 
 
-def test_learns_what_a_machine_really_does() -> None:
+def test_costs_approach_the_real_machine() -> None:
     one, real = (
         slow_machine_costs(row=1e-7),
         slow_machine_costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6),
@@ -163,7 +165,7 @@ def test_learns_what_a_machine_really_does() -> None:
     assert one.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
 
 
-def test_what_the_cpu_takes_alone_is_not_what_it_takes_beside_copies() -> None:
+def test_cpu_times_without_copies_are_scaled() -> None:
     one = slow_machine_costs(alone=0.5)
     one.learn(512, 0, cpu=0.5 * one.cpu(512), copy=0.0, gpu=0.0)
     assert one.cpu(512) == pytest.approx(slow_machine_costs().cpu(512))

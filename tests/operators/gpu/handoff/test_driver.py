@@ -1,7 +1,8 @@
-"""The door to CUDA's libraries, with libraries made up here."""
+"""The driver, with made-up libraries in place of CUDA's."""
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation, _mappe
 
 
 class Cuda:
-    """libcuda as far as it is called: remembers what comes, fails when told to."""
+    """The functions of libcuda that are called. It records the calls and returns `code`."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -35,7 +36,7 @@ class Cuda:
 
 
 class Runtime:
-    """libcudart likewise."""
+    """libcudart in the same way."""
 
     class Text:
         restype = None
@@ -56,7 +57,7 @@ class Runtime:
         return call
 
 
-def test_memory_operations_are_laid_out_as_cuda_has_them() -> None:
+def test_memory_operations_have_cuda_s_layout() -> None:
     """48 bytes each: operation, address at 8, value at 16, flags at 24."""
     cuda = Cuda()
     driver = Driver(cuda, Runtime())
@@ -73,7 +74,7 @@ def test_asks_whether_streams_can_wait_for_memory() -> None:
     assert not Driver(object(), Runtime()).has_memory_operations(1)
 
 
-def test_passes_pointers_whole() -> None:
+def test_pointers_are_passed_with_64_bits() -> None:
     runtime = Runtime()
     driver = Driver(Cuda(), runtime)
     far = 0x7F00_1234_5678_9AB0
@@ -119,10 +120,11 @@ def test_finds_the_runtime_that_torch_has_loaded() -> None:
     assert _mapped_runtime(maps.replace("cudart", "cufft")) is None
 
 
-def test_says_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktqueue.operators.gpu.handoff.driver._mapped_runtime", lambda maps: None)
+def test_missing_libraries_are_an_error(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n")
     with pytest.raises(RuntimeError, match="libcudart is not loaded"):
-        Driver.load()
-    monkeypatch.setattr("ktqueue.operators.gpu.handoff.driver._mapped_runtime", lambda maps: "/nowhere/libcudart.so.13")
+        Driver.load(maps)
+    maps.write_text("7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /nowhere/libcudart.so.13\n")
     with pytest.raises(RuntimeError, match="CUDA's libraries do not load"):
-        Driver.load()
+        Driver.load(maps)

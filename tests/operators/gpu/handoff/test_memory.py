@@ -1,4 +1,4 @@
-"""The host memory that a hand-off announces is what it takes."""
+"""pinned_bytes predicts the host memory of a hand-off."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from ktqueue.operators.gpu.handoff.handoff import Handoff, pinned_bytes
 
 @pytest.mark.parametrize("shape", [(32, 2, 5), (96, 3, 7), (4, 1, 1), (160, 5, 13)])
 def test_a_task_of_the_most_tokens_fits(shape: tuple[int, int, int]) -> None:
-    """Wherever its parts begin. The announced size is the next power of two for each block."""
+    """torch pins memory in blocks of a power of two."""
     hidden, experts_per_token, max_tokens = shape
     handoff = Handoff(*shape, "cpu")
     task = handoff.buffers(max_tokens)
