@@ -1,4 +1,4 @@
-"""What a figure must be read beside: the machine, how busy it is, what was measured with which versions."""
+"""The conditions of a figure: the machine, its load, and the versions that were measured."""
 
 import os
 import platform
@@ -34,25 +34,28 @@ def facts() -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Processes that wanted a CPU over the last minute: above what was measured itself, a figure is doubtful."""
+    """Processes that wanted a CPU over the last minute. If it exceeds the measured ones, a figure is doubtful."""
     return round(os.getloadavg()[0], 2)
 
 
 def bandwidth() -> float:
-    """GB/s that all cores together read now from memory in huge pages, more of it than caches hold."""
+    """GB/s that all cores together read from memory now, in huge pages, from more memory than the caches have."""
     return _bandwidth(Probes())
 
 
 class Watch:
-    """Takes figures and notes beside each what the machine was like. `processes`: ids of those that are measured."""
+    """Measures figures and records the state of the machine with each. `processes`: ids of the measured ones."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = [os.getpid(), *processes]
         self._probe = Probes()
 
     def take(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `measure` gives, and: `others`, the CPUs that processes not measured, and the host of a virtual
-        machine, took meanwhile; the memory's bandwidth before or after, the better; the load average."""
+        """The result of `measure`, with the conditions.
+
+        `others`: CPUs that other processes, and the host of a virtual machine, used meanwhile. `bandwidth_gb_s`: the
+        better probe before or after. `load_average`.
+        """
         probed = _bandwidth(self._probe)
         began, busy, own = time.perf_counter(), _busy_seconds(), self._own_seconds()
         figure = measure()
@@ -69,24 +72,26 @@ class Watch:
 
 
 class Bystanders:
-    """What processes that are not measured take. Measured are this process, `processes`, which must live on, and
-    every child that began and was waited for meanwhile."""
+    """The CPU use of processes that are not measured.
+
+    Measured are this process, `processes`, which must stay alive, and every child that started and ended meanwhile.
+    """
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = list(processes)
         self._began = (0.0, 0.0, 0.0)
 
     def watch(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `measure` gives, and what `end` tells."""
+        """The result of `measure`, and of `end`."""
         self.begin()
         return {**measure(), **self.end()}
 
     def begin(self) -> None:
-        """From now on."""
+        """Start measuring."""
         self._began = (time.perf_counter(), _busy_seconds(), self._own_seconds())
 
     def end(self) -> dict[str, float]:
-        """`others`: the CPUs that bystanders and the host took since `begin`; the load average."""
+        """CPUs that bystanders and the host used since `begin` (`others`), and the load average."""
         began, busy, own = self._began
         others = (_busy_seconds() - busy) - (self._own_seconds() - own) - 2 / TICKS  # what rounding alone may give
         return {"others": max(0.0, others / (time.perf_counter() - began)), "load_average": load_average()}

@@ -1,4 +1,4 @@
-"""A measured process: started once, asked for a point at a time, so that peers can take turns within a run."""
+"""A measured process. It is started once and measures one point at a time, so peers can take turns within a run."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from benchmarks.machine import ROOT
 
 
 class Peer:
-    """`ask` sends one JSON line and waits for one; the process idles in between. Raises RuntimeError if it dies."""
+    """A process that answers each JSON line with one. It idles in between. Raises RuntimeError if it dies."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -21,14 +21,14 @@ class Peer:
         return self._process.pid
 
     def ask(self, question: Any) -> Any:
-        """The answer to one question."""
+        """Send one question and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self.hear()
 
     def hear(self) -> Any:
-        """The next line that the process says by itself."""
+        """Return the next line that the process writes."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -36,7 +36,7 @@ class Peer:
         return json.loads(line)
 
     def kill(self) -> None:
-        """kill -9, and wait for the end. Harmless when it has ended."""
+        """Kill the process and wait for its end. Does nothing if it has ended."""
         self._process.kill()
         self._process.wait(30)
 

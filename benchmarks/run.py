@@ -11,7 +11,7 @@ from benchmarks.results import RESULTS, write
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("what", nargs="*", default=["cpu", "system"], help="cpu, system")
     parser.add_argument("--model", default="demo", help="demo or a .gguf file")
@@ -30,27 +30,27 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of the results; figures/ has their tables"
     )
-    given = parser.parse_args()
-    for what in given.what:
+    arguments = parser.parse_args()
+    for what in arguments.what:
         sys.stderr.write(f"measuring: {what}\n")
         if what == "cpu":
             figures = compare.run(
-                model=given.model,
-                rows=[int(one) for one in given.rows.split(",")],
-                prefill=given.prefill,
-                tokens=given.tokens,
-                rounds=given.rounds,
-                threads=given.threads,
-                llama_python=given.llama_python,
-                sampled=given.sampled,
-                without_ours=given.without_ours,
+                model=arguments.model,
+                rows=[int(one) for one in arguments.rows.split(",")],
+                prefill=arguments.prefill,
+                tokens=arguments.tokens,
+                rounds=arguments.rounds,
+                threads=arguments.threads,
+                llama_python=arguments.llama_python,
+                sampled=arguments.sampled,
+                without_ours=arguments.without_ours,
             )
         elif what == "system":
-            figures = system.run(model=given.model, threads=given.threads, rounds=given.rounds)
+            figures = system.run(model=arguments.model, threads=arguments.threads, rounds=arguments.rounds)
         else:
             parser.error(f"there is no benchmark {what!r}")
         name = f"cpu-{figures['model'].removesuffix('.gguf')}" if what == "cpu" else what
-        write(given.results / f"{name}.json", figures)
+        write(arguments.results / f"{name}.json", figures)
 
 
 if __name__ == "__main__":

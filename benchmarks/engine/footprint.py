@@ -1,4 +1,4 @@
-"""Bytes of a GGUF file that one step must read, whoever computes it: the least that a step can cost in memory time."""
+"""The bytes of a GGUF file that one step must read: the lower limit of its cost in memory time."""
 
 import math
 from dataclasses import dataclass

@@ -109,10 +109,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--no-repack", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
-    llama = Llama(given.model, threads=given.threads, rows=given.rows, repack=not given.no_repack)
+    llama = Llama(arguments.model, threads=arguments.threads, rows=arguments.rows, repack=not arguments.no_repack)
     sys.stdout.write(json.dumps({"llama_cpp_python": api.__version__}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -55,8 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
-    built = build(EngineConfig(model=given.model, threads=given.threads, enable_prefix_caching=False))
+    arguments = parser.parse_args()
+    built = build(EngineConfig(model=arguments.model, threads=arguments.threads, enable_prefix_caching=False))
     for line in sys.stdin:
         point = json.loads(line)
         answer: Any

@@ -1,8 +1,8 @@
-"""Attention on a GPU, timed: `python -m benchmarks.gpu.attention`, for the shape of Qwen3-30B-A3B.
+"""Measures attention on a GPU: `python -m benchmarks.gpu.attention`, for the shape of Qwen3-30B-A3B.
 
-Microseconds of one layer for each backend: decode rows in a CUDA graph over enough layers that no keys stay in the
-cache, prefill of one prompt eager; then what a plan costs the host. GB/s are the bytes of the keys and values. The
-torch twin cannot be captured and runs eagerly throughout.
+Figures are microseconds of one layer for each backend. Decode rows run in a CUDA graph over enough layers that no keys
+stay in the GPU's cache; a prompt runs eagerly. Then the host's time for a plan is measured. GB/s count the bytes of
+keys and values. The torch twin cannot be captured and always runs eagerly.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Measures the engine of a GPU worker: `python -m benchmarks.gpu.engine [--model M] [--results DIR]`.
 
-Experts on the CPU: rows that decode together, and prompts alone; beside each figure what the CPU's experts read a
-second, and what a probe of the memory reads in the same minute. Then decode without and with prefetched experts, in
-turns; with some of the experts in GPU memory, and with all. The model is loaded once.
+First all experts are on the CPU: rows that decode together, and single prompts. Beside each figure is what the CPU's
+experts read a second, and what a probe of the memory reads in the same minute. Then decode runs without and with expert
+prefetch, in turns, and with some or all experts in GPU memory. The model is loaded once.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def prefill(built: Built, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="synthetic:qwen3-30b-a3b:q4_k_m")
     parser.add_argument("--rows", default="1,4,16,32,64", help="rows that decode at once")
@@ -90,28 +90,28 @@ def main() -> None:
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows, lengths, gigabytes, curve_rows = (
         [int(one) for one in text.split(",") if one]
         for text in (
-            given.rows,
-            given.prefill,
-            given.memory,
-            given.curve_rows,
+            arguments.rows,
+            arguments.prefill,
+            arguments.memory,
+            arguments.curve_rows,
         )
     )
     config = EngineConfig(
-        model=given.model,
+        model=arguments.model,
         device="cuda",
         enable_prefix_caching=False,
         max_num_seqs=max(rows),
         kv_cache_bytes=12 * GIB,
-        expert_streaming=given.expert_streaming,
+        expert_streaming=arguments.expert_streaming,
     )
-    result: dict[str, Any] = {"format": 1, "model": given.model}
+    result: dict[str, Any] = {"format": 1, "model": arguments.model}
 
     def keep() -> None:  # an interrupted run leaves what it has
-        write(given.results / "gpu.json", result)
+        write(arguments.results / "gpu.json", result)
 
     def say(what: str, figure: dict[str, Any]) -> dict[str, Any]:
         sys.stderr.write(f"{what}: {figure}\n")
@@ -119,14 +119,14 @@ def main() -> None:
 
     built = build(config)
     result["environment"] = environment()
-    result["decode"] = [say("decode", decode(built, count, given.rounds)) for count in rows]
+    result["decode"] = [say("decode", decode(built, count, arguments.rounds)) for count in rows]
     keep()
-    result["prefill"] = [say("prefill", prefill(built, length, 3 * given.rounds)) for length in lengths]
+    result["prefill"] = [say("prefill", prefill(built, length, 3 * arguments.rounds)) for length in lengths]
     keep()
     whole = int(decoder_of(built).statistics()["expert_bytes"])
     points: list[tuple[str, dict[str, Any], EngineConfig]] = [
         ("prefetch", {"expert_prefetch": on}, replace(config, expert_prefetch=on))
-        for on in given.prefetch_turns * (False, True)
+        for on in arguments.prefetch_turns * (False, True)
     ]
     points += [
         ("curve", {"expert_memory_gib": memory / GIB}, replace(config, gpu_expert_memory_bytes=memory))
@@ -141,7 +141,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         built = assemble(settings, model, tokenizer)
         for count in rows if settings.gpu_expert_memory_bytes == whole else curve_rows:
-            result[part].append(say(part, {**what, **decode(built, count, given.rounds)}))
+            result[part].append(say(part, {**what, **decode(built, count, arguments.rounds)}))
         keep()
     built.engine.close()
 

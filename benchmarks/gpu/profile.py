@@ -66,8 +66,8 @@ def divide(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
         gaps["long gaps" if gap > LONG_GAP else "short gaps"] += gap
         parts[part_of(one.name)] += max(0.0, one.end - max(at, one.begin))
         at = max(at, one.end)
-    told = {name: value / steps / 1e3 for name, value in (parts | gaps).items()}
-    return {"kernels": len(kernels) / steps, "ms": told}
+    milliseconds = {name: value / steps / 1e3 for name, value in (parts | gaps).items()}
+    return {"kernels": len(kernels) / steps, "ms": milliseconds}
 
 
 def measure(built: Built, rows: int) -> dict[str, Any]:
@@ -104,18 +104,22 @@ def measure(built: Built, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="synthetic:qwen3-30b-a3b:q4_k_m")
     parser.add_argument("--rows", default="1,4,16,64", help="rows that decode at once")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    rows = [int(one) for one in given.rows.split(",")]
+    arguments = parser.parse_args()
+    rows = [int(one) for one in arguments.rows.split(",")]
     config = EngineConfig(
-        model=given.model, device="cuda", enable_prefix_caching=False, max_num_seqs=max(rows), kv_cache_bytes=2 * GIB
+        model=arguments.model,
+        device="cuda",
+        enable_prefix_caching=False,
+        max_num_seqs=max(rows),
+        kv_cache_bytes=2 * GIB,
     )
     built = build(config)
-    result: dict[str, Any] = {"format": 1, "model": given.model, "environment": environment()}
+    result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
     result["prompt_tokens"], result["steps"] = PROMPT_TOKENS, STEPS
     result["on_cpu"] = [measure(built, count) for count in rows]
     whole = int(decoder_of(built).statistics()["expert_bytes"])
@@ -127,7 +131,7 @@ def main() -> None:
     built = assemble(replace(config, gpu_expert_memory_bytes=whole), model, tokenizer)
     result["on_gpu"] = [measure(built, count) for count in rows]
     built.engine.close()
-    write(given.results / "profile.json", result)
+    write(arguments.results / "profile.json", result)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The whole of it beside its engine: `python -m benchmarks.gpu.served [--model M] [--device cuda] [--clients 1,4,64]`.
+"""Measures the whole system beside its engine: `python -m benchmarks.gpu.served [--device cuda] [--clients 1,4,64]`.
 
-Redis, gateway and worker as `ktqueue up` runs them; so many clients at once stream one completion each, of random
-tokens, to its full length. Then the engine alone, in this process, is given the same requests at the same moment. Of
-both: tokens a second from the first request to the last token; of the clients also the time to the first token and
-between tokens; how many distinct experts a layer of a step touches, where the model counts them.
+Redis, gateway and worker run as under `ktqueue up`. Clients each stream one completion of random tokens, all at the
+same time, to its full length. Then the engine alone, in this process, gets the same requests. Figures are tokens a
+second from the first request to the last token, the time to the first token and between tokens, and the distinct
+experts that a layer of a step uses.
 """
 
 import argparse
@@ -60,7 +60,7 @@ async def together(http: httpx.AsyncClient, model: str, asked: list[list[int]], 
     }
 
 
-async def served(config: Config, clients: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
+async def served(config: Config, clients: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The figures of the clients, the best of the rounds; the first round warms up."""
     async with (
         Supervisor(config, workers=1) as up,
@@ -70,8 +70,10 @@ async def served(config: Config, clients: list[int], given: argparse.Namespace) 
         best = []
         for count in clients:
             taken = [
-                await together(http, name, prompts(count, given.prompt, given.vocabulary, seed=turn), given.tokens)
-                for turn in range(given.rounds + 1)
+                await together(
+                    http, name, prompts(count, arguments.prompt, arguments.vocabulary, seed=turn), arguments.tokens
+                )
+                for turn in range(arguments.rounds + 1)
             ]
             best.append(max(taken[1:], key=lambda one: one["tokens_per_second"]))
             sys.stderr.write(f"served: {best[-1]}\n")
@@ -101,7 +103,7 @@ def experts_of_a_step(built: Built, asked: list[list[int]], tokens: int) -> floa
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="synthetic:qwen3-30b-a3b:q4_k_m")
     parser.add_argument("--device", default="cuda")
@@ -112,31 +114,34 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
     parser.add_argument("--gpu-expert-memory-bytes", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    clients = [int(one) for one in given.clients.split(",")]
+    arguments = parser.parse_args()
+    clients = [int(one) for one in arguments.clients.split(",")]
     engine = EngineConfig(
-        model=given.model,
-        device=given.device,
+        model=arguments.model,
+        device=arguments.device,
         max_num_seqs=max(clients),
         enable_prefix_caching=False,
-        gpu_expert_memory_bytes=given.gpu_expert_memory_bytes,
+        gpu_expert_memory_bytes=arguments.gpu_expert_memory_bytes,
     )
     with tempfile.TemporaryDirectory() as folder:
         broker = BrokerConfig(state_dir=str(Path(folder) / "state"))
         config = Config(broker=broker, engine=engine, gateway=GatewayConfig(port=0))
-        figures = asyncio.run(served(config, clients, given))
+        figures = asyncio.run(served(config, clients, arguments))
     built = build(engine)
     for one in figures:
-        asked = [prompts(one["clients"], given.prompt, given.vocabulary, seed=turn) for turn in range(given.rounds + 1)]
-        one["engine_alone"] = max([alone(built, each, given.tokens) for each in asked][1:])
+        asked = [
+            prompts(one["clients"], arguments.prompt, arguments.vocabulary, seed=turn)
+            for turn in range(arguments.rounds + 1)
+        ]
+        one["engine_alone"] = max([alone(built, each, arguments.tokens) for each in asked][1:])
         one["share_of_engine"] = one["tokens_per_second"] / one["engine_alone"]
-        one["distinct_experts"] = experts_of_a_step(built, asked[0], given.tokens)
+        one["distinct_experts"] = experts_of_a_step(built, asked[0], arguments.tokens)
         one["bandwidth_gb_s"] = machine.bandwidth()
         sys.stderr.write(f"alone: {one}\n")
-    result = {"format": 1, "model": given.model, "device": given.device, "environment": environment(),
-              "prompt_tokens": given.prompt, "tokens": given.tokens, "figures": figures}  # fmt: skip
+    result = {"format": 1, "model": arguments.model, "device": arguments.device, "environment": environment(),
+              "prompt_tokens": arguments.prompt, "tokens": arguments.tokens, "figures": figures}  # fmt: skip
     built.engine.close()
-    write(given.results / f"served-{given.device}.json", result)
+    write(arguments.results / f"served-{arguments.device}.json", result)
 
 
 if __name__ == "__main__":

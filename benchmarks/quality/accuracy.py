@@ -82,7 +82,7 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="GGUF files, demo, or synthetic:SHAPE:QUANT")
     parser.add_argument("--windows", type=int, default=4)
@@ -90,17 +90,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     figures = {}
-    for model in given.models:
+    for model in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
             path = _file(model, Path(folder))
             size, draw = load_tokenizer(str(path)).size, Random(7)
-            windows = [[draw.randrange(size) for _ in range(given.window)] for _ in range(given.windows)]
-            figures[path.stem] = compare(path, windows, given.threads, given.llama_python)
+            windows = [[draw.randrange(size) for _ in range(arguments.window)] for _ in range(arguments.windows)]
+            figures[path.stem] = compare(path, windows, arguments.threads, arguments.llama_python)
     write(
-        given.results / "accuracy.json",
-        {"tokens": given.windows * given.window, "window": given.window, "figures": figures},
+        arguments.results / "accuracy.json",
+        {"tokens": arguments.windows * arguments.window, "window": arguments.window, "figures": figures},
     )
 
 

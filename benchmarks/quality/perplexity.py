@@ -92,7 +92,7 @@ def text_facts(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, metavar="HF_FOLDER")
     parser.add_argument("text", type=Path, metavar="TEXT")
@@ -102,31 +102,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    raw = read_text(given.text)
-    formats = [name.upper() for name in given.formats.split(",")]
+    arguments = parser.parse_args()
+    raw = read_text(arguments.text)
+    formats = [name.upper() for name in arguments.formats.split(",")]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = _unpacked(given.weights, Path(name) / "weights")
-        ids = load_tokenizer(str(folder)).encode(raw.decode()[: 16 * given.windows * given.window])
-        windows = [ids[i * given.window : (i + 1) * given.window] for i in range(given.windows)]
-        if len(windows[-1]) < given.window:
-            raise SystemExit(f"{given.text} is too short for {given.windows} windows")
+        folder = _unpacked(arguments.weights, Path(name) / "weights")
+        ids = load_tokenizer(str(folder)).encode(raw.decode()[: 16 * arguments.windows * arguments.window])
+        windows = [ids[i * arguments.window : (i + 1) * arguments.window] for i in range(arguments.windows)]
+        if len(windows[-1]) < arguments.window:
+            raise SystemExit(f"{arguments.text} is too short for {arguments.windows} windows")
         convert(folder, Path(name) / "f32.gguf", experts="f32", dense="f32")
         source = read_header(Path(name) / "f32.gguf")
         for quant in dict.fromkeys([REFERENCE, *formats]):
             sys.stderr.write(f"measuring: {quant}\n")
             path = Path(name) / f"{quant.lower()}.gguf"
-            quantize_file(source, path, quant, given.llama_python)
-            figures[quant] = accuracy.compare(path, windows, given.threads, given.llama_python)
+            quantize_file(source, path, quant, arguments.llama_python)
+            figures[quant] = accuracy.compare(path, windows, arguments.threads, arguments.llama_python)
             path.unlink()
     write(
-        given.results / "perplexity.json",
+        arguments.results / "perplexity.json",
         {
-            "model": given.weights.name,
-            "text": text_facts(given.text, raw),
-            "window": given.window,
-            "windows": given.windows,
+            "model": arguments.weights.name,
+            "text": text_facts(arguments.text, raw),
+            "window": arguments.window,
+            "windows": arguments.windows,
             "reference": REFERENCE,
             "figures": figures,
         },

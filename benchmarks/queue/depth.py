@@ -1,7 +1,7 @@
-"""A deep queue: memory of a waiting job, and what submit and claim take with few and with many jobs before them.
+"""Measures a deep queue: memory of a waiting job, and the time of submit and claim behind few and many jobs.
 
-Two servers hold a queue each, and are asked in turns: a job is submitted, one is claimed and ended, so that the depth
-stays. Times are a client's, around one call. `python -m benchmarks.queue.depth`.
+Two servers have a queue each and are measured in turns. In each turn one job is submitted and one is claimed and ended,
+so the depth stays the same. Times are those of a client around one call. `python -m benchmarks.queue.depth`.
 """
 
 import argparse
@@ -129,15 +129,15 @@ async def _measure(depths: list[int], rounds: int, turns: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--depths", default="1000,100000", help="jobs that wait")
     parser.add_argument("--rounds", type=int, default=5, help="how often each point is taken")
     parser.add_argument("--turns", type=int, default=2_000, help="submits and claims of a point")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    depths = [int(one) for one in given.depths.split(",")]
-    write(given.results / "depth.json", asyncio.run(_measure(depths, given.rounds, given.turns)))
+    arguments = parser.parse_args()
+    depths = [int(one) for one in arguments.depths.split(",")]
+    write(arguments.results / "depth.json", asyncio.run(_measure(depths, arguments.rounds, arguments.turns)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What interactive jobs feel of a deep batch queue: `python -m benchmarks.queue.fairness`.
+"""Measures how interactive jobs fare beside a deep batch queue: `python -m benchmarks.queue.fairness`.
 
-One real worker on the built-in model over a Redis of its own, as `ktqueue up` runs them. Interactive jobs come at
-random moments (exponential gaps, fixed seed), first to a worker that has nothing else, then while batch jobs wait, by
-the thousand. Wait: from the call that submits a job to its first token at a reader of its journal, both in this
-process. What batch kept: its tokens a second while interactive jobs come, over those while it is alone. Its share in a
-flood: its part of all tokens while more interactive jobs than there are rows are always there.
-Two rounds of each, in turns; a table, and results/fairness.json.
+One real worker runs the built-in model over a private Redis, as under `ktqueue up`. Interactive jobs arrive at random
+moments (exponential gaps, fixed seed), first at an idle worker, then while thousands of batch jobs wait. wait: from the
+call that submits a job to its first token at a reader of its journal. batch kept: its tokens a second beside
+interactive jobs, relative to alone. share in a flood: batch's part of all tokens while there are always more
+interactive jobs than rows. The command prints a table and writes results/fairness.json.
 """
 
 import argparse
@@ -37,7 +36,7 @@ SETTLE_SECONDS = 2.0
 
 
 def request(model: str, number: int, job_class: JobClass) -> GenerationRequest:
-    """A tale of its own for each number."""
+    """A different prompt for each number."""
     tokens = BATCH_TOKENS if job_class is JobClass.BATCH else INTERACTIVE_TOKENS
     return GenerationRequest(
         model=model,
@@ -70,7 +69,7 @@ async def interactive(broker: Broker, model: str, *, rate: float, count: int, se
 
 
 async def fill(broker: Broker, model: str, count: int) -> list[str]:
-    """Queue so many batch jobs."""
+    """Queue `count` batch jobs and return their ids."""
     numbers = iter(range(count))
 
     async def submit() -> list[str]:
@@ -94,7 +93,7 @@ async def batch_alone(broker: Broker, seconds: float) -> float:
 
 
 async def _next_figure(broker: Broker) -> tuple[float, float]:
-    """The figure of generated tokens when it changes, and the moment."""
+    """The number of generated tokens when it next changes, and the time of the change."""
     before = await generated(broker)
     while True:
         await asyncio.sleep(0.002)
@@ -129,7 +128,7 @@ async def flood(broker: Broker, model: str, clients: int, seconds: float) -> flo
 
 
 def waits(values: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """A summary of waits in seconds, in milliseconds."""
     return {
         "jobs": len(values),
         "mean_ms": 1e3 * statistics.mean(values),
@@ -139,20 +138,20 @@ def waits(values: list[float]) -> dict[str, float]:
     }
 
 
-async def round_of(broker: Broker, model: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Interactive work alone, batch alone, both."""
-    alone = await interactive(broker, model, rate=given.rate, count=given.jobs, seed=seed)
+async def round_of(broker: Broker, model: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One round: interactive jobs alone, batch jobs alone, then both."""
+    alone = await interactive(broker, model, rate=arguments.rate, count=arguments.jobs, seed=seed)
     began = time.perf_counter()
-    jobs = await fill(broker, model, given.batch)
+    jobs = await fill(broker, model, arguments.batch)
     submitted = len(jobs) / (time.perf_counter() - began)
-    batch_rate = await batch_alone(broker, given.seconds)
+    batch_rate = await batch_alone(broker, arguments.seconds)
     (before,) = await broker.jobs.depth()
     first, began = await _next_figure(broker)
-    beside = await interactive(broker, model, rate=given.rate, count=given.jobs, seed=seed)
+    beside = await interactive(broker, model, rate=arguments.rate, count=arguments.jobs, seed=seed)
     last, ended = await _next_figure(broker)
     (after,) = await broker.jobs.depth()
-    shared = (last - first - given.jobs * INTERACTIVE_TOKENS) / (ended - began)
-    share = await flood(broker, model, 3 * given.rows, given.seconds)
+    shared = (last - first - arguments.jobs * INTERACTIVE_TOKENS) / (ended - began)
+    share = await flood(broker, model, 3 * arguments.rows, arguments.seconds)
     (worker,) = await broker.models.workers()
     figure = {
         "idle": waits(alone),
@@ -176,12 +175,12 @@ async def round_of(broker: Broker, model: str, given: argparse.Namespace, seed: 
             return figure
 
 
-async def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All rounds."""
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run all rounds."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(threads=given.threads, max_num_seqs=given.rows),
+            engine=EngineConfig(threads=arguments.threads, max_num_seqs=arguments.rows),
             gateway=GatewayConfig(port=0),
         )
         async with (
@@ -189,21 +188,21 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
             await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
         ):
             (card,) = await broker.models.cards()
-            await interactive(broker, card.name, rate=given.rate, count=5, seed=999)  # warm
-            rounds = [await round_of(broker, card.name, given, turn) for turn in range(given.rounds)]
+            await interactive(broker, card.name, rate=arguments.rate, count=5, seed=999)  # warm
+            rounds = [await round_of(broker, card.name, arguments, turn) for turn in range(arguments.rounds)]
     return {
         "what": "waits of interactive jobs beside a deep batch queue",
         "model": card.name,
-        "rows": given.rows,
-        "threads": given.threads,
-        "interactive_per_second": given.rate,
+        "rows": arguments.rows,
+        "threads": arguments.threads,
+        "interactive_per_second": arguments.rate,
         "tokens": {"interactive": INTERACTIVE_TOKENS, "batch": BATCH_TOKENS},
         "figures": rounds,
     }
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch", type=int, default=10_000, help="batch jobs queued")
     parser.add_argument("--jobs", type=int, default=200, help="interactive jobs of a round")
@@ -213,10 +212,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
     parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    result = asyncio.run(measure(given))
+    arguments = parser.parse_args()
+    result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FAIRNESS, numbered(result["figures"]))) + "\n")
-    write(given.results / "fairness.json", result)
+    write(arguments.results / "fairness.json", result)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Flood:
         try:
             self._sockets[file].send(data)
         except OSError:
-            return  # the poll will tell
+            return  # the next poll reports it
 
     def _report(self) -> None:
         report = {"opened": self.opened, "closed": self.closed, "open": len(self._sockets)}
@@ -152,17 +152,17 @@ class Flood:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", required=True, help=f"with commas: {', '.join(KINDS)}")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--sockets", type=int, default=5_000)
     parser.add_argument("--addresses", type=int, default=1, help="how many of 127.0.1.1, 127.0.1.2 ... they come from")
     parser.add_argument("--reopen-per-second", type=float, default=200.0)
-    given = parser.parse_args()
-    addresses = [f"127.0.{1 + place // 250}.{1 + place % 250}" for place in range(given.addresses)]
-    kinds = [KINDS[kind] for kind in given.kinds.split(",")]
-    Flood(kinds, given.port, given.sockets, addresses, given.reopen_per_second).run()
+    arguments = parser.parse_args()
+    addresses = [f"127.0.{1 + place // 250}.{1 + place % 250}" for place in range(arguments.addresses)]
+    kinds = [KINDS[kind] for kind in arguments.kinds.split(",")]
+    Flood(kinds, arguments.port, arguments.sockets, addresses, arguments.reopen_per_second).run()
 
 
 if __name__ == "__main__":

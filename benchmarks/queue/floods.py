@@ -189,28 +189,28 @@ async def _run(kinds: list[str], sockets: int, count: int, rate: float) -> list[
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--sockets", type=int, default=5_000, help="of each kind")
     parser.add_argument("--chats", type=int, default=20, help="before and during each flood")
     parser.add_argument("--reopen-per-second", type=float, default=200.0, help="of sockets that the gateway closed")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which, with commas")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < given.sockets + 512:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (given.sockets + 512, hard))
-    kinds = given.kinds.split(",")
-    figures = asyncio.run(_run(kinds, given.sockets, given.chats, given.reopen_per_second))
+    if soft < arguments.sockets + 512:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.sockets + 512, hard))
+    kinds = arguments.kinds.split(",")
+    figures = asyncio.run(_run(kinds, arguments.sockets, arguments.chats, arguments.reopen_per_second))
     loads = sorted(one["load_average"] for one in figures)
     result = {
         "what": "chats of a stranger while hostile sockets are open",
-        "chats": given.chats,
+        "chats": arguments.chats,
         "conditions": f"load average {loads[0]:g} to {loads[-1]:g}",
-        "reopen_per_second": given.reopen_per_second,
+        "reopen_per_second": arguments.reopen_per_second,
         "figures": figures,
     }
-    write(given.results / "floods.json", result)
+    write(arguments.results / "floods.json", result)
 
 
 if __name__ == "__main__":

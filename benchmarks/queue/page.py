@@ -188,7 +188,7 @@ def fleet(result: dict[str, Any]) -> list[str]:
         f"{result['jobs']} jobs of {result['tokens']} tokens at once; workers of {result['rows']} rows and one thread, "
         "all on the same cores, as are Redis and the gateway: what more workers than cores add is none of the speed. "
         "Lost or different: jobs without exactly one end, or with other tokens than a crew of one gave. In each second "
-        f"row a worker is told to leave every {result['pause']:g} s, gives its jobs back and comes again. "
+        f"row a worker is asked to leave every {result['pause']:g} s, hands its jobs back and starts again. "
         f"{software(result)}",
         "",
         *table(FLEET, result["figures"]),

@@ -1,9 +1,9 @@
-"""The queue alone, beside its peers: no-op jobs through each in turn over one private Redis.
+"""Measures the queue alone, beside other queues: no-op jobs through each in turn, over one private Redis.
 
-latency: from before a job's submit to its start in an idle worker process. throughput: jobs that were queued before,
-from the first start to the last, in one worker process. recovery: from the kill -9 of the worker that runs a job to the
-job's second start, in a worker that was idle, with a lease (idle timeout, heartbeat) of one length for all, and at the
-peers' defaults; and for us with a supervisor too, which sees the death, as under `ktqueue up`.
+latency: from before the submit of a job to its start in an idle worker process. throughput: jobs that were queued
+before, from the first start to the last, in one worker process. recovery: from the kill -9 of the worker that runs a
+job to the job's second start, in an idle worker. All queues use a lease (idle timeout, heartbeat) of one length, and
+then their defaults. Ours is also measured with a supervisor, which sees the death, as under `ktqueue up`.
 `python -m benchmarks.queue.peers`.
 """
 
@@ -171,14 +171,14 @@ def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> 
                 facts = client.info("server")
         finally:
             server.stop()
-    told = {
+    installed = {
         k: v
         for name in pythons
         if name in DISTRIBUTIONS
         for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()
     }
     return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
-            "waited_seconds": LONGEST_WAIT[False], "versions": {**told, **_server_version(facts)},
+            "waited_seconds": LONGEST_WAIT[False], "versions": {**installed, **_server_version(facts)},
             "figures": figures}  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str,
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--kills", type=int, default=3, help="kills of each queue's worker in a round")
@@ -213,12 +213,12 @@ def main() -> None:
         "--peers-python", default=os.environ.get("PEERS_PYTHON", ""), help="Pythons that have the peers, with : between"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    pythons = find_pythons([one for one in given.peers_python.split(":") if one])
-    chosen = {name: python for name, python in pythons.items() if name in given.queues.split(",")}
+    arguments = parser.parse_args()
+    pythons = find_pythons([one for one in arguments.peers_python.split(":") if one])
+    chosen = {name: python for name, python in pythons.items() if name in arguments.queues.split(",")}
     sys.stderr.write(f"measuring: {', '.join(chosen)}\n")
-    result = run(chosen, rounds=given.rounds, kills=given.kills, defaults=not given.without_defaults)
-    write(given.results / "queue.json", result)
+    result = run(chosen, rounds=arguments.rounds, kills=arguments.kills, defaults=not arguments.without_defaults)
+    write(arguments.results / "queue.json", result)
 
 
 if __name__ == "__main__":

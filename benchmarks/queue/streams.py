@@ -1,9 +1,9 @@
-"""One gateway process with many SSE readers, fed through real leases and Redis: `python -m benchmarks.queue.streams`.
+"""Measures one gateway process with many SSE readers: `python -m benchmarks.queue.streams`.
 
-delivery: from the moment a worker's commit begins, which encodes its events, to the moment the client's socket is read;
-one host's clock. A point is `streams` readers of as many jobs, each with `rate` events a second. In a heavy point one
-job's events have HEAVY_BYTES, so that the kernel's buffers cannot hide a reader that stalls: read like the others, and
-not read at all until the run is over.
+The events come through real leases and Redis. delivery: from the beginning of a worker's commit, which encodes its
+events, to the moment the client's socket is read, by the clock of one machine. A point is `streams` readers of as many
+jobs, each with `rate` events a second. In a heavy point the events of one job have HEAVY_BYTES, so that the kernel's
+buffers cannot hide a reader that stalls. Its client reads like the others, or not at all until the run is over.
 """
 
 import argparse
@@ -155,15 +155,15 @@ def run(*, rounds: int, seconds: float, stall_seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--seconds", type=float, default=20.0, help="of streaming in a point")
     parser.add_argument("--stall-seconds", type=float, default=60.0, help="of those with a heavy stream; 0: none")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    result = run(rounds=given.rounds, seconds=given.seconds, stall_seconds=given.stall_seconds)
-    write(given.results / "streams.json", result)
+    arguments = parser.parse_args()
+    result = run(rounds=arguments.rounds, seconds=arguments.seconds, stall_seconds=arguments.stall_seconds)
+    write(arguments.results / "streams.json", result)
 
 
 if __name__ == "__main__":

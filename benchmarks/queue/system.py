@@ -1,9 +1,8 @@
-"""The whole of it on one machine: Redis, gateway and worker as `ktqueue up` runs them, measured from an HTTP client.
+"""Measures the whole system on one machine: Redis, gateway and worker as `ktqueue up` runs them, and an HTTP client.
 
-first token: from the request's first byte to the first frame with text, one request at a time.
-delivery: from the moment an event reaches a plain subscriber of its Redis channel to the moment an SSE client has it,
-while four jobs stream. The subscriber stands for "published"; both clocks are one host's.
-throughput: streamed tokens a second over all clients, each with one request after another.
+first token: from the first byte of a request to the first frame with text, one request at a time. delivery: from the
+moment an event is published on its Redis channel to the moment an SSE client has it, while four jobs stream.
+throughput: streamed tokens a second over all clients, each of which sends one request after another.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from benchmarks.gpu.profile import REST, Kernel, divide, part_of
 from benchmarks.results import RESULTS
 
 
-def test_kernels_are_recognised_by_their_names():
+def test_kernels_are_recognised_by_their_names() -> None:
     assert part_of("_fetch_kernel") == "over the bus"
     assert part_of("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>") == "attention"
     assert part_of("_few_rows_linear") == part_of("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT") == "matrices"
@@ -17,7 +17,7 @@ def test_kernels_are_recognised_by_their_names():
     assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
 
 
-def test_a_trace_is_divided_without_remainder():
+def test_a_trace_is_divided_without_remainder() -> None:
     kernels = [
         Kernel("_route", 100.0, 110.0),
         Kernel("_few_rows_linear", 112.0, 132.0),  # behind a short gap
@@ -42,7 +42,7 @@ def test_a_trace_is_divided_without_remainder():
     assert sum(divided["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
 
 
-def test_an_interrupted_run_has_tables_of_what_it_measured():
+def test_an_interrupted_run_has_tables_of_what_it_measured() -> None:
     """It writes its result, and so the page, after each part."""
     result = json.loads((RESULTS / "gpu-h200.json").read_text())
     lines = page.engine(result)

@@ -1,4 +1,6 @@
-"""Limits, routing and the loop that takes the time: what a bench would say of a machine that is known."""
+"""The roofline: limits, routing, and the loop that measures, on a machine with known limits."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=
 MIB = 1 << 20
 
 
-def test_the_longer_of_reading_and_computing_binds():
+def test_the_longer_of_reading_and_computing_binds() -> None:
     limits = Limits(bandwidth=100.0, peak=1000.0)
     assert limits.seconds(Work(500, 2000)) == 5.0
     assert limits.bound(Work(500, 2000)) is Bound.MEMORY
@@ -22,7 +24,7 @@ def test_the_longer_of_reading_and_computing_binds():
     assert limits.bound(Work(500, 9000)) is Bound.ARITHMETIC
 
 
-def test_work_of_a_layer_call():
+def test_work_of_a_layer_call() -> None:
     """Of Q4_K: 256 weights in 144 bytes. A multiply-add for each weight and (token, expert) pair is two operations."""
     one = expert_bytes("Q4_K", QWEN)
     assert one == 3 * 2048 * 768 * 144 // 256
@@ -30,12 +32,12 @@ def test_work_of_a_layer_call():
     assert work == Work(8 * one, 2 * 16 * 3 * 2048 * 768)
 
 
-def test_expert_bytes_refuses_rows_of_half_a_block():
+def test_expert_bytes_refuses_rows_of_half_a_block() -> None:
     with pytest.raises(ValueError, match="Q4_K"):
         expert_bytes("Q4_K", LayerShape(hidden=128, intermediate=256, experts=1, experts_per_token=1))
 
 
-def test_same_experts_go_round_without_touching_one_again():
+def test_same_experts_go_round_without_touching_one_again() -> None:
     pattern = same_experts(3, 8)
     assert (pattern.choices.shape, pattern.touched, pattern.pairs) == ((3, 8), 8, 24)
     calls = pattern.calls(32)
@@ -44,7 +46,7 @@ def test_same_experts_go_round_without_touching_one_again():
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
-def test_random_routing_touches_an_expert_again_only_after_all_others(tokens):
+def test_random_routing_touches_an_expert_again_only_after_all_others(tokens: int) -> None:
     experts = 24
     pattern = uniform(tokens, experts, 4, np.random.default_rng(1))
     assert pattern.choices.shape == (tokens, 4)
@@ -52,19 +54,19 @@ def test_random_routing_touches_an_expert_again_only_after_all_others(tokens):
     assert sorted(set(pattern.choices.reshape(-1))) == list(range(pattern.touched))
     order: list[int] = []
     for call in pattern.calls(experts):
-        expert_of = dict(zip(pattern.choices.reshape(-1), call.reshape(-1), strict=True))
-        order += [int(expert_of[number]) for number in range(pattern.touched)]
+        expert_of = dict(zip(pattern.choices.reshape(-1).tolist(), call.reshape(-1).tolist(), strict=True))
+        order += [expert_of[number] for number in range(pattern.touched)]
     assert order == [i % experts for i in range(len(order))]
     assert len(order) % experts == 0  # the last call ends where the first began
 
 
-def test_uniform_routing_is_uniform():
+def test_uniform_routing_is_uniform() -> None:
     """8 of 128 experts for 16 tokens: 128 (1 - (120/128)^16) = 82.4 distinct ones are expected."""
     touched = [uniform(16, 128, 8, np.random.default_rng(seed)).touched for seed in range(8)]
     assert 80 < np.mean(touched) < 85
 
 
-def test_arithmetic_of_formats(monkeypatch):
+def test_arithmetic_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = {"scalar": "int8 fp32", "avx2": "int8 fp32", "avxvnni": "int8", "avx512": "int8 bf16 fp32"}
     offered["amx"] = "int8 bf16"
     peaks = [(isa, kind, "") for isa, kinds in offered.items() for kind in kinds.split()]
@@ -81,7 +83,7 @@ def test_arithmetic_of_formats(monkeypatch):
     assert arithmetic_of("F16", "amx", 512) == ("avx512", "fp32")
 
 
-def test_calls_are_taken_in_turn():
+def test_calls_are_taken_in_turn() -> None:
     taken: list[int] = []
     calls = [lambda i=i: taken.append(i) for i in range(3)]
     assert best_seconds(calls, 0.0, lambda: taken.append(9)) > 0
@@ -93,7 +95,7 @@ def test_calls_are_taken_in_turn():
 
 
 @pytest.mark.parametrize(("routed", "experts"), [(False, 104), (True, 128)])
-def test_weights_exceed_the_last_cache_four_times(routed, experts):
+def test_weights_exceed_the_last_cache_four_times(routed: bool, experts: int) -> None:
     """Q4_K: 2.53 MiB an expert, so 13 groups of 8 exceed 256 MiB; routed tokens need all 128. Q2_K takes two layers.
 
     While the last layer is packed, what it is packed from is there too.
@@ -104,8 +106,8 @@ def test_weights_exceed_the_last_cache_four_times(routed, experts):
         assert sweep_memory(sweep, {"L1": MIB, "L3": 64 * MIB}) == (layers + 1) * count * expert_bytes(quant, QWEN)
 
 
-def test_caches_as_linux_tells_them(tmp_path):
-    def cache(cpu, index, level, kind, size, shared):
+def test_caches_are_read_from_sysfs(tmp_path: Path) -> None:
+    def cache(cpu: int, index: int, level: int, kind: str, size: str, shared: int | str) -> None:
         folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
         folder.mkdir(parents=True)
         for name, value in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)):

@@ -18,7 +18,7 @@ KINDS = (WORKER_KILL, UNSEEN_KILL, WORKER_STOP, WORKER_DRAIN)
 
 @dataclass(frozen=True)
 class Gap:
-    """A job's silence after an attack, in s of the monotonic clock: its reader's events before and after."""
+    """A job's silence around an attack: the times of its reader's events before and after, in seconds (monotonic)."""
 
     attack: Attack
     outcome: JobOutcome

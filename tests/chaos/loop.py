@@ -4,8 +4,8 @@
 
 What `ktqueue up` runs (private Redis with its append-only file, gateway, fork server, workers on the built-in model),
 clients over HTTP and a nemesis, all drawn from the seed. First every request runs undisturbed; afterwards each job's
-journal, and what its readers saw over all their connections, is held against that. Of each stream that was silent for
-too long over a kill it tells what happened meanwhile. Exits with 1 where a promise broke.
+journal, and what its readers saw over all their connections, is held against that. For each stream that was silent for
+too long, it prints what happened meanwhile. Exits with 1 if a promise was broken.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tests.chaos.clients import Clients
 from tests.chaos.nemesis import PACE, UNSEEN_KILL, WORKER_KILL, Nemesis, PartlyBlindSupervisor
 from tests.chaos.reader import requests
 
-REST_SECONDS = 60.0  # until every worker is back and idle after the last job
+REST_SECONDS = 60.0  # until every worker runs again and is idle after the last job
 LONGEST = 4  # times as long as planned, until there was an attack of each kind
 BEYOND_LEASE_SECONDS = 1.0  # how much longer than the lease a silence over a kill may last
 FAULTS = (
@@ -61,7 +61,7 @@ class Plan:
     pace: tuple[tuple[str, float], ...] = tuple(PACE.items())
 
     def config(self, state_dir: str) -> Config:
-        """No job is to blame for these deaths, so no number of tries is too many."""
+        """The settings. No job causes these deaths, so any number of attempts is allowed."""
         keep = self.keep_seconds
         return Config(
             broker=BrokerConfig(
@@ -75,7 +75,7 @@ class Plan:
 
 
 async def chaos(plan: Plan) -> dict[str, Any]:
-    """Run it; what happened and what broke."""
+    """Run the loop. Returns what happened and which promises were broken."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         async with (
             PartlyBlindSupervisor(plan.config(folder), workers=plan.workers) as up,
@@ -141,7 +141,7 @@ async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: http
 
 
 class _Census:
-    """What there is in Redis: the ids of all jobs over time, and in the end the keys that never go."""
+    """The contents of Redis: ids of all jobs over time, and at the end the keys that remain."""
 
     def __init__(self, url: str, tag: str) -> None:
         self._url = url
@@ -162,7 +162,7 @@ class _Census:
             await asyncio.sleep(5.0)
 
     async def left(self, within: float, *, all_of_them: bool) -> int:
-        """Keys, but the live workers' own, that are still there after so many seconds: any, or those without an end."""
+        """Count the keys that remain after `within` seconds: all but live workers' own, or those without an expiry."""
         ours = ("tick", "leases", "models", "models:seen", "worker:", "parked:")
         end = time.monotonic() + within
         async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class _Census:
 
 
 async def _until_idle(http: httpx.AsyncClient, workers: int) -> bool:
-    """Whether every worker comes to have all of its pages free."""
+    """Whether all pages of every worker become free."""
     end = time.monotonic() + REST_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(httpx.TransportError):
@@ -196,7 +196,7 @@ async def _until_idle(http: httpx.AsyncClient, workers: int) -> bool:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--workers", type=int, default=3)
@@ -205,9 +205,11 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="a folder to write chaos.json to; the tables of the default one are made anew"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    plan = Plan(seconds=60 * given.minutes, seed=given.seed, workers=given.workers, clients=given.clients)
+    plan = Plan(
+        seconds=60 * arguments.minutes, seed=arguments.seed, workers=arguments.workers, clients=arguments.clients
+    )
     result = asyncio.run(chaos(plan))
     for name, value in result.items():
         if name != "gaps_too_long":
@@ -215,7 +217,7 @@ def main() -> None:
     for gap in result["gaps_too_long"]:
         what = f"{gap['class']} {gap['job']} was silent for {gap['seconds']:.2f} s over a {gap['over']}"
         sys.stdout.write("\n  ".join((f"{what} at {gap['at']:+.3f}", *gap["meanwhile"])) + "\n")
-    write((given.results or RESULTS) / "chaos.json", result)
+    write((arguments.results or RESULTS) / "chaos.json", result)
     late = any(gap["class"] == JobClass.INTERACTIVE for gap in result["gaps_too_long"])
     sys.exit(late or any(result["faults"].values()))
 

@@ -1,4 +1,4 @@
-"""The nemesis of the kill loop: kills, stops and drains processes of an installation, at times drawn from a seed."""
+"""The nemesis of the kill loop: it kills, stops and drains processes at times drawn from a seed."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ PACE = {
 
 @dataclass(frozen=True)
 class Attack:
-    """What was done, when (s of the monotonic clock) and to which running jobs."""
+    """What was done, when (seconds of the monotonic clock), and which jobs were running."""
 
     kind: str
     at: float
@@ -41,7 +41,7 @@ class Attack:
 
 
 class PartlyBlindSupervisor(Supervisor):
-    """A supervisor that does not see the deaths in `unseen`, as if it were on another machine."""
+    """A supervisor that does not notice the deaths in `unseen`, as if it ran on another machine."""
 
     unseen: set[int]
 
@@ -70,7 +70,7 @@ class Nemesis:
         return Counter(attack.kind for attack in self.attacks)
 
     async def run(self) -> None:
-        """Until cancelled; then every process that was stopped goes on."""
+        """Attack until cancelled. Then every stopped process is resumed."""
         deeds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             WORKER_KILL: lambda draw: self._signal_worker(draw, WORKER_KILL, signal.SIGKILL),
             UNSEEN_KILL: lambda draw: self._signal_worker(draw, UNSEEN_KILL, signal.SIGKILL),

@@ -1,4 +1,4 @@
-"""What one client of the kill loop saw of its job, and what is wrong with it beside journal and reference. Pure."""
+"""What one client of the kill loop saw of its job, compared with the journal and an undisturbed run. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ STEPS_AFTER_CANCEL = 8  # steps under way, and waiting for their commit, when a 
 
 @dataclass(frozen=True)
 class FixedRequest:
-    """A request that always says the same: greedy, or sampled with a seed. Never ends before `max_tokens`."""
+    """A request with a fixed output: greedy, or sampled with a seed. It never ends before `max_tokens`."""
 
     prompt: str
     sampling: Mapping[str, Any] = field(hash=False)
@@ -42,7 +42,7 @@ def requests(count: int) -> list[FixedRequest]:
 
 @dataclass
 class ReaderView:
-    """One reader's events, over however many connections. `faults` counts what no reader may see."""
+    """The events of one reader over all its connections. `faults` counts what no reader may see."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # s of the monotonic clock, an event each
@@ -56,11 +56,11 @@ class ReaderView:
 
     @property
     def state(self) -> str | None:
-        """Of the job, once the reader knows that it has ended."""
+        """The final state of the job; None until the reader has seen its end."""
         return self.events[-1].get("state") if self.events else None
 
     def add(self, event: dict[str, Any], at: float, connection: int) -> None:
-        """An event has come."""
+        """Record an event that arrived `at` seconds of the monotonic clock."""
         if event["seq"] <= self.last_seq:
             self.faults["duplicated tokens"] += 1
             return
@@ -75,7 +75,7 @@ class ReaderView:
 
 @dataclass
 class JobOutcome:
-    """One job: what was asked, and what its client knows. `tail_at_cancel`: seq when the cancel was acknowledged."""
+    """One job: its request, and what its client knows. `tail_at_cancel`: last seq when the cancel was acknowledged."""
 
     job_id: str
     request: FixedRequest
@@ -90,7 +90,7 @@ Reference = Mapping[FixedRequest, Sequence[Sequence[int]]]  # token ids of each 
 
 
 def judge(outcome: JobOutcome, journal: Sequence[TokenEvent], reference: Sequence[Sequence[int]]) -> Counter[str]:
-    """Count what is wrong with an ended job. `reference`: token ids of its choices when nobody disturbs."""
+    """Count what is wrong with an ended job. `reference`: token ids of its choices in an undisturbed run."""
     faults: Counter[str] = Counter(outcome.view.faults if outcome.view else ())
     if [event.seq for event in journal] != list(range(1, len(journal) + 1)):
         faults["journals with holes"] += 1
@@ -121,7 +121,7 @@ def judge(outcome: JobOutcome, journal: Sequence[TokenEvent], reference: Sequenc
 
 
 def _compare(view: ReaderView, journal: Sequence[TokenEvent]) -> Counter[str]:
-    """A reader that saw the end must have seen the journal; any other a prefix of it."""
+    """Compare a reader with the journal: the whole journal if it saw the end, else a prefix."""
     faults: Counter[str] = Counter()
     if len(view.events) > len(journal) or (view.state is not None and len(view.events) < len(journal)):
         faults["views longer or shorter than the journal"] += 1

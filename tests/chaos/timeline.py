@@ -1,4 +1,4 @@
-"""What an installation's processes logged, and what was done to them, on one clock: why a stream was silent.
+"""One timeline of what all processes logged and what was done to them, to explain why a stream was silent.
 
 Reads the logs in the state folder, which the processes begin with the local time.
 """
@@ -20,7 +20,7 @@ JOB = re.compile(r"\bjob-[0-9a-f]{24}\b")
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """What `who` said at that time (s of the monotonic clock)."""
+    """A line that `who` logged at that time (seconds of the monotonic clock)."""
 
     at: float
     who: str
@@ -28,7 +28,7 @@ class Line:
 
 
 class LogCollector(logging.Handler):
-    """Hears what is logged in this process, the supervisor's among it."""
+    """Collects what is logged in this process, which includes the supervisor."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -40,7 +40,7 @@ class LogCollector(logging.Handler):
 
 
 def timeline(state_dir: Path, own: Sequence[Line], attacks: Sequence[Attack]) -> list[Line]:
-    """All of it in order."""
+    """All lines and attacks, in order of time."""
     since = time.monotonic() - time.time()
     lines = [*own]
     lines += [
@@ -57,7 +57,7 @@ def timeline(state_dir: Path, own: Sequence[Line], attacks: Sequence[Attack]) ->
 
 
 def around(lines: Sequence[Line], first: float, last: float, job: str, zero: float) -> list[str]:
-    """Those of a span that are about the job, or about none: "+0.012 worker-2: what it said"."""
+    """The lines of a span that name the job, or no job, such as "+0.012 worker-2: text"."""
     texts = []
     for line in lines:
         named = JOB.search(line.text)

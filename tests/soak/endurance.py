@@ -1,9 +1,9 @@
-"""Many requests of random shapes through one engine: `python -m tests.soak.endurance [--device cuda]`.
+"""Runs many requests of random shapes through one engine: `python -m tests.soak.endurance [--device cuda]`.
 
-Prompts and answers of random lengths, some that begin alike, greedy and drawn, one to three choices, some aborted, in a
-cache too small for all that run, so that some are preempted. After every so many requests the engine is empty: all its
-pages must be free then, and what the process holds is noted: memory of device and host, threads, open files.
-Exits with 1 where a page is missing, a request failed, or the last note is above the first by more than LEAK allows.
+Prompts and completions have random lengths, some share a prefix, some are sampled, some have up to three choices and
+some are aborted. The cache is too small for all running rows, so some are preempted. After every 1,000 requests the
+engine is empty: all pages must be free, and the memory of device and host, threads and open files are recorded.
+Exits with 1 if a page is missing, a request failed, or the last record exceeds the second by more than LEAK allows.
 """
 
 import argparse
@@ -94,44 +94,44 @@ def held(device: str) -> dict[str, float]:
     }
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All runs; the first one warms up."""
     built = build(
         EngineConfig(
-            model=given.model,
-            device=given.device,
-            max_num_seqs=given.max_num_seqs,
-            max_model_len=given.longest,
-            num_pages=given.longest
-            * given.max_num_seqs
+            model=arguments.model,
+            device=arguments.device,
+            max_num_seqs=arguments.max_num_seqs,
+            max_model_len=arguments.longest,
+            num_pages=arguments.longest
+            * arguments.max_num_seqs
             // 16
             // 12,  # fewer than so many rows need: some are preempted
-            gpu_expert_memory_bytes=given.gpu_expert_memory_bytes if given.device == "cuda" else 0,
+            gpu_expert_memory_bytes=arguments.gpu_expert_memory_bytes if arguments.device == "cuda" else 0,
         )
     )
-    engine, draw = built.engine, random.Random(given.seed)
+    engine, draw = built.engine, random.Random(arguments.seed)
     notes: list[dict[str, Any]] = []
     began, done = time.perf_counter(), 0
-    while done < given.requests:
-        count = min(given.every, given.requests - done)
-        ended = serve(engine, built.tokenizer.size, count, given.longest, draw, f"run{len(notes)}")
+    while done < arguments.requests:
+        count = min(arguments.every, arguments.requests - done)
+        ended = serve(engine, built.tokenizer.size, count, arguments.longest, draw, f"run{len(notes)}")
         done += count
         stats = engine.stats()
         notes.append({
             "requests": done, **ended, "missing_pages": stats.total_pages - stats.free_pages,
             "steps": stats.steps, "tokens": stats.generation_tokens, "preemptions": stats.preemptions,
-            "prefix_hits": stats.prefix_hits, "prepared_steps": stats.prepared_steps, **held(given.device),
+            "prefix_hits": stats.prefix_hits, "prepared_steps": stats.prepared_steps, **held(arguments.device),
         })  # fmt: skip
         sys.stderr.write(f"{notes[-1]}\n")
     seconds = time.perf_counter() - began
     engine.close()
     warm = notes[min(1, len(notes) - 1)]
     leaked = {name: notes[-1][name] - warm[name] for name in LEAK}
-    return {"what": "many requests", "device": given.device, "seconds": seconds, "leaked": leaked, "notes": notes}
+    return {"what": "many requests", "device": arguments.device, "seconds": seconds, "leaked": leaked, "notes": notes}
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--gpu-expert-memory-bytes", type=int, default=8 << 20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    result = measure(given)
+    arguments = parser.parse_args()
+    result = measure(arguments)
     sys.stdout.write(f"{result['leaked']} in {result['seconds']:.0f} s\n")
-    write(given.results / f"endurance-{given.device}.json", result)
+    write(arguments.results / f"endurance-{arguments.device}.json", result)
     notes = result["notes"]
     sys.exit(
         any(one["missing_pages"] or one["failed"] for one in notes)

@@ -1,8 +1,8 @@
-"""One queue, 1, 2, 4 and 8 workers: `python -m tests.soak.fleet`.
+"""Runs one queue with 1, 2, 4 and 8 workers: `python -m tests.soak.fleet`.
 
-Each crew, with Redis, gateway and fork server as `ktqueue up` runs them, is given the same jobs at once: greedy tales
-of the built-in model. A second time workers leave meanwhile, one after the other by SIGTERM, and come back. Each job
-must end once, as done, with the tokens that a crew of one gave it. A table, and results/crew.json.
+Each fleet, with Redis, gateway and fork server as under `ktqueue up`, gets the same greedy jobs of the built-in model
+at once. In a second run workers leave meanwhile, one after the other by SIGTERM, and return. Each job must end once, as
+done, with the tokens that a fleet of one gave it. The command prints a table and writes results/crew.json.
 """
 
 import argparse
@@ -29,24 +29,24 @@ from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.workers.supervision.child import Child
 from ktqueue.workers.supervision.supervisor import Supervisor
 
-CREWS = (1, 2, 4, 8)
+FLEETS = (1, 2, 4, 8)
 SUBMITTERS = 16
 LOOK_SECONDS = 0.02
-Tale = tuple[tuple[int, ...], str]
+Output = tuple[tuple[int, ...], str]
 
 
 def request(number: int, tokens: int) -> GenerationRequest:
-    """A tale of its own for each number."""
+    """A different prompt for each number."""
     return GenerationRequest(
         model="demo",
-        prompt=f"Tale {number}. {PROMPTS[number % len(PROMPTS)]}",
+        prompt=f"Output {number}. {PROMPTS[number % len(PROMPTS)]}",
         sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
         job_class=JobClass.BATCH,
     )
 
 
 async def submit(broker: Broker, count: int, tokens: int) -> list[str]:
-    """Ids of so many jobs, in order."""
+    """Submit `count` jobs and return their ids in order."""
     numbers, jobs = iter(range(count)), [""] * count
 
     async def some() -> None:
@@ -58,7 +58,7 @@ async def submit(broker: Broker, count: int, tokens: int) -> list[str]:
 
 
 async def ended(broker: Broker) -> None:
-    """Wait until nothing waits and nothing runs."""
+    """Wait until no job waits or runs."""
     while True:
         (depth,) = await broker.jobs.depth()
         if depth.batch + depth.running == 0:
@@ -66,33 +66,33 @@ async def ended(broker: Broker) -> None:
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def told(broker: Broker, jobs: Sequence[str]) -> list[Tale]:
-    """What each job said. A job that has not ended once, as done, with a journal without holes, has said nothing."""
-    tales: list[Tale] = []
+async def outputs(broker: Broker, jobs: Sequence[str]) -> list[Output]:
+    """Token ids and text of each job; empty if it has not ended exactly once, as done, with a journal without gaps."""
+    texts: list[Output] = []
     for job in jobs:
         events = await broker.journal.replay(job)
         whole = [event.seq for event in events] == list(range(1, len(events) + 1))
         ends = [event.state for event in events if event.state is not None]
         ids = tuple(token for event in events for token in event.token_ids)
         good = whole and ends == [JobState.DONE] and events[-1].state is JobState.DONE
-        tales.append((ids, "".join(event.text for event in events)) if good else ((), ""))
-    return tales
+        texts.append((ids, "".join(event.text for event in events)) if good else ((), ""))
+    return texts
 
 
 async def come_and_go(workers: Sequence[Child], pause: float, seed: int) -> None:
-    """Until cancelled: every so many seconds a worker leaves, and its supervisor starts it again."""
+    """Every `pause` seconds a worker leaves, and its supervisor starts it again, until this is cancelled."""
     draw = random.Random(seed)
     while True:
         await asyncio.sleep(pause)
         draw.choice(workers).signal(signal.SIGTERM)
 
 
-async def work(size: int, given: argparse.Namespace) -> list[tuple[dict[str, Any], list[Tale]]]:
-    """A crew's figures and tales: left alone, then with workers that leave and come back."""
+async def work(size: int, arguments: argparse.Namespace) -> list[tuple[dict[str, Any], list[Output]]]:
+    """Figures and outputs of a fleet: undisturbed, then with workers that leave and return."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(threads=1, max_num_seqs=given.rows, num_pages=512),
+            engine=EngineConfig(threads=1, max_num_seqs=arguments.rows, num_pages=512),
             worker=WorkerConfig(drain_seconds=0.0),
             gateway=GatewayConfig(port=0),
         )
@@ -100,65 +100,65 @@ async def work(size: int, given: argparse.Namespace) -> list[tuple[dict[str, Any
             Supervisor(config, workers=size) as up,
             await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
         ):
-            await submit(broker, 2 * size * given.rows, given.tokens)  # warm
+            await submit(broker, 2 * size * arguments.rows, arguments.tokens)  # warm
             await ended(broker)
             results = []
             for restless in (False, True):
                 began, deaths = time.perf_counter(), sum(worker.deaths for worker in up.workers)
-                jobs = await submit(broker, given.jobs, given.tokens)
+                jobs = await submit(broker, arguments.jobs, arguments.tokens)
                 going = asyncio.create_task(
-                    come_and_go(up.workers, given.pause, size) if restless else asyncio.sleep(0)
+                    come_and_go(up.workers, arguments.pause, size) if restless else asyncio.sleep(0)
                 )
                 await ended(broker)
                 seconds = time.perf_counter() - began
                 going.cancel()
                 await asyncio.gather(going, return_exceptions=True)
-                tales = await told(broker, jobs)
+                texts = await outputs(broker, jobs)
                 figure = {
                     "workers": size,
                     "left": sum(worker.deaths for worker in up.workers) - deaths,
                     "seconds": seconds,
-                    "jobs_per_second": given.jobs / seconds,
-                    "tokens_per_second": sum(len(ids) for ids, _ in tales) / seconds,
+                    "jobs_per_second": arguments.jobs / seconds,
+                    "tokens_per_second": sum(len(ids) for ids, _ in texts) / seconds,
                     "load_average": machine.load_average(),
                 }
-                results.append((figure, tales))
+                results.append((figure, texts))
     return results
 
 
-async def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All crews."""
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run all fleets."""
     figures: list[dict[str, Any]] = []
-    reference: list[Tale] | None = None
-    for size in CREWS:
-        for figure, tales in await work(size, given):
-            reference = reference or tales
-            wrong = sum(one != other or not one[0] for one, other in zip(tales, reference, strict=True))
+    reference: list[Output] | None = None
+    for size in FLEETS:
+        for figure, texts in await work(size, arguments):
+            reference = reference or texts
+            wrong = sum(one != other or not one[0] for one, other in zip(texts, reference, strict=True))
             figures.append({**figure, "wrong": wrong})
             sys.stdout.write(f"{figures[-1]}\n")
             sys.stdout.flush()
     return {
         "what": "one queue, several workers",
-        "rows": given.rows,
-        "jobs": given.jobs,
-        "tokens": given.tokens,
-        "pause": given.pause,
+        "rows": arguments.rows,
+        "jobs": arguments.jobs,
+        "tokens": arguments.tokens,
+        "pause": arguments.pause,
         "figures": figures,
     }
 
 
 def main() -> None:
-    """The command line. Exits with 1 where a job was lost or told otherwise."""
+    """Run the command line. Exits with 1 if a job was lost or has other tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1200, help="jobs of a crew")
     parser.add_argument("--tokens", type=int, default=48, help="of each job")
     parser.add_argument("--rows", type=int, default=8, help="rows of each worker's engine")
     parser.add_argument("--pause", type=float, default=2.5, help="seconds until the next worker leaves")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    result = asyncio.run(measure(given))
+    arguments = parser.parse_args()
+    result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FLEET, result["figures"])) + "\n")
-    write(given.results / "crew.json", result)
+    write(arguments.results / "crew.json", result)
     sys.exit(any(one["wrong"] for one in result["figures"]))
 
 
