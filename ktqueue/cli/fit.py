@@ -18,7 +18,7 @@ from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from ktqueue.workers.startup.fit import Fit
-    from ktqueue.workers.startup.machine import Machine
+    from ktqueue.workers.startup.machine import MachineResources
 
 SAID_ALWAYS = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "gpu_expert_memory_bytes")
 MIB = 1 << 20
@@ -46,21 +46,20 @@ def fit(
     --gpu-memory and --host-memory ask about another machine.
     """
     from ktqueue.workers.startup.build import check_choices, report_of
-    from ktqueue.workers.startup.fit import Fit
-    from ktqueue.workers.startup.fit import fit as fitted
-    from ktqueue.workers.startup.machine import look
+    from ktqueue.workers.startup.fit import Fit, choose_settings
+    from ktqueue.workers.startup.machine import detect_resources
 
     given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
     check_choices(given)
     device = engine.device or (given.device if given.on_gpu else None)
-    machine = _asked(look(device), gpu_memory, host_memory)
+    machine = _asked(detect_resources(device), gpu_memory, host_memory)
     if too_large := _too_large(given.model, machine):
         found = Fit(config=given, host={}, host_limit=machine.host_available, why_not=too_large)
     else:
         local = with_model(replace(settings(common), engine=given)).engine
         fixed = [one.name for one in settings_of("engine", EngineConfig) if getattr(given, one.name) != one.default]
         fixed += [key for key, value in asdict(engine).items() if value is not None]
-        found = fitted(local, machine, report_of, device=device, fixed=fixed)
+        found = choose_settings(local, machine, report_of, device=device, fixed=fixed)
     command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
     if as_json:
         answer = {"fits": found.fits, "command": command if found.fits else None, "machine": asdict(machine)}
@@ -71,7 +70,7 @@ def fit(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _too_large(model: str, machine: "Machine") -> str:
+def _too_large(model: str, machine: "MachineResources") -> str:
     """Why a model of the hub cannot run whatever is in it, before it is downloaded; empty: perhaps it can."""
     if not model.startswith(PREFIX):
         return ""
@@ -87,7 +86,7 @@ def _too_large(model: str, machine: "Machine") -> str:
     return f"its files are {format_bytes(size)}, host and GPU have {format_bytes(free)} free; nothing was downloaded"
 
 
-def _asked(machine: "Machine", gpu_memory: str | None, host_memory: str | None) -> "Machine":
+def _asked(machine: "MachineResources", gpu_memory: str | None, host_memory: str | None) -> "MachineResources":
     """The machine, with what the flags say of it."""
     from ktqueue.workers.startup.machine import Gpu
 
@@ -125,7 +124,7 @@ def _command(config: EngineConfig) -> str:
     return shlex.join(words)
 
 
-def _show(found: "Fit", machine: "Machine", command: str, model: str) -> None:
+def _show(found: "Fit", machine: "MachineResources", command: str, model: str) -> None:
     console = results()
     gpu = machine.gpu
     about_gpu = machine.no_gpu or "no GPU"

@@ -47,7 +47,7 @@ class Plenty:
 
     total = 4 << 30
 
-    def taken(self) -> int:
+    def used(self) -> int:
         return 1 << 20
 
     def reset_peak(self) -> None:

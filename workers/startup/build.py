@@ -1,6 +1,6 @@
-"""The composition root: settings to a loaded model, its pages, its engine and its card.
+"""Builds an engine from settings: it loads the model, plans the memory, and creates the engine and the model card.
 
-Everything that can be wrong with the settings is found here, before the worker takes a job. Knows no Redis.
+Errors in the settings are found here, before the worker claims a job. Knows no Redis.
 """
 
 import logging
@@ -42,7 +42,7 @@ SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a worker needs to serve a model. `config` has every None of the engine's settings resolved."""
+    """What a worker needs to serve a model. In `config` the engine's settings that were None have values."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -54,9 +54,9 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None, captured: Progress | None = None) -> Built:
     """Load the model and build its engine.
 
-    `progress(done, total, what)` is called while weights load, in bytes; `captured` alike while decode steps are
-    captured on a GPU, in steps. Raises ConfigError, CheckpointError or RuleError, each naming the setting, file or
-    tensor at fault.
+    `progress(done, total, what)` is called while weights are loaded, in bytes. `captured` is called in the same way
+    while decode steps are captured on a GPU, in steps. Raises ConfigError, CheckpointError or RuleError, which name the
+    setting, file or tensor at fault.
     """
     _check(config)
     config = on_this_machine(config, log.info)
@@ -71,7 +71,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
     )
     if prepared.refusal is not None:
         raise prepared.refusal
-    tokenizer = load_tokenizer(config.tokenizer or config.model)  # its faults are known before minutes of reading
+    tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes
     with ModelFiles(config.model, config.tokenizer) as files:
         try:
             model = load_prepared(prepared, progress)
@@ -92,8 +92,10 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
 
 
 def report_of(config: EngineConfig) -> ModelReport:
-    """What `build` would load under these settings, looked at without weights. Raises as `loading.inspect` does,
-    and ConfigError for a context that the model cannot attend to."""
+    """Report what `build` would load with these settings, without reading weights.
+
+    Raises the errors of `loading.inspect`, and ConfigError for a context that is too long for the model.
+    """
     dtype = compute_dtype(config)
     report = inspect(
         config.model,
@@ -108,9 +110,9 @@ def report_of(config: EngineConfig) -> ModelReport:
 
 
 def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
-    """Build the engine of a loaded model; again with other settings once the engine before is closed.
+    """Build the engine of a loaded model. Raises ConfigError.
 
-    Raises ConfigError as `build` does.
+    It may be called again with other settings once the earlier engine is closed.
     """
     dtype = compute_dtype(config)
     layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
@@ -157,10 +159,11 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
 
 
 def set_threads(config: EngineConfig) -> int:
-    """Divide the CPUs; how many there are to divide.
+    """Start the kernel threads. Returns their number.
 
-    On a GPU worker the kernels are called by the hand-off's own thread, while Python's launches steps and waits for
-    them, which takes a CPU too. Kernel threads spin over the GPU's part of a layer: a sleeper wakes microseconds late.
+    A worker on a GPU leaves one CPU to Python's thread, which launches steps and waits for them, because the hand-off's
+    thread calls the kernels. There the kernel threads spin during the GPU's part of a layer, since a sleeping thread
+    wakes microseconds late.
     """
     if not config.on_gpu:
         return native.set_threads(config.threads, pin=config.pin_threads)
@@ -169,14 +172,16 @@ def set_threads(config: EngineConfig) -> int:
 
 
 def served_name(model: str) -> str:
-    """The name that clients use when none is set: the file's or folder's, without ending and part number."""
+    """The model's name for clients if none is set: that of its file or folder, without suffix and part number."""
     path = Path(model)
     return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
 
 
 def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int) -> int:
-    """How many pages the cache on a CPU has: as asked for, else what suits a model that can attend to `longest` tokens
-    on a host with `available` bytes. Raises ConfigError where not one page fits.
+    """Number of pages of a cache on the CPU: the setting, else a number that suits the model and the host.
+
+    `longest`: the longest context of the model in tokens. `available`: free memory in bytes. Raises ConfigError if not
+    even one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -190,9 +195,9 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, avai
             asked=config.max_model_len,
             utilization=config.host_memory_utilization,
         )
-        log.info("the cache takes up to %s of %s that are free", format_bytes(size), format_bytes(available))
+        log.info("the cache may use %s of %s free memory", format_bytes(size), format_bytes(available))
     elif size > available:
-        log.warning("the cache of %s is larger than the free memory, %s", format_bytes(size), format_bytes(available))
+        log.warning("the cache of %s is larger than the free memory of %s", format_bytes(size), format_bytes(available))
     if size < layout.page_bytes:
         raise ConfigError(
             f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
@@ -205,9 +210,9 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, avai
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) -> int:
-    """The context in tokens: what is asked for, else as much as the model can attend to and the pages hold.
+    """The longest context in tokens: the setting, else the largest that the model and the pages allow.
 
-    Raises ConfigError where the context asked for is longer than either.
+    Raises ConfigError if the setting is larger than that.
     """
     capacity = num_pages * config.page_size
     asked = config.max_model_len
@@ -226,11 +231,11 @@ def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) ->
 
 
 def check_context(config: EngineConfig, longest: int) -> None:
-    """Raises ConfigError for a context beyond the `longest` that the model can attend to."""
+    """Raise ConfigError if the context is longer than `longest`, the model's longest context in tokens."""
     asked = config.max_model_len
     if asked is not None and asked > longest:
         raise ConfigError(
-            f"engine.max_model_len must be at most {longest}, what the model can attend to, got {asked}",
+            f"engine.max_model_len must be at most {longest}, the model's longest context, got {asked}",
             param="engine.max_model_len",
             limit=longest,
             value=asked,
@@ -245,7 +250,7 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of the cache of a model that computes in `dtype`."""
+    """The cache's dtype for a model that computes in `dtype`."""
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 
 
@@ -258,7 +263,7 @@ def check_choices(config: EngineConfig) -> None:
 
 def _check(config: EngineConfig) -> None:
     if config.step_tokens < config.max_num_seqs:
-        # Each running row needs one token of every step's budget.
+        # Each running row needs a token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
     check_choices(config)

@@ -1,6 +1,6 @@
-"""Which devices an engine can run on, and why not on the others, with what to do about it.
+"""Checks `engine.device`. An error says why an engine cannot run on a device, and what to do about it.
 
-torch is imported only to look for a GPU, so that `ktqueue up` refuses a wrong name at once.
+torch is imported only to search for a GPU, so that `ktqueue up` refuses an unknown name at once.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ _OTHERS = {
 
 
 def check_device_name(device: str) -> None:
-    """Raises ConfigError for a device that no engine runs on, wherever it is."""
+    """Raise ConfigError for a device on which no engine can run, on any machine."""
     kind, _, index = device.partition(":")
     if name := _OTHERS.get(kind):
-        raise _wrong(device, f"{SUPPORTED}: {name} are not supported yet; with cpu the model runs on any machine")
+        raise _wrong(device, f"{SUPPORTED}: {name} are not supported yet; cpu works on any machine")
     if kind == "gpu":
         raise _wrong(device, f"{SUPPORTED}; did you mean cuda?")
     if device != "cpu" and (kind != "cuda" or (index and not index.isdecimal()) or device.endswith(":")):
@@ -36,7 +36,7 @@ def check_device_name(device: str) -> None:
 
 
 def check_device_is_here(device: str) -> None:
-    """Raises ConfigError for a GPU that this process cannot use, with the reason. `device` has a name that is known."""
+    """Raise ConfigError, with the reason, for a GPU that this process cannot use. `device` passed check_device_name."""
     if device == "cpu":
         return
     import torch
@@ -50,7 +50,7 @@ def check_device_is_here(device: str) -> None:
 
 
 def missing_cuda() -> str | None:
-    """Why there is no CUDA here, and how to mend it; None where there is."""
+    """Return why CUDA cannot be used here, and how to change that; None if it can be used."""
     import torch
 
     if torch.version.hip is not None:
@@ -58,19 +58,17 @@ def missing_cuda() -> str | None:
     if torch.version.cuda is None:
         release = torch.__version__.partition("+")[0]
         return (
-            f"torch {torch.__version__} is built without CUDA; `pip install --force-reinstall torch=={release}` brings "
-            "the build with CUDA from PyPI"
+            f"torch {torch.__version__} is built without CUDA; `pip install --force-reinstall torch=={release}` "
+            "installs the build with CUDA from PyPI"
         )
     if torch.cuda.is_available():
         return None
     if not NVIDIA_DRIVER.exists():
-        return (
-            "no NVIDIA driver is loaded here; `nvidia-smi` must list a GPU (in a container: start it with --gpus all)"
-        )
+        return "no NVIDIA driver is loaded; `nvidia-smi` must list a GPU (start a container with --gpus all)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return f"CUDA {torch.version.cuda} of torch cannot use the driver: {str(error).splitlines()[0]}"
+        return f"torch's CUDA {torch.version.cuda} cannot use the driver: {str(error).splitlines()[0]}"
     return "the NVIDIA driver lists no GPU to this process (CUDA_VISIBLE_DEVICES may hide them)"
 
 

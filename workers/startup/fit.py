@@ -1,6 +1,6 @@
-"""Will a model run on a machine, and with which settings? Pure: adds up a model's report and a machine's memory.
+"""Chooses settings with which a model fits a machine, or says why it does not fit. Pure.
 
-All but the weights is estimated, on the generous side; a worker measures, and says in its log what it found.
+The size of the weights is known. All else is estimated, rather too large; a worker measures it and logs the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,27 +12,30 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.memory_plan import MemoryPlan, estimate_step, host_cache_bytes
 from ktqueue.loading.inspect import ModelReport
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
-from ktqueue.workers.startup.machine import Machine
+from ktqueue.workers.startup.machine import MachineResources
 
 MIB = 1 << 20
-PROCESS_BYTES = 1 << 30  # of a worker's interpreter and libraries
-CUDA_PROCESS_BYTES = 3 << 30  # with CUDA's
-LEAST_CONTEXT = 2048  # tokens that one sequence must be able to have, if the model can
-ROW_CONTEXT = 2048  # tokens of the cache for each row of a GPU, before its memory is given to experts
-ONE_CONTEXT = 8192  # tokens of the cache at least, where there is room
-EXPERT_STEP = 256 * MIB  # in which GPU memory for experts is chosen
-CACHE_RESERVE = 512 * MIB  # by which estimates of a GPU may be wrong
-SURE_OF_CACHE = 0.75  # the part of a GPU's estimated cache that a context may rely on
-COMPROMISES = ((32, 8192), (16, 4096), (8, 2048), (1, 2048))  # rows and tokens of a step, until they fit a GPU
+PROCESS_BYTES = 1 << 30  # a worker's interpreter and libraries
+CUDA_PROCESS_BYTES = 3 << 30  # the same with CUDA's libraries
+LEAST_CONTEXT = 2048  # smallest context in tokens, if the model allows it
+ROW_CONTEXT = 2048  # cache tokens for each row on a GPU, which come before memory for experts
+ONE_CONTEXT = 8192  # smallest cache on a GPU in tokens, if there is room
+EXPERT_STEP = 256 * MIB  # GPU memory for experts is a multiple of it
+CACHE_RESERVE = 512 * MIB  # possible error of the estimates for a GPU
+CERTAIN_CACHE_SHARE = 0.75  # part of a GPU's estimated cache that a context may rely on
+COMPROMISES = ((32, 8192), (16, 4096), (8, 2048), (1, 2048))  # rows and tokens of a step, tried until they fit a GPU
 
 Examine = Callable[[EngineConfig], ModelReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The answer. `config`: the settings chosen. `host` and `gpu`: bytes by what they are for; `host_limit` and
-    `gpu_limit`: bytes that are there for them. `token_bytes`: of the cache, for a token; `tokens`: that it holds.
-    `why_not`: empty if it fits. `notes`: what else there is to know, a sentence each."""
+    """Settings for a model on a machine.
+
+    `host` and `gpu`: bytes by purpose. `host_limit` and `gpu_limit`: free bytes. `token_bytes`: cache bytes per token.
+    `tokens`: number of tokens that the cache holds. `why_not`: the reason if the model does not fit, else empty.
+    `notes`: further sentences for the user.
+    """
 
     config: EngineConfig
     host: dict[str, int]
@@ -50,11 +53,13 @@ class Fit:
         return not self.why_not
 
 
-def fit(config: EngineConfig, machine: Machine, examine: Examine, *, device: str | None, fixed: Sequence[str]) -> Fit:
-    """The settings with which the model of `config` runs on `machine`, or why it does not.
+def choose_settings(
+    config: EngineConfig, machine: MachineResources, examine: Examine, *, device: str | None, fixed: Sequence[str]
+) -> Fit:
+    """Choose settings with which the model of `config` runs on `machine`.
 
-    examine: gives the report of the model under settings. device: that must be taken; None: a GPU if there is one and
-    the model fits it, else the CPU. fixed: names of settings that are not to be changed.
+    `examine` reports on the model under given settings. `device`: the device to use; None means a GPU if there is one
+    and the model fits it, else the CPU. `fixed`: names of settings that must not be changed.
     """
     on_gpu: Fit | None = None
     if device not in (None, "cpu") or (device is None and machine.gpu is not None):
@@ -67,7 +72,7 @@ def fit(config: EngineConfig, machine: Machine, examine: Examine, *, device: str
     return on_cpu
 
 
-def _on_cpu(config: EngineConfig, machine: Machine, examine: Examine, fixed: Sequence[str]) -> Fit:
+def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, fixed: Sequence[str]) -> Fit:
     report = _examined(config, examine)
     if isinstance(report, str):
         return Fit(config=config, host={}, host_limit=machine.host_available, why_not=report)
@@ -98,8 +103,9 @@ def _on_cpu(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
     why = ""
     if cache > left:
         why = (
-            f"it needs {format_bytes(sum(host.values()))} of the host's memory, {format_bytes(machine.host_available)} "
-            "are free: free some, lower --max-model-len, or take a smaller quantisation of the model"
+            f"it needs {format_bytes(sum(host.values()))} of the host's memory, and "
+            f"{format_bytes(machine.host_available)} are free: free some, lower --max-model-len, or take a smaller "
+            "quantisation of the model"
         )
     elif cache < least:
         asked = config.max_model_len or context
@@ -114,24 +120,24 @@ def _on_cpu(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
     )
 
 
-def _on_gpu(config: EngineConfig, machine: Machine, examine: Examine, fixed: Sequence[str]) -> Fit:
-    """The best of dense weights decoded and as stored: those that leave room for all experts, else decoded ones."""
+def _on_gpu(config: EngineConfig, machine: MachineResources, examine: Examine, fixed: Sequence[str]) -> Fit:
+    """The better of decoded and quantised dense weights: the first that leaves room for all experts, else decoded."""
     fits = []
     for rules in (config.rules,) if "rules" in fixed else (None, "quantised"):
-        one = _placed(replace(config, rules=rules), machine, examine, fixed)
-        fits.append(one)
-        if one.fits and not one.config.rules and _all_on_gpu(one):
+        fit = _placed(replace(config, rules=rules), machine, examine, fixed)
+        fits.append(fit)
+        if fit.fits and not fit.config.rules and _all_on_gpu(fit):
             break
-    good = [one for one in fits if one.fits]
-    return next((one for one in good if _all_on_gpu(one)), good[0] if good else fits[0])
+    good = [fit for fit in fits if fit.fits]
+    return next((fit for fit in good if _all_on_gpu(fit)), good[0] if good else fits[0])
 
 
-def _all_on_gpu(one: Fit) -> bool:
-    return one.gpu.get("experts", 0) >= one.host.get("experts", 0)
+def _all_on_gpu(fit: Fit) -> bool:
+    return fit.gpu.get("experts", 0) >= fit.host.get("experts", 0)
 
 
-def _placed(config: EngineConfig, machine: Machine, examine: Examine, fixed: Sequence[str]) -> Fit:
-    """The settings with most experts on the GPU, the cache first."""
+def _placed(config: EngineConfig, machine: MachineResources, examine: Examine, fixed: Sequence[str]) -> Fit:
+    """The settings with the most experts on the GPU, after the cache has its memory."""
     gpu = machine.gpu
     report = _examined(config, examine)
     limit = machine.host_available
@@ -145,7 +151,7 @@ def _placed(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
         "hand-off": host_memory_before_loading(report, config)["hand-off"],
         "process": CUDA_PROCESS_BYTES,
     }
-    found = Fit(
+    fit = Fit(
         config=config,
         host=host,
         host_limit=limit,
@@ -154,19 +160,19 @@ def _placed(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
         why_not=fault,
     )
     if plan is None:
-        return found
+        return fit
     tokens = plan.pages * config.page_size
     parts = plan.parts()
     parts.pop("free")
-    context = min(report.facts.max_position_embeddings, int(tokens * SURE_OF_CACHE))
+    context = min(report.facts.max_position_embeddings, int(tokens * CERTAIN_CACHE_SHARE))
     why = ""
     if sum(host.values()) > limit:
         why = (
-            f"it needs {format_bytes(sum(host.values()))} of the host's memory, {format_bytes(limit)} are free: "
-            "weights stay there, too, when experts are copied to the GPU"
+            f"it needs {format_bytes(sum(host.values()))} of the host's memory, and {format_bytes(limit)} are free; "
+            "weights stay there also when experts are copied to the GPU"
         )
     return replace(
-        found,
+        fit,
         config=replace(config, max_model_len=config.max_model_len or context),
         gpu=parts,
         tokens=tokens,
@@ -178,9 +184,9 @@ def _placed(config: EngineConfig, machine: Machine, examine: Examine, fixed: Seq
 def _best_plan(
     report: ModelReport, config: EngineConfig, total: int, others: int, fixed: Sequence[str]
 ) -> tuple[tuple[MemoryPlan, EngineConfig] | None, str]:
-    """The plan with most experts among those that leave room for the cache, and why there is none.
+    """The plan with the most experts among those that leave room for the cache, or None and the reason.
 
-    others: bytes of the GPU that other processes have.
+    `others`: bytes of the GPU that other processes use.
     """
     longest = report.facts.max_position_embeddings
     fault = ""
@@ -200,11 +206,13 @@ def _best_plan(
             tried = replace(chosen, gpu_expert_memory_bytes=experts, gpu_memory_utilization=part)
             plan = plan_before_loading(report, tried, total)
             if plan.pages * plan.page_bytes < wanted * report.cache_token_bytes + CACHE_RESERVE:
-                raise ConfigError(f"weights and workspaces leave {plan.pages * chosen.page_size} tokens of cache")
+                raise ConfigError(
+                    f"weights and workspaces leave room for only {plan.pages * chosen.page_size} tokens of cache"
+                )
             return plan
 
         try:
-            experts = _most(planned, report.movable_bytes, chosen.gpu_expert_memory_bytes, fixed)
+            experts = _most_expert_bytes(planned, report.movable_bytes, chosen.gpu_expert_memory_bytes, fixed)
         except ConfigError as error:
             fault = fault or error.message
             continue
@@ -212,13 +220,13 @@ def _best_plan(
     return None, fault
 
 
-def _most(planned: Callable[[int], MemoryPlan], movable: int, given: int, fixed: Sequence[str]) -> int:
-    """Bytes of experts that fit. Raises ConfigError where not even none do, or not those that are given."""
+def _most_expert_bytes(planned: Callable[[int], MemoryPlan], movable: int, setting: int, fixed: Sequence[str]) -> int:
+    """The most bytes of experts that fit. Raises ConfigError if the fixed setting, or no experts at all, do not fit."""
     if "gpu_expert_memory_bytes" in fixed:
-        planned(given)
-        return given
+        planned(setting)
+        return setting
     planned(0)
-    low, high = 0, -(-movable // EXPERT_STEP)  # in steps; low fits
+    low, high = 0, -(-movable // EXPERT_STEP)  # in steps; `low` fits
     while low < high:
         middle = (low + high + 1) // 2
         try:
@@ -237,18 +245,18 @@ def _about_experts(report: ModelReport, config: EngineConfig, bus: float) -> tup
     if placed == movable:
         return ("All experts are on the GPU.",)
     notes = [
-        f"{placed / movable:.0%} of the experts are on the GPU; the CPU computes the others, from the host's memory."
+        f"{placed / movable:.0%} of the experts are on the GPU; the CPU computes the others from the host's memory."
     ]
     if bus:
         notes.append(
-            f"The bus moves {bus / 1e9:.1f} GB/s: a long prompt streams the other {format_bytes(movable - placed)} in "
-            f"{(movable - placed) / bus:.1f} s a step."
+            f"The bus moves {bus / 1e9:.1f} GB/s: each step of a long prompt streams the other "
+            f"{format_bytes(movable - placed)} in {(movable - placed) / bus:.1f} s."
         )
     return tuple(notes)
 
 
 def _examined(config: EngineConfig, examine: Examine) -> ModelReport | str:
-    """The report, or why the model cannot be loaded."""
+    """The report on the model, or why the model cannot be loaded."""
     try:
         report = examine(config)
     except KtqueueError as error:
@@ -257,7 +265,7 @@ def _examined(config: EngineConfig, examine: Examine) -> ModelReport | str:
 
 
 def _weights(report: ModelReport, device: str) -> dict[str, int]:
-    """Bytes of weights on a device, dense ones and experts."""
+    """Bytes of dense weights and experts on a device."""
     held = {"dense weights": 0, "experts": 0}
     for row in report.rows:
         if row.device == device:

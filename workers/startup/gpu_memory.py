@@ -1,6 +1,6 @@
-"""A GPU made ready for an engine: attention planned, the model's own parts placed, memory measured and divided.
+"""Prepares a GPU for an engine: plans attention, places experts, measures memory and divides it.
 
-Knows which figures must be had in which order; the plan itself is engine/memory_plan.py, which asks no device.
+It knows what must be measured in which order. engine/memory_plan.py computes the plan and touches no device.
 """
 
 import logging
@@ -43,16 +43,16 @@ class DeviceMemory(Protocol):
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """All memory of the device."""
 
-    def taken(self) -> int:
-        """By whomever."""
+    def used(self) -> int:
+        """Memory in use by all processes."""
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
+        """Begin to measure a peak."""
 
     def peak(self) -> int:
-        """What this process's tensors took at most since then, more than they did then."""
+        """The largest growth of this process's tensors since `reset_peak`."""
 
 
 class CudaMemory:
@@ -67,7 +67,7 @@ class CudaMemory:
         """See DeviceMemory."""
         return torch.cuda.mem_get_info(self._device)[1]
 
-    def taken(self) -> int:
+    def used(self) -> int:
         """See DeviceMemory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -87,7 +87,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGpu:
-    """What the engine of a GPU is built from. `cuda_graphs`: whether decode steps can be captured, and are to be."""
+    """What the engine of a GPU is built from. `cuda_graphs`: whether to capture decode steps."""
 
     planner: AttentionPlanner
     plan: MemoryPlan
@@ -95,10 +95,10 @@ class PreparedGpu:
 
 
 def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memory: DeviceMemory) -> PreparedGpu:
-    """Make the model's device ready and divide its memory. Raises ConfigError naming the setting that does not fit."""
+    """Prepare the model's device and divide its memory. Raises ConfigError with the setting that does not fit."""
     sum_exactly()
     planner = _planner(model, layout, config)
-    weights = memory.taken()
+    weights = memory.used()
     settings = GpuSettings(
         max_tokens=config.step_tokens,
         expert_memory_bytes=config.gpu_expert_memory_bytes,
@@ -112,7 +112,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         raise ConfigError(f"device {config.device}: {error}", param="engine.device", value=config.device) from error
     except torch.OutOfMemoryError as error:
         raise _too_much("gpu_expert_memory_bytes", config.gpu_expert_memory_bytes, memory) from error
-    experts = memory.taken() - weights
+    experts = memory.used() - weights
     rows = min(config.max_num_seqs, config.step_tokens)
     memory.reset_peak()
     try:
@@ -125,7 +125,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     use = DeviceUse(
         weights=weights,
         experts=experts,
-        workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.taken() - weights - experts),
+        workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.used() - weights - experts),
         graphs=estimate_graphs(len(buckets_up_to(rows)) if graphs else 0, step, config.step_tokens, rows),
     )
     plan = plan_memory(
@@ -140,15 +140,17 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
 
 
 def sum_exactly() -> None:
-    """Let torch's matrix products on GPUs sum in float32, what they multiply float32 included: by default parts of long
-    sums are rounded to bfloat16 or float16 before they are added."""
+    """Let torch's matrix products on GPUs sum in float32, and multiply float32 without TF32.
+
+    By default torch rounds parts of long sums to bfloat16 or float16 before it adds them.
+    """
     torch.set_float32_matmul_precision("highest")  # not TF32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:
-    """The largest step on a GPU: compiles and measures. The bytes of the cache that it is made over."""
+    """Run the largest step on a GPU, to compile its kernels and measure its memory. Returns the bytes of its cache."""
     batch = largest_batch(model, layout, config)
     kv = batch.step.kv
     runner = GraphRunner(
@@ -168,9 +170,9 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
 
 
 def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes: int) -> MemoryPlan:
-    """The plan of a model that is not loaded, on a GPU of that size: all but the weights is estimated.
+    """Plan the memory of a GPU with `device_bytes` for a model that is not loaded.
 
-    Raises ConfigError as plan_memory does.
+    The size of the weights is known, all else is estimated. Raises ConfigError as plan_memory does.
     """
     rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
@@ -194,25 +196,25 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
 
 
 def host_memory_before_loading(report: ModelReport, config: EngineConfig) -> dict[str, int]:
-    """Bytes of the host that a model takes on a GPU's side, by what they are for: weights that stay there, and what the
-    hand-off to experts among them pins."""
+    """Host memory that a model on a GPU needs, in bytes: "weights" that stay on the host, and pinned memory of the
+    "hand-off" to their experts."""
     hands_over = _hands_over(report, config)
     pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if hands_over else 0
     return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
 
 
 def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
-    """Whether the GPU leaves experts to the CPU."""
+    """Whether the CPU computes some of the experts."""
     return _placed_bytes(report, config) < report.movable_bytes
 
 
 def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:
-    """Of the experts placed on the GPU."""
+    """Bytes of the experts that are placed on the GPU."""
     return min(config.gpu_expert_memory_bytes, report.movable_bytes)
 
 
 def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:
-    """Of the experts placed on the GPU, and of the areas that the others stream through, sized by the largest layer."""
+    """Bytes of the experts on the GPU, and of the areas for the streamed others, sized for the largest layer."""
     placed = _placed_bytes(report, config)
     if config.expert_streaming == "off" or placed == report.movable_bytes:
         return placed
@@ -220,16 +222,16 @@ def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:
 
 
 def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: DeviceMemory) -> None:
-    """Tell what the memory went to, now that all of it is taken."""
+    """Log how the memory is used, after all of it is allocated."""
     real = replace(plan, use=replace(plan.use, graphs=graph_bytes))
-    told = ", ".join(f"{name} {format_bytes(count)}" for name, count in real.parts().items())
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in real.parts().items())
     log.info(
-        "GPU memory %s: %s; %d pages hold %d tokens; %s taken in all",
+        "GPU memory %s: %s; %d pages hold %d tokens; %s used in all",
         format_bytes(plan.device_bytes),
-        told,
+        parts,
         plan.pages,
         plan.pages * page_size,
-        format_bytes(memory.taken()),
+        format_bytes(memory.used()),
     )
 
 
@@ -254,19 +256,21 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
 
 
 def _can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
-    """Whether no step of the model makes the host wait or compute."""
+    """Whether decode steps can be captured: no step may make the host wait or compute."""
     if planner.backend == "torch":
-        log.warning("decode steps are not captured in CUDA graphs: torch's attention reads lengths on the host")
+        log.warning("decode steps are not captured in CUDA graphs, because torch's attention reads lengths on the host")
         return False
     if any(isinstance(module, CpuExperts) for module in model.module.modules()):
-        log.warning("decode steps are not captured in CUDA graphs: CpuExperts makes the host wait for the device")
+        log.warning(
+            "decode steps are not captured in CUDA graphs, because CpuExperts makes the host wait for the device"
+        )
         return False
     return True
 
 
 def _too_much(setting: str, value: int, memory: DeviceMemory) -> ConfigError:
     return ConfigError(
-        f"engine.{setting} {value} needs more memory than is left of the {format_bytes(memory.total)} of the device",
+        f"engine.{setting} {value} needs more memory than the device has free, of {format_bytes(memory.total)} in all",
         param=f"engine.{setting}",
         limit=memory.total,
         value=value,

@@ -1,4 +1,4 @@
-"""Memory of the host that new work may take: what the kernel calls available, within the limits of control groups."""
+"""Host memory that a new process may use: what the kernel calls available, limited by control groups."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +7,14 @@ ROOT = Path("/")
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """In bytes. `root`: where /proc and /sys are."""
+    """Return it in bytes. `root`: the folder that has /proc and /sys."""
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return max(0, min([available, *_left_in_groups(root)]))
+    return max(0, min([available, *_free_in_groups(root)]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Bytes that each control group of this process, and each above it, may still take; of version 2 and of 1."""
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Bytes that each control group of this process, and each of its parents, may still use. Reads versions 1 and 2."""
     try:
         entries = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -38,7 +38,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 limit = int((group / limit_name).read_text(encoding="ascii"))
                 used = int((group / used_name).read_text(encoding="ascii"))
                 yield limit - used + _reclaimable(group / "memory.stat", prefix)
-            except (OSError, ValueError):  # no such group here (in a container its path is another), or "max"
+            except (OSError, ValueError):  # a container sees another path, or the limit is "max"
                 pass
             if group == top:
                 break
@@ -46,6 +46,6 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _reclaimable(stat: Path, prefix: str) -> int:
-    """Bytes of files that a group counts as used: those seen once can go, of those seen often half is left alone."""
+    """Bytes of a group's used memory that the kernel can reclaim: all inactive and half of the active file cache."""
     values = dict(line.split()[:2] for line in stat.read_text(encoding="ascii").splitlines())
     return int(values.get(f"{prefix}inactive_file", 0)) + int(values.get(f"{prefix}active_file", 0)) // 2

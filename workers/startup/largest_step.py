@@ -1,6 +1,6 @@
-"""The largest step that an engine may make, made once before it serves.
+"""Runs the largest step that an engine can have, once before it serves.
 
-So all memory that steps need is taken, and what the model must compile is compiled, before the first job comes.
+So all memory that steps need is allocated, and all kernels are compiled, before the first job.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ktqueue.operators.step import StepContext
 
 
 def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Batch:
-    """As many tokens and rows as a step may have, all of them token 0, over a cache of its own."""
+    """A batch with the largest number of tokens and rows, all of token 0, and its own cache."""
     rows = min(config.max_num_seqs, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
     pages = -(-tokens // layout.page_size)
@@ -37,5 +37,5 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
 
 
 def run_on_host(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> None:
-    """Make it with a model on the CPU."""
+    """Run it with a model on the CPU."""
     HostRunner(model.module, model.card_facts.vocab_size).execute(largest_batch(model, layout, config))

@@ -1,4 +1,4 @@
-"""What a machine has for a model: memory of host and GPU, cores, and the bus between them."""
+"""The resources of a machine: memory of host and GPU, CPU cores, and the bandwidth between host and GPU."""
 
 import os
 import platform
@@ -11,13 +11,13 @@ import torch
 from ktqueue.workers.startup.device import missing_cuda
 from ktqueue.workers.startup.host_memory import available_memory
 
-_COPY_BYTES = 128 << 20  # of one measured copy
+_COPY_BYTES = 128 << 20  # size of a measured copy
 _COPIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`total` and `free` memory in bytes; `bus`: bytes a second from pinned host memory, 0 where it is not known."""
+    """A GPU. `total` and `free`: memory in bytes. `bus`: bytes per second from pinned host memory, 0 if unknown."""
 
     name: str
     total: int
@@ -26,8 +26,8 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """`host_available`: bytes that new work may take. `gpu`: the first one; None: `no_gpu` says why."""
+class MachineResources:
+    """Resources of a machine. `host_available`: bytes free for a new process. If `gpu` is None, `no_gpu` says why."""
 
     cpu: str
     cores: int
@@ -36,13 +36,13 @@ class Machine:
     no_gpu: str = ""
 
 
-def look(device: str | None = None) -> Machine:
-    """This machine, with the GPU that `device` names, else the first. Takes a part of a second with a GPU."""
+def detect_resources(device: str | None = None) -> MachineResources:
+    """Examine this machine and the GPU that `device` names, else its first. Copies memory to measure a GPU's bus."""
     reason = missing_cuda()
     gpu = None
     if reason is None and device != "cpu":
         gpu = _gpu(torch.device(device or "cuda"))
-    return Machine(
+    return MachineResources(
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         host_available=available_memory(),
@@ -57,24 +57,24 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def _bus(device: torch.device) -> float:
-    """Bytes a second of copies from pinned memory, the best of a few; 0 where the GPU has no room for one."""
+    """Measure copies from pinned memory. Returns the best bytes per second, or 0 if the GPU has no room for a copy."""
     try:
         source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError:  # out of memory is one of them
+    except RuntimeError:  # includes torch.OutOfMemoryError
         return 0.0
     best = float("inf")
     for _ in range(_COPIES):
         torch.cuda.synchronize(device)
-        begun = time.perf_counter()
+        began = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - began)
     return _COPY_BYTES / best
 
 
 def cpu_name() -> str:
-    """The CPU's name, as Linux tells it."""
+    """The CPU's model name, from /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -53,7 +53,7 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: st
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("xpu", "Intel GPUs are not supported yet; with cpu"),
+        ("xpu", "Intel GPUs are not supported yet; cpu works"),
         ("xpu:1", "Intel GPUs"),
         ("npu", "Ascend NPUs"),
         ("rocm", "AMD GPUs"),
@@ -94,7 +94,7 @@ def test_why_there_is_no_cuda_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("The NVIDIA driver on your system is too old\nmore")
 
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert "CUDA 13.0 of torch cannot use the driver: The NVIDIA driver on your system is too old," in refusal()
+    assert "torch's CUDA 13.0 cannot use the driver: The NVIDIA driver on your system is too old," in refusal()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "must be cuda or cuda:0 on this machine, which has 1 GPU, got 'cuda:1'" in refusal()

@@ -9,9 +9,9 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.inspect import ModelReport
 from ktqueue.workers.startup.build import build, check_context, report_of, resolve_max_model_len
-from ktqueue.workers.startup.fit import Fit, fit
+from ktqueue.workers.startup.fit import Fit, choose_settings
 from ktqueue.workers.startup.gpu_memory import plan_before_loading
-from ktqueue.workers.startup.machine import Gpu, Machine, look
+from ktqueue.workers.startup.machine import Gpu, MachineResources, detect_resources
 
 GIB = 1 << 30
 LARGE = "synthetic:qwen3-30b-a3b:q4_k_m"
@@ -36,14 +36,16 @@ def reports() -> Reports:
     return Reports()
 
 
-def machine(host: float, gpu: float = 0, others: float = 0) -> Machine:
+def machine(host: float, gpu: float = 0, others: float = 0) -> MachineResources:
     """With so many GiB free, and so many of the GPU taken by others."""
     one = Gpu(name="GPU", total=int(gpu * GIB), free=int((gpu - others) * GIB), bus=50e9) if gpu else None
-    return Machine(cpu="CPU", cores=8, host_available=int(host * GIB), gpu=one, no_gpu="" if gpu else "no driver")
+    return MachineResources(
+        cpu="CPU", cores=8, host_available=int(host * GIB), gpu=one, no_gpu="" if gpu else "no driver"
+    )
 
 
-def ask(reports: Reports, where: Machine, device: str | None = None, model: str = LARGE, **given: Any) -> Fit:
-    return fit(EngineConfig(model=model, **given), where, reports, device=device, fixed=list(given))
+def ask(reports: Reports, where: MachineResources, device: str | None = None, model: str = LARGE, **given: Any) -> Fit:
+    return choose_settings(EngineConfig(model=model, **given), where, reports, device=device, fixed=list(given))
 
 
 def test_what_fits_keeps_within_the_memory(reports: Reports) -> None:
@@ -112,12 +114,12 @@ def test_a_model_that_cannot_be_loaded_does_not_fit() -> None:
     def refused(config: EngineConfig) -> ModelReport:
         raise CheckpointError("quantised with AWQ")
 
-    found = fit(EngineConfig(), machine(64, 24), refused, device=None, fixed=())
+    found = choose_settings(EngineConfig(), machine(64, 24), refused, device=None, fixed=())
     assert (found.fits, found.why_not, found.notes) == (False, "quantised with AWQ", ())
 
 
 def test_what_is_chosen_here_can_be_built(reports: Reports) -> None:
-    here = look("cpu")
+    here = detect_resources("cpu")
     assert here.gpu is None and here.cores >= 1
     found = ask(reports, replace(here, host_available=min(here.host_available, 4 * GIB)), model="demo")
     assert found.fits

@@ -31,7 +31,7 @@ class MadeUpMemory:
     def __init__(self) -> None:
         self.now = 100 * MIB
 
-    def taken(self) -> int:
+    def used(self) -> int:
         return self.now
 
     def reset_peak(self) -> None:
