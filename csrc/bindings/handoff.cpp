@@ -44,7 +44,7 @@ class BoundHandoff {
             ended = handoff_.close(seconds);
         }
         if (!ended)
-            for (nb::object& one : kept_) one.release();  // kept until the process exits
+            for (nb::object& object : kept_) object.release();  // kept until the process exits
         return ended;
     }
 

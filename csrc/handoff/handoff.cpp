@@ -53,7 +53,7 @@ struct Handoff::State {
     float* const out;
     Word* const request;
     Word* const done;
-    Word taken{0};  // the request that is being served
+    Word serving{0};  // the request that is being served
     std::array<std::atomic<const ExpertLayer*>, kMaxLayers> layers{};
     std::atomic<bool> stop{false}, broken{false};
     std::atomic<Clock::rep> busy_since{0};  // when the serving thread started its work; 0: idle
@@ -169,13 +169,13 @@ bool Handoff::State::watched(Work work) {
 bool Handoff::State::serve_request() {
     const uint32_t word = request->load(std::memory_order_acquire);  // C1
     if (word == 0) return false;
-    taken.store(word, std::memory_order_relaxed);
+    serving.store(word, std::memory_order_relaxed);
     const bool still_serving = watched([&] {
         request->store(0, std::memory_order_relaxed);  // C2, which comes before C4 by its release
         perform(word);
     });
     if (!still_serving) return true;
-    taken.store(0, std::memory_order_relaxed);
+    serving.store(0, std::memory_order_relaxed);
     done->store(word, std::memory_order_release);  // C4
     if (word & kPredicts) watched([&] { fetch_predicted(word); });
     return true;
@@ -205,8 +205,8 @@ void Handoff::State::serve() {
 // Answers the request without running it. A word may be answered more than once: the serving thread may store C4 late,
 // over an answer from here. The waiting stream then finds its answer at the next call.
 void Handoff::State::answer_without_running() {
-    if (const uint32_t word = request->exchange(0)) taken.store(word);
-    if (const uint32_t word = taken.load()) done->store(word, std::memory_order_release);
+    if (const uint32_t word = request->exchange(0)) serving.store(word);
+    if (const uint32_t word = serving.load()) done->store(word, std::memory_order_release);
 }
 
 void Handoff::State::watch() {

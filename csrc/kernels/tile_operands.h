@@ -27,7 +27,7 @@ namespace {
 
 // ---- weights
 
-constexpr float kAgainstCutting = 1.0025f;
+constexpr float kCuttingCorrection = 1.0025f;
 
 // ---- bits of halves
 
@@ -89,7 +89,7 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
     constexpr size_t kHalves = kKind.halves ? 2 : 1;
     constexpr bool kNibbles = Format::kQuant == Quant::Q4_K;
     const Format format(block, slabs);
-    const float weight_unit = 0x1p16f / unit * kAgainstCutting;
+    const float weight_unit = 0x1p16f / unit * kCuttingCorrection;
     __m512i factors[kHalves], offsets[kHalves];
 #pragma GCC unroll 2
     for (size_t h = 0; h < kHalves; ++h) {
