@@ -1,12 +1,8 @@
-"""Which attention backend plans the steps of a model. FlashInfer comes first, our Triton kernels second.
+"""Which attention backend plans the steps of a model: FlashInfer first, our Triton kernels second, torch on a CPU.
 
-Measured on an H200 with the attention of Qwen3-30B-A3B (benchmarks/results/attention-h200.json):
-
-| backend | best at | used for |
-| --- | --- | --- |
-| FlashInfer | many keys from 16 rows on; float8 caches | the first choice on a GPU, if it is installed |
-| Triton | short decode steps, bfloat16 prefill | float32, latents, other head sizes, GPUs without FlashInfer |
-| torch | nothing: it is the twin | CPUs and tests |
+On an H200, FlashInfer is faster for many keys from 16 rows on and for float8 caches, Triton for short decode steps and
+bfloat16 prefill. Triton also serves what FlashInfer lacks: float32, latents, other head sizes. The figures are in
+docs/architecture.md.
 """
 
 import logging
