@@ -35,20 +35,21 @@ class GatewayServer(uvicorn.Server):
     SIGTERM or SIGINT begins the stop. A second signal ends the process at once.
     """
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, connections: Connections) -> None:
         super().__init__(config)
-        self._gateway = gateway
+        self.gateway = gateway
+        self.connections = connections  # without those of the port for probes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also on the port for probes if there is one. Ends the process with 3 if a port cannot be used."""
         await super().startup(sockets)
-        settings = self._gateway.config.gateway
+        settings = self.gateway.config.gateway
         if settings.probe_port is None or self.should_exit:
             return
         protocol = partial(
             LimitedProtocol,
             settings=settings,
-            metrics=self._gateway.metrics,
+            metrics=self.gateway.metrics,
             connections=Connections(PROBE_CONNECTIONS),
             probes_only=True,
             config=self.config,
@@ -68,13 +69,13 @@ class GatewayServer(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
-        self._gateway.draining = True
+        self.gateway.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and after `drain_seconds` end the streams that are still open."""
-        self._gateway.draining = True
+        self.gateway.draining = True
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._gateway.config.gateway.drain_seconds, self._gateway.interrupt)
+        timer = loop.call_later(self.gateway.config.gateway.drain_seconds, self.gateway.interrupt)
         try:
             await super().shutdown(sockets)
         finally:
@@ -107,7 +108,7 @@ def build_server(config: Config) -> GatewayServer:
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # fractions of a second work too
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
     )
-    return GatewayServer(server_config, gateway)
+    return GatewayServer(server_config, gateway, connections)
 
 
 def serve(config: Config) -> None:

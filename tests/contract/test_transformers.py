@@ -10,13 +10,13 @@ from latent_sizes import LATENT_SIZES
 from torch import nn
 from transformers.initialization import no_init_weights
 
-MOE = {
+MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 32},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 96, "sliding_window": None},
     "olmoe": {"num_experts": 8, "intermediate_size": 32},
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -45,7 +45,7 @@ def calls() -> Iterator[list[dict[str, Any]]]:
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
-    ):  # type: ignore[no-untyped-def]
+    ) -> tuple[torch.Tensor, None]:
         (mask,) = rest
         seen.append({"layer": module.layer_idx, "query": query, "key": key, "value": value, "mask": mask, **named})
         return query.transpose(1, 2), None
@@ -100,7 +100,7 @@ def test_experts_modules_share_one_call(model_type: str) -> None:
 
     model = _build(_config(model_type))
     for layer in range(2):
-        block = model.get_submodule(f"model.layers.{layer}.mlp")
+        block: Any = model.get_submodule(f"model.layers.{layer}.mlp")
         assert type(block.experts).__name__.endswith("Experts")
         assert block.experts.get_parameter("down_proj").shape[0] == 8
         assert block.experts.get_parameter("gate_up_proj").dim() == 3
@@ -135,7 +135,7 @@ def test_tied_names_are_told() -> None:
 
 
 def test_router_logits_can_be_switched_off_in_the_config() -> None:
-    model = _build(_config("qwen3_moe", output_router_logits=True))
+    model: Any = _build(_config("qwen3_moe", output_router_logits=True))
     ids = torch.arange(6)[None]
     with torch.no_grad():
         assert model(input_ids=ids).router_logits is not None

@@ -66,7 +66,7 @@ async def test_arq_jobs_go_on_over_the_death_of_the_master(start_stack: Any, tmp
         """As a client has it that connects again when its connection breaks."""
         while True:
             with contextlib.suppress(redis.RedisError, OSError):
-                pool = await connect()
+                pool: Any = await connect()
                 try:
                     return await Job(job_id, pool, _deserializer=loads).result(timeout=60, poll_delay=0.05)
                 finally:
@@ -77,11 +77,11 @@ async def test_arq_jobs_go_on_over_the_death_of_the_master(start_stack: Any, tmp
         async with start_stack(workers=2, broker={"url": fleet.url}, bridge=BridgeConfig(enabled=True)) as stack:
             await stack.until_ready()
             calm = (await stack.read(await stack.submit(**body))).choices()[0]
-            pool = await connect()
+            pool: Any = await connect()
             jobs = [f"tale-{number}" for number in range(6)]
             for job in jobs:
                 assert await pool.enqueue_job("generate", body, _job_id=job) is not None
-            assert await pool.execute_command("WAIT", 1, 10_000) == 1  # what a replica has not, a failover loses
+            assert await pool.execute_command("WAIT", 1, 10_000) == 1  # a failover loses what the replica does not have
             await pool.aclose()
             async with asyncio.timeout(60):
                 while (await stack.http.get(f"/v1/jobs/{jobs[0]}")).json().get("state") != "running":  # noqa: ASYNC110

@@ -1,8 +1,14 @@
 """POST /v1/chat/completions: bodies, chunks, logprobs, choices, what reaches the worker."""
 
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
+from scripted_worker import ScriptedWorker, Step, ended, logprob, token
+from served_gateway import Conforms, PostStream
+
+from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import JobClass
 
@@ -36,7 +42,7 @@ def texts(chunks: list[Any]) -> dict[int, str]:
     return said
 
 
-async def test_whole_answer(http, worker, conforms):
+async def test_whole_answer(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     response = await http.post(PATH, json=BODY)
     assert response.status_code == 200
     body = response.json()
@@ -53,7 +59,9 @@ async def test_whole_answer(http, worker, conforms):
     assert response.headers["x-request-id"]
 
 
-async def test_stream_is_the_same_text_in_valid_chunks(http, worker, stream, conforms):
+async def test_stream_is_the_same_text_in_valid_chunks(
+    http: httpx.AsyncClient, worker: ScriptedWorker, stream: PostStream, conforms: Conforms
+) -> None:
     whole = (await http.post(PATH, json={**BODY, "n": 3})).json()
     frames = await stream(PATH, {**BODY, "n": 3, "stream_options": {"include_usage": True}})
     for chunk in frames.data:
@@ -66,21 +74,23 @@ async def test_stream_is_the_same_text_in_valid_chunks(http, worker, stream, con
     assert texts(chunks) == {one["index"]: one["message"]["content"] for one in whole["choices"]}
 
 
-async def test_no_usage_chunk_unless_asked_for(worker, stream):
+async def test_no_usage_chunk_unless_asked_for(worker: ScriptedWorker, stream: PostStream) -> None:
     frames = await stream(PATH, BODY)
     assert all("usage" not in chunk and chunk["choices"] for chunk in frames.data)
 
 
-async def test_text_held_back_makes_no_empty_chunk(worker, stream, tools, conforms):
-    async def held(claim):
-        yield {"token_ids": (1,), "logprobs": (tools.logprob(b"\xe2\x82"),)}
+async def test_text_held_back_makes_no_empty_chunk(
+    worker: ScriptedWorker, stream: PostStream, conforms: Conforms
+) -> None:
+    async def held(claim: Claim) -> AsyncIterator[Step]:
+        yield {"token_ids": (1,), "logprobs": (logprob(b"\xe2\x82"),)}
         yield 0.05
-        yield {"token_ids": (2,), "logprobs": (tools.logprob(b"\xac"),), "text": "€"}
+        yield {"token_ids": (2,), "logprobs": (logprob(b"\xac"),), "text": "€"}
         yield 0.05
-        yield {"token_ids": (3,), "logprobs": (tools.logprob(b"st"),)}
+        yield {"token_ids": (3,), "logprobs": (logprob(b"st"),)}
         yield 0.05
-        yield {"token_ids": (4,), "logprobs": (tools.logprob(b""),), "finish_reason": FinishReason.STOP}
-        yield tools.ended(claim)
+        yield {"token_ids": (4,), "logprobs": (logprob(b""),), "finish_reason": FinishReason.STOP}
+        yield ended(claim)
 
     worker.script = held
     frames = await stream(PATH, {**BODY, "logprobs": True, "top_logprobs": 2})
@@ -95,14 +105,16 @@ async def test_text_held_back_makes_no_empty_chunk(worker, stream, tools, confor
     assert [len(one["top_logprobs"]) for one in positions] == [2] * 4
 
 
-async def test_half_a_character_at_the_end_is_in_the_logprobs_too(http, worker, tools):
-    async def cut(claim):
-        yield {"token_ids": (1,), "logprobs": (tools.logprob(b"a\xe2"),), "text": "a"}
+async def test_half_a_character_at_the_end_is_in_the_logprobs_too(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
+    async def cut(claim: Claim) -> AsyncIterator[Step]:
+        yield {"token_ids": (1,), "logprobs": (logprob(b"a\xe2"),), "text": "a"}
         yield {
-            "token_ids": (2,), "logprobs": (tools.logprob(b"\x82"),), "text": "\ufffd",
+            "token_ids": (2,), "logprobs": (logprob(b"\x82"),), "text": "\ufffd",
             "finish_reason": FinishReason.LENGTH,
         }  # fmt: skip
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = cut
     choice = (await http.post(PATH, json={**BODY, "logprobs": True})).json()["choices"][0]
@@ -110,7 +122,7 @@ async def test_half_a_character_at_the_end_is_in_the_logprobs_too(http, worker, 
     assert choice["message"]["content"] == "a\ufffd"
 
 
-async def test_logprobs_of_a_whole_answer(http, worker, conforms):
+async def test_logprobs_of_a_whole_answer(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     body = (await http.post(PATH, json={**BODY, "logprobs": True, "top_logprobs": 2})).json()
     conforms(body, "CreateChatCompletionResponse")
     choice = body["choices"][0]
@@ -120,13 +132,13 @@ async def test_logprobs_of_a_whole_answer(http, worker, conforms):
     assert without["choices"][0]["logprobs"] is None
 
 
-async def test_waiting_text_runs_together(worker, stream, tools):
-    async def burst(claim):
+async def test_waiting_text_runs_together(worker: ScriptedWorker, stream: PostStream) -> None:
+    async def burst(claim: Claim) -> AsyncIterator[Step]:
         for letter in "abcdefgh":
-            yield tools.token(letter)
+            yield token(letter)
         yield 0.05
         yield {"finish_reason": FinishReason.LENGTH}
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = burst
     frames = await stream(PATH, BODY)
@@ -134,7 +146,7 @@ async def test_waiting_text_runs_together(worker, stream, tools):
     assert frames.data[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_every_field_reaches_the_worker(http, worker):
+async def test_every_field_reaches_the_worker(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     body = {
         **BODY,
         "messages": [
@@ -179,7 +191,7 @@ async def test_every_field_reaches_the_worker(http, worker):
     assert (request.job_class, request.priority, request.expires_in) == (JobClass.BATCH, 3, 60)
 
 
-async def test_null_fields_mean_the_default(http, worker):
+async def test_null_fields_mean_the_default(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     names = (
         "temperature",
         "top_p",
@@ -197,13 +209,15 @@ async def test_null_fields_mean_the_default(http, worker):
     assert (sampling.temperature, sampling.top_p, sampling.n, sampling.max_tokens) == (1.0, 1.0, 1, None)
 
 
-async def test_tool_choice_none_offers_no_tools(http, worker):
+async def test_tool_choice_none_offers_no_tools(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert (await http.post(PATH, json={**BODY, "tools": [tool], "tool_choice": "none"})).status_code == 200
     assert worker.claims[0].request.tools == ()
 
 
-async def test_same_idempotency_key_is_one_job(http, worker, conforms):
+async def test_same_idempotency_key_is_one_job(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     headers = {"idempotency-key": "k1"}
     first = await http.post(PATH, json=BODY, headers=headers)
     second = await http.post(PATH, json=BODY, headers=headers)
@@ -214,12 +228,12 @@ async def test_same_idempotency_key_is_one_job(http, worker, conforms):
     conforms(other.json(), "ErrorResponse")
 
 
-async def test_job_of_another_state_is_an_error(http, worker, tools):
+async def test_job_of_another_state_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for state, status in ((JobState.CANCELLED, 499), (JobState.EXPIRED, 504), (JobState.FAILED, 500)):
 
-        async def fails(claim, state=state):
-            yield tools.token("half")
-            yield tools.ended(claim, state)
+        async def fails(claim: Claim, state: JobState = state) -> AsyncIterator[Step]:
+            yield token("half")
+            yield ended(claim, state)
 
         worker.script = fails
         response = await http.post(PATH, json=BODY)

@@ -2,25 +2,30 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker, Step, ended, token
+from served_gateway import Conforms, PostStream, ServeWith
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"model": "tale", "prompt": "Once"}
 
 
-async def echo(claim, tools):
+async def echo(claim: Claim) -> AsyncIterator[Step]:
     """Each choice says its prompt and its number."""
-    prompt = claim.request.prompt or str(list(claim.request.prompt_token_ids))
+    prompt = claim.request.prompt or str(list(claim.request.prompt_token_ids or ()))
     for index in range(claim.request.sampling.n):
-        yield tools.token(f"{prompt}/", index=index)
+        yield token(f"{prompt}/", index=index)
         yield 0.01
-        yield tools.token(str(index), index=index, finish_reason=FinishReason.STOP)
-    yield tools.ended(claim)
+        yield token(str(index), index=index, finish_reason=FinishReason.STOP)
+    yield ended(claim)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +38,15 @@ async def echo(claim, tools):
         ([0], ["[0]"]),
     ],
 )
-async def test_prompts(http, worker, stream, conforms, tools, prompt, said):
-    worker.script = lambda claim: echo(claim, tools)
+async def test_prompts(
+    http: httpx.AsyncClient,
+    worker: ScriptedWorker,
+    stream: PostStream,
+    conforms: Conforms,
+    prompt: Any,
+    said: list[str],
+) -> None:
+    worker.script = echo
     expected = {job * 2 + index: f"{text}/{index}" for job, text in enumerate(said) for index in range(2)}
     response = await http.post(PATH, json={**BODY, "prompt": prompt, "n": 2})
     body = response.json()
@@ -58,7 +70,9 @@ async def test_prompts(http, worker, stream, conforms, tools, prompt, said):
     assert frames.data[-1]["usage"] == body["usage"]
 
 
-async def test_chunks_are_valid_but_for_the_null_finish_reason(worker, stream, conforms):
+async def test_chunks_are_valid_but_for_the_null_finish_reason(
+    worker: ScriptedWorker, stream: PostStream, conforms: Conforms
+) -> None:
     frames = await stream(PATH, {**BODY, "logprobs": 1})
     for chunk in frames.data:
         # OpenAI streams null here as well; its description has one schema for bodies and chunks.
@@ -67,7 +81,9 @@ async def test_chunks_are_valid_but_for_the_null_finish_reason(worker, stream, c
         conforms(chunk, "CreateCompletionResponse")
 
 
-async def test_logprobs(http, worker, stream, conforms):
+async def test_logprobs(
+    http: httpx.AsyncClient, worker: ScriptedWorker, stream: PostStream, conforms: Conforms
+) -> None:
     body = (await http.post(PATH, json={**BODY, "logprobs": 2})).json()
     conforms(body, "CreateCompletionResponse")
     logprobs = body["choices"][0]["logprobs"]
@@ -85,16 +101,18 @@ async def test_logprobs(http, worker, stream, conforms):
     assert offsets == [0, 4, 9]
 
 
-async def test_default_length_is_openais(http, worker):
+async def test_default_length_is_openais(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(PATH, json=BODY)).status_code == 200
     assert worker.claims[0].request.sampling.max_tokens == 16
 
 
-async def test_one_failed_prompt_fails_the_answer_and_cancels_the_rest(http, worker, tools, broker):
-    async def some_fail(claim):
-        yield tools.token("x")
+async def test_one_failed_prompt_fails_the_answer_and_cancels_the_rest(
+    http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker
+) -> None:
+    async def some_fail(claim: Claim) -> AsyncIterator[Step]:
+        yield token("x")
         if claim.request.prompt == "bad":
-            yield tools.ended(claim, JobState.FAILED)
+            yield ended(claim, JobState.FAILED)
         else:
             for _ in range(500):
                 yield 0.01
@@ -106,22 +124,24 @@ async def test_one_failed_prompt_fails_the_answer_and_cancels_the_rest(http, wor
     assert [event async for event in broker.journal.follow(good)][-1].state is JobState.CANCELLED
 
 
-async def test_too_many_choices(http, worker):
+async def test_too_many_choices(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(PATH, json={**BODY, "prompt": ["a"] * 100, "n": 2})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "n"
     assert response.json()["error"]["limit"] == 128
 
 
-async def test_a_refused_request_stops_no_job_of_its_idempotency_key(serve_with, worker, broker, tools):
+async def test_a_refused_request_stops_no_job_of_its_idempotency_key(
+    serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
+) -> None:
     """The job of the first prompt is there already, and the first client waits for it."""
     go_on = asyncio.Event()
 
-    async def wait(claim):
+    async def wait(claim: Claim) -> AsyncIterator[Step]:
         while not go_on.is_set():
             yield 0.01
-        yield tools.token("x", finish_reason=FinishReason.STOP)
-        yield tools.ended(claim)
+        yield token("x", finish_reason=FinishReason.STOP)
+        yield ended(claim)
 
     worker.script = wait
     headers = {"idempotency-key": "k"}
@@ -130,7 +150,7 @@ async def test_a_refused_request_stops_no_job_of_its_idempotency_key(serve_with,
         await worker.claimed(2)
         other = await http.post(PATH, json={**BODY, "prompt": ["a", "c"]}, headers=headers)
         assert other.json()["error"]["code"] == "idempotency_conflict"
-        await server.config.app.state.gateway.finish_background()
+        await server.gateway.finish_background()
         assert not any(job.cancel_requested for job in await broker.jobs.list())
         go_on.set()
         assert (await first).status_code == 200

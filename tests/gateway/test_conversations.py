@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker, Step, ended, logprob, token
+from served_gateway import ServeWith
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.tenants import TenantConfig, hash_of
 
@@ -27,26 +33,38 @@ def query(**more: Any) -> dict[str, Any]:
     return {"conv_id": NAMED["x-conversation-id"], **more}
 
 
-@pytest.fixture
-def slow_tale(worker, tools):
-    """Words of each choice in turn, some of them without text, until `go` lets the rest come."""
-    worker.go = asyncio.Event()
+@dataclass
+class SlowTale:
+    """A worker that stops in the middle of its text until `go` is set."""
 
-    async def talk(claim):
+    worker: ScriptedWorker
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def claims(self) -> list[Claim]:
+        return self.worker.claims
+
+
+@pytest.fixture
+def slow_tale(worker: ScriptedWorker) -> SlowTale:
+    """Yields the words of all choices in turn, some without text. The second half follows once `go` is set."""
+    story = SlowTale(worker)
+
+    async def talk(claim: Claim) -> AsyncIterator[Step]:
         n = claim.request.sampling.n
         for word in range(WORDS):
             for index in range(n):
                 silent = word % 4 == 3
                 text = "" if silent else f"{index}-{word} "
-                yield tools.token(text, index=index, logprobs=(tools.logprob(b"w"),))
+                yield token(text, index=index, logprobs=(logprob(b"w"),))
             if word == WORDS // 2:
-                await worker.go.wait()
+                await story.go.wait()
         for index in range(n):
             yield {"index": index, "text": "!", "finish_reason": FinishReason.STOP}
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = talk
-    return worker
+    return story
 
 
 async def blocks(response: httpx.Response, at_most: int = 10_000) -> list[str]:
@@ -75,7 +93,9 @@ async def resume(http: httpx.AsyncClient, last: str | None = None, **more: Any) 
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_stream_goes_on_from_any_of_its_frames(url, serve_with, slow_tale, broker, path):
+async def test_a_stream_goes_on_from_any_of_its_frames(
+    url: str, serve_with: ServeWith, slow_tale: SlowTale, broker: Broker, path: str
+) -> None:
     asked = body(path, stream_options={"include_usage": True})
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         async with http.stream("POST", path, json=asked, headers=NAMED) as response:
@@ -104,7 +124,9 @@ async def test_a_stream_goes_on_from_any_of_its_frames(url, serve_with, slow_tal
     assert 'success_total{finished_reason="stop"' not in metrics  # readers that come back are not counted again
 
 
-async def test_what_a_numbered_stream_says_is_what_any_stream_says(http, slow_tale):
+async def test_what_a_numbered_stream_says_is_what_any_stream_says(
+    http: httpx.AsyncClient, slow_tale: SlowTale
+) -> None:
     slow_tale.go.set()
     answers = []
     for headers in (NAMED, {}):
@@ -120,7 +142,9 @@ async def test_what_a_numbered_stream_says_is_what_any_stream_says(http, slow_ta
     assert answers[0][1].startswith("1-0 1-1 ")
 
 
-async def test_the_next_answer_takes_the_place_of_the_one_before(http, slow_tale, broker):
+async def test_the_next_answer_takes_the_place_of_the_one_before(
+    http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker
+) -> None:
     ids = []
     for _ in range(2):
         async with http.stream("POST", CHAT, json=body(CHAT), headers=NAMED) as response:
@@ -135,7 +159,9 @@ async def test_the_next_answer_takes_the_place_of_the_one_before(http, slow_tale
     assert (await broker.jobs.get(ids[1])).state is JobState.DONE
 
 
-async def test_the_same_request_again_stops_nothing(http, slow_tale, broker):
+async def test_the_same_request_again_stops_nothing(
+    http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker
+) -> None:
     headers = {**NAMED, "idempotency-key": "one"}
     for _ in range(2):
         async with http.stream("POST", CHAT, json=body(CHAT), headers=headers) as response:
@@ -146,7 +172,7 @@ async def test_the_same_request_again_stops_nothing(http, slow_tale, broker):
     assert len(slow_tale.claims) == 1
 
 
-async def test_a_stream_can_be_stopped(http, slow_tale, broker):
+async def test_a_stream_can_be_stopped(http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker) -> None:
     async with http.stream("POST", CHAT, json=body(CHAT), headers=NAMED) as response:
         job_id = response.headers["x-job-id"]
         seen = await blocks(response, at_most=3)
@@ -159,7 +185,9 @@ async def test_a_stream_can_be_stopped(http, slow_tale, broker):
     assert (await http.delete(STREAM, params={"conv_id": "nobody"})).status_code == 204
 
 
-async def test_what_cannot_be_taken_up_is_told(http, worker, broker, raw_keys):
+async def test_what_cannot_be_taken_up_is_told(
+    http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker, raw_keys: Callable[[str], list[tuple[bytes, int]]]
+) -> None:
     for params, status, param in (
         ({"conv_id": "nobody"}, 404, "conv_id"),
         ({}, 400, "conv_id"),
@@ -175,7 +203,7 @@ async def test_what_cannot_be_taken_up_is_told(http, worker, broker, raw_keys):
     assert worker.claims == []
     answer = await http.post(CHAT, json={**body(CHAT), "stream": False}, headers=NAMED)
     assert answer.status_code == 200
-    assert (await resume(http, **{"from": 0}))[-1] == "data: [DONE]"
+    assert (await resume(http, **{"from": "0"}))[-1] == "data: [DONE]"
     beyond = await http.get(STREAM, params=query(), headers={"last-event-id": "99"})
     assert (beyond.status_code, beyond.json()["error"]["code"]) == (400, "journal_regressed")
     assert beyond.json()["error"]["value"] == 99
@@ -183,7 +211,7 @@ async def test_what_cannot_be_taken_up_is_told(http, worker, broker, raw_keys):
     assert 0 < key[1] <= broker.config.idempotency_ttl
 
 
-async def test_a_conversation_is_its_tenant_s_alone(serve_with, slow_tale, broker):
+async def test_a_conversation_is_its_tenant_s_alone(serve_with: ServeWith, slow_tale: SlowTale, broker: Broker) -> None:
     tenants = tuple(TenantConfig(name=name, keys=(hash_of(f"key-{name}"),)) for name in ("one", "two"))
     slow_tale.go.set()
     async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -198,8 +226,8 @@ async def test_a_conversation_is_its_tenant_s_alone(serve_with, slow_tale, broke
 
 
 @pytest.fixture
-def raw_keys(broker, redis_direct):
-    """Names that match, with the seconds that each has to live."""
+def raw_keys(broker: Broker, redis_direct: str) -> Callable[[str], list[tuple[bytes, int]]]:
+    """A function that lists the keys of a pattern, each with its time to live in seconds."""
     import redis
 
     def found(pattern: str) -> list[tuple[bytes, int]]:

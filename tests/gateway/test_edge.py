@@ -1,21 +1,26 @@
 """Keys, request ids, the cap on connections, probes, metrics, the API's description; HTTP that is broken."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
+from scripted_worker import ScriptedWorker, Step, ended, tale
+from served_gateway import Conforms, ServeWith
 
 from ktqueue import __version__
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.core.tenants import hash_of
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def test_keys(serve_with, worker, conforms):
+async def test_keys(serve_with: ServeWith, worker: ScriptedWorker, conforms: Conforms) -> None:
     async with (
         serve_with(api_keys=(hash_of("first"), hash_of("other"))) as (_, url),
         httpx.AsyncClient(base_url=url) as http,
@@ -26,7 +31,7 @@ async def test_keys(serve_with, worker, conforms):
             {"x-api-key": "other"},
         ):
             assert (await http.post(CHAT, json=BODY, headers=headers)).status_code == 200
-        for headers in (
+        unknown: list[dict[str, Any]] = [
             {},
             {"authorization": "Bearer wrong"},
             {"authorization": "Basic other"},
@@ -35,8 +40,9 @@ async def test_keys(serve_with, worker, conforms):
             {"x-api-key": ""},
             {"x-api-key": "othe"},
             {"authorization": b"Bearer \xff\xfe"},
-        ):
-            response = await http.post(CHAT, json=BODY, headers=headers)
+        ]
+        for fields in unknown:
+            response = await http.post(CHAT, json=BODY, headers=fields)
             assert response.status_code == 401
             conforms(response.json(), "ErrorResponse")
             assert response.json()["error"]["type"] == "authentication_error"
@@ -50,7 +56,7 @@ async def test_keys(serve_with, worker, conforms):
         assert ready == {"status": "ok", "workers": 1, "models": ["tale"]}
 
 
-async def test_request_ids(http):
+async def test_request_ids(http: httpx.AsyncClient) -> None:
     assert (await http.get("/healthz", headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
     made = [(await http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
@@ -58,10 +64,10 @@ async def test_request_ids(http):
         assert (await http.get("/healthz", headers={"x-request-id": odd})).headers["x-request-id"].startswith("req-")
 
 
-async def test_the_cap_on_requests(serve_with, worker, tools):
-    async def slow(claim):
+async def test_the_cap_on_requests(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+    async def slow(claim: Claim) -> AsyncIterator[Step]:
         yield 0.5
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = slow
     async with serve_with(max_connections=2) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
@@ -75,16 +81,16 @@ async def test_the_cap_on_requests(serve_with, worker, tools):
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/metrics")).status_code == 200
         await asyncio.gather(*busy)
-        worker.script = tools.tale
+        worker.script = tale
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_ready_only_with_a_worker(http, broker, tools):
+async def test_ready_only_with_a_worker(http: httpx.AsyncClient, broker: Broker) -> None:
     assert (await http.get("/healthz")).json() == {"status": "ok"}
     response = await http.get("/readyz")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    worker = tools.ScriptedWorker(broker)
+    worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
     assert (await http.get("/readyz")).json() == {"status": "ok", "workers": 1, "models": ["tale"]}
@@ -93,7 +99,7 @@ async def test_ready_only_with_a_worker(http, broker, tools):
     assert (await http.get("/readyz")).status_code == 503
 
 
-async def test_models(http, worker, conforms):
+async def test_models(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     body = (await http.get("/v1/models")).json()
     conforms(body, "ListModelsResponse")
     assert [one["id"] for one in body["data"]] == ["tale"]
@@ -103,7 +109,7 @@ async def test_models(http, worker, conforms):
     assert (model["created"], model["max_model_len"]) == (1_700_000_000, 512)
 
 
-async def test_metrics(http, worker):
+async def test_metrics(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(CHAT, json=BODY)).status_code == 200
     assert (await http.get("/nowhere")).status_code == 404
     await asyncio.sleep(0.3)
@@ -127,7 +133,7 @@ async def test_metrics(http, worker):
     assert "_created" not in text
 
 
-async def test_names_that_clients_make_up_are_one_series(http, worker):
+async def test_names_that_clients_make_up_are_one_series(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(CHAT, json=BODY)).status_code == 200
     for model in ("made-up", "up-made"):
         assert (await http.post(CHAT, json={**BODY, "model": model})).status_code == 404
@@ -138,7 +144,9 @@ async def test_names_that_clients_make_up_are_one_series(http, worker):
     assert "made-up" not in text
 
 
-async def test_without_redis_the_gateway_says_so(http, worker, monkeypatch):
+async def test_without_redis_the_gateway_says_so(
+    http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ktqueue.core.errors import Unavailable
 
     async def away(*_: Any, **__: Any) -> None:
@@ -153,7 +161,7 @@ async def test_without_redis_the_gateway_says_so(http, worker, monkeypatch):
     assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
 
 
-async def test_a_stranger_does_not_learn_where_redis_is(serve_with, monkeypatch):
+async def test_a_stranger_does_not_learn_where_redis_is(serve_with: ServeWith, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktqueue.core.errors import Unavailable
 
     async def away(*_: Any, **__: Any) -> None:
@@ -167,7 +175,7 @@ async def test_a_stranger_does_not_learn_where_redis_is(serve_with, monkeypatch)
     assert "10.0.0.7" in operator.text
 
 
-async def test_description(http, worker):
+async def test_description(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     document = (await http.get("/openapi.json")).json()
     OpenAPIV31SpecValidator(document).validate()
     assert document["info"]["version"] == __version__
@@ -189,7 +197,7 @@ async def test_description(http, worker):
         check({**BODY, "n": 0}, "ChatBody")
 
 
-async def test_every_route_is_described(http):
+async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
     from ktqueue.gateway.app import routes
 
     paths = set((await http.get("/openapi.json")).json()["paths"])
@@ -211,7 +219,7 @@ BROKEN_HTTP = [
 ]
 
 
-async def test_broken_http_harms_nobody(url, worker):
+async def test_broken_http_harms_nobody(url: str, worker: ScriptedWorker) -> None:
     host, port = url.removeprefix("http://").split(":")
     async with httpx.AsyncClient(base_url=url) as http:
         for data in BROKEN_HTTP:
@@ -227,7 +235,7 @@ async def test_broken_http_harms_nobody(url, worker):
             assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_an_announced_size_is_refused_before_the_body(url):
+async def test_an_announced_size_is_refused_before_the_body(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
@@ -236,7 +244,7 @@ async def test_an_announced_size_is_refused_before_the_body(url):
     writer.transport.abort()
 
 
-async def test_a_body_that_never_ends_is_given_up(serve_with, worker):
+async def test_a_body_that_never_ends_is_given_up(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     async with serve_with(stall_seconds=0.3) as (_, url):
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

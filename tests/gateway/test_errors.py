@@ -2,11 +2,18 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import pytest
+from scripted_worker import ScriptedWorker, Step, ended, token
+from served_gateway import Conforms, PostStream, ServeWith, serving
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
+from ktqueue.core.config import Config
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import JobState
 
@@ -23,7 +30,7 @@ def deep(levels: int) -> Any:
     return value
 
 
-WRONG_CHAT = [
+WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": ""}, "model"),
     ({"model": 5}, "model"),
     ({"messages": []}, "messages"),
@@ -121,7 +128,7 @@ WRONG_CHAT = [
 ]
 
 
-async def test_wrong_chat_fields(http, worker, conforms):
+async def test_wrong_chat_fields(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     for change, param in WRONG_CHAT:
         response = await http.post(CHAT, json={**BODY, **change})
         assert response.status_code == 400, change
@@ -136,7 +143,7 @@ async def test_wrong_chat_fields(http, worker, conforms):
     assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-WRONG_COMPLETION = [
+WRONG_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -159,14 +166,14 @@ WRONG_COMPLETION = [
 ]
 
 
-async def test_wrong_completion_fields(http, worker):
+async def test_wrong_completion_fields(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, param in WRONG_COMPLETION:
         response = await http.post(COMPLETE, json={"model": "tale", "prompt": "x", **change})
         assert response.status_code == 400, change
         assert response.json()["error"]["param"] == param
 
 
-async def test_limits_are_told_exactly(http, worker):
+async def test_limits_are_told_exactly(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, words in (
         ({"seed": 2**63}, f"at most {2**63 - 1}, got {2**63}"),
         ({"top_k": 2**31}, f"at most {2**31 - 1}, got"),
@@ -176,14 +183,14 @@ async def test_limits_are_told_exactly(http, worker):
         assert words in (await http.post(CHAT, json={**BODY, **change})).json()["error"]["message"]
 
 
-async def test_what_is_so_anyway_may_be_asked_for(http, worker):
+async def test_what_is_so_anyway_may_be_asked_for(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     asked = {"skip_special_tokens": True, "allowed_token_ids": None, "include_stop_str_in_output": False}
     assert (await http.post(CHAT, json={**BODY, **asked, "add_special_tokens": False})).status_code == 200
     complete = {"model": "tale", "prompt": "x", **asked, "add_special_tokens": True}
     assert (await http.post(COMPLETE, json=complete)).status_code == 200
 
 
-async def test_missing_fields(http, worker):
+async def test_missing_fields(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for path, param in ((CHAT, "messages"), (COMPLETE, "prompt")):
         response = await http.post(path, json={"model": "tale"})
         assert response.status_code == 400
@@ -196,7 +203,9 @@ NO_OBJECT = [
 ]  # fmt: skip
 
 
-async def test_bodies_that_are_no_json_object(http, worker, conforms):
+async def test_bodies_that_are_no_json_object(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     for body in NO_OBJECT:
         response = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400, body[:20]
@@ -205,7 +214,7 @@ async def test_bodies_that_are_no_json_object(http, worker, conforms):
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_content_types(http, worker):
+async def test_content_types(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     content = json.dumps(BODY).encode()
     for kind, status in (
         ("text/plain", 415),
@@ -221,7 +230,9 @@ async def test_content_types(http, worker):
     assert (await http.send(request)).status_code == 200
 
 
-async def test_large_bodies_are_refused_while_they_come(serve_with, worker, conforms):
+async def test_large_bodies_are_refused_while_they_come(
+    serve_with: ServeWith, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     async with serve_with(max_body_bytes=100_000) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
         big = json.dumps({**BODY, "user": "x" * 10_000_000}).encode()
         response = await http.post(CHAT, content=big, headers={"content-type": "application/json"})
@@ -231,7 +242,7 @@ async def test_large_bodies_are_refused_while_they_come(serve_with, worker, conf
 
         sent = 0
 
-        async def pieces():
+        async def pieces() -> AsyncIterator[bytes]:
             nonlocal sent
             for _ in range(1_000):
                 sent += 10_000
@@ -242,7 +253,7 @@ async def test_large_bodies_are_refused_while_they_come(serve_with, worker, conf
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_paths_and_methods(http, conforms):
+async def test_paths_and_methods(http: httpx.AsyncClient, conforms: Conforms) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/v1/models/none", 404),
@@ -259,12 +270,12 @@ async def test_paths_and_methods(http, conforms):
     assert set((await http.put("/v1/jobs")).headers["allow"].split(", ")) >= {"GET", "POST"}
 
 
-async def test_unknown_model_and_no_worker(http, broker, conforms, tools):
+async def test_unknown_model_and_no_worker(http: httpx.AsyncClient, broker: Broker, conforms: Conforms) -> None:
     response = await http.post(CHAT, json=BODY)
     assert response.status_code == 503
     conforms(response.json(), "ErrorResponse")
     assert int(response.headers["retry-after"]) >= 1
-    worker = tools.ScriptedWorker(broker)
+    worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
     response = await http.post(CHAT, json={**BODY, "model": "other"})
@@ -275,14 +286,14 @@ async def test_unknown_model_and_no_worker(http, broker, conforms, tools):
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_full_queue(serving_config, config, broker, tools):
-    worker = tools.ScriptedWorker(broker)
+async def test_full_queue(config: Config, broker: Broker) -> None:
+    worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
     task.cancel()  # the model stays known, and nobody empties its queue
     await asyncio.gather(task, return_exceptions=True)
     full = replace(config, broker=replace(config.broker, max_queued_batch=1))
-    async with serving_config(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
+    async with serving(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
         first = await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})
         assert first.status_code == 202
         response = await http.post(CHAT, json={**BODY, "service_tier": "flex"})
@@ -293,7 +304,9 @@ async def test_full_queue(serving_config, config, broker, tools):
         assert (await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})).status_code == 202
 
 
-async def test_early_errors_have_their_own_status_streamed_or_not(http, worker, tools, conforms):
+async def test_early_errors_have_their_own_status_streamed_or_not(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     error = ErrorInfo(
         code="context_length_exceeded",
         message="This model's maximum context length is 512 tokens, the prompt has 600",
@@ -303,8 +316,8 @@ async def test_early_errors_have_their_own_status_streamed_or_not(http, worker, 
         value=600,
     )
 
-    async def too_long(claim):
-        yield tools.ended(claim, JobState.FAILED, error=error)
+    async def too_long(claim: Claim) -> AsyncIterator[Step]:
+        yield ended(claim, JobState.FAILED, error=error)
 
     worker.script = too_long
     for stream in (False, True):
@@ -323,11 +336,11 @@ async def test_early_errors_have_their_own_status_streamed_or_not(http, worker, 
         }
 
 
-async def test_late_errors_come_in_the_stream(worker, stream, tools, conforms):
-    async def breaks(claim):
-        yield tools.token("half")
+async def test_late_errors_come_in_the_stream(worker: ScriptedWorker, stream: PostStream, conforms: Conforms) -> None:
+    async def breaks(claim: Claim) -> AsyncIterator[Step]:
+        yield token("half")
         yield 0.05
-        yield tools.ended(claim, JobState.FAILED, error=ErrorInfo(code="engine_failure", message="no"))
+        yield ended(claim, JobState.FAILED, error=ErrorInfo(code="engine_failure", message="no"))
 
     worker.script = breaks
     frames = await stream(CHAT, BODY)
@@ -337,10 +350,10 @@ async def test_late_errors_come_in_the_stream(worker, stream, tools, conforms):
     assert frames.data[1]["choices"][0]["delta"] == {"content": "half"}
 
 
-async def test_a_slow_start_is_a_200_with_pings(worker, stream, tools):
-    async def late(claim):
+async def test_a_slow_start_is_a_200_with_pings(worker: ScriptedWorker, stream: PostStream) -> None:
+    async def late(claim: Claim) -> AsyncIterator[Step]:
         yield 0.6
-        yield tools.ended(claim, JobState.EXPIRED)
+        yield ended(claim, JobState.EXPIRED)
 
     worker.script = late
     frames = await stream(CHAT, BODY)
@@ -349,8 +362,8 @@ async def test_a_slow_start_is_a_200_with_pings(worker, stream, tools):
     assert frames.data[-1]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_deadline_passes_in_the_queue(http, worker, tools):
-    async def never(claim):
+async def test_deadline_passes_in_the_queue(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def never(claim: Claim) -> AsyncIterator[Step]:
         for _ in range(1000):
             yield 0.01
 
@@ -360,7 +373,9 @@ async def test_deadline_passes_in_the_queue(http, worker, tools):
     assert response.json()["error"]["type"] == "timeout_error"
 
 
-async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(http, worker, monkeypatch):
+async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(
+    http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret")
 
@@ -371,8 +386,8 @@ async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(http, worker, monke
     assert response.headers["x-request-id"] in response.json()["error"]["message"]
 
 
-async def test_deadline_passes_before_any_worker_claims(http, broker, tools):
-    worker = tools.ScriptedWorker(broker)
+async def test_deadline_passes_before_any_worker_claims(http: httpx.AsyncClient, broker: Broker) -> None:
+    worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
     task.cancel()  # the model stays known

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker
 
 from benchmarks.queue.flood_clients import KINDS
 from ktqueue.broker.broker import Broker
@@ -66,7 +67,7 @@ def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 async def stranger(gateway: tuple[str, int], redis_server: str, tools: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the gateway, with a worker behind it."""
     async with await Broker.open(BrokerConfig(url=redis_server, prefix=PREFIX)) as broker:
-        worker = tools.ScriptedWorker(broker)
+        worker = ScriptedWorker(broker)
         task = asyncio.create_task(worker.run())
         await worker.ready.wait()
         transport = httpx.AsyncHTTPTransport(local_address="127.0.0.77")
@@ -102,7 +103,7 @@ def resident_bytes(process: int) -> int:
 
 
 @pytest.mark.parametrize(("kinds", "addresses"), [(HELD, 1), (HELD + ENDLESS, 50)])
-async def test_a_flood_harms_nobody(gateway, stranger, kinds, addresses):
+async def test_a_flood_harms_nobody(gateway: Any, stranger: Any, kinds: Any, addresses: int) -> None:
     url, process = gateway
     before = resident_bytes(process)
     async with flood(kinds, int(url.rpartition(":")[2]), addresses) as report:

@@ -14,10 +14,17 @@ from ktqueue.openai.errors import UnsupportedParameter
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
 CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "tale", "prompt": "Hi"}
-ALIASED = {"max_tokens": 7, "min_tokens": 2, "repetition_penalty": 1.2, "stop": ("END",), "seed": 5, "ignore_eos": True}
+ALIASED: dict[str, Any] = {
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "repetition_penalty": 1.2,
+    "stop": ("END",),
+    "seed": 5,
+    "ignore_eos": True,
+}
 
 
-def test_the_documentation_has_the_table():
+def test_the_documentation_has_the_table() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     rows = [f"| {names} | {fate} |" for names, fate in foreign_fields.field_rows()]
     missing = [row for row in rows if row not in text]
@@ -26,7 +33,7 @@ def test_the_documentation_has_the_table():
     assert [line for line in table.splitlines()[2:] if line.startswith("| `")][: len(rows) + 1] == rows
 
 
-def test_no_field_has_two_fates():
+def test_no_field_has_two_fates() -> None:
     ours = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     aliases, hints, refused = (
         set(table) for table in (foreign_fields.ALIASES, foreign_fields.HINTS, foreign_fields.REFUSED)
@@ -38,9 +45,9 @@ def test_no_field_has_two_fates():
 
 
 @pytest.mark.parametrize("name", foreign_fields.ALIASES)
-def test_an_alias_is_honoured(name):
+def test_an_alias_is_honoured(name: str) -> None:
     ours = foreign_fields.ALIASES[name]
-    value = list(ALIASED[ours]) if ours == "stop" else ALIASED[ours]
+    value: Any = list(ALIASED[ours]) if ours == "stop" else ALIASED[ours]
     sampling = parse_completion({**COMPLETION, name: value}).requests()[0].sampling
     assert getattr(sampling, ours) == ALIASED[ours]
     assert getattr(parse_chat({**CHAT, name: value}).request().sampling, ours) == ALIASED[ours]
@@ -50,7 +57,7 @@ def test_an_alias_is_honoured(name):
 
 
 @pytest.mark.parametrize("name", [*foreign_fields.REFUSED, "add_special_tokens"])
-def test_a_refusal_names_the_field(name):
+def test_a_refusal_names_the_field(name: str) -> None:
     for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
         with pytest.raises(UnsupportedParameter) as caught:
             parse({**body, "repetition_penalty": 1.5, name: {"of": "course"}})
@@ -60,7 +67,7 @@ def test_a_refusal_names_the_field(name):
         parse({**body, name: None})
 
 
-def test_what_asks_for_nothing_is_taken():
+def test_what_asks_for_nothing_is_taken() -> None:
     parse_chat(
         {
             **CHAT,
@@ -77,7 +84,7 @@ def test_what_asks_for_nothing_is_taken():
         parse_completion({**COMPLETION, "n_predict": -1})
 
 
-def test_tools_are_refused_until_they_are_served():
+def test_tools_are_refused_until_they_are_served() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     for wanted in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}, {"functions": [{"name": "f"}]}):
         with pytest.raises(UnsupportedParameter, match="tool calls are not served"):

@@ -5,7 +5,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
+from scripted_worker import ScriptedWorker
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai import foreign_fields
@@ -42,7 +44,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-async def test_random_bodies_are_answered_or_refused_by_field(http, worker):
+async def test_random_bodies_are_answered_or_refused_by_field(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     document = (await http.get("/openapi.json")).json()["components"]["schemas"]
     fields = {path: sorted(document[name]["properties"]) for path, name in PATHS.items()}
     foreign = [*foreign_fields.ALIASES, *foreign_fields.REFUSED, *foreign_fields.HINTS]
@@ -66,7 +68,7 @@ async def test_random_bodies_are_answered_or_refused_by_field(http, worker):
     assert {200, 400} <= statuses
 
 
-async def test_deep_bodies_are_refused(http, worker):
+async def test_deep_bodies_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     deep = "[" * 1_000 + "]" * 1_000
     for body in (
         f'{{"model": "tale", "messages": [{{"role": "user", "content": {deep}}}]}}',
@@ -79,7 +81,7 @@ async def test_deep_bodies_are_refused(http, worker):
         assert response.status_code == 400, response.text
 
 
-def test_deep_bodies_of_arq_are_refused():
+def test_deep_bodies_of_arq_are_refused() -> None:
     for body in (
         {"model": "m", "messages": [{"role": "user", "content": nested(1_000)}]},
         {"model": "m", "prompt": "x", "chat_template_kwargs": nested(1_000, lambda inner: {"a": inner})},
@@ -91,7 +93,7 @@ def test_deep_bodies_of_arq_are_refused():
             parse_job(body)
 
 
-def test_arguments_that_are_no_json_reach_the_template_as_they_are():
+def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
     for arguments in ("[" * 100_000, '{"a":' * 1_000, json.dumps(nested(40, lambda inner: {"a": inner}))):
         request = parse_job({"model": "m", "messages": [call(arguments)], "sampling": {}})
         assert request.messages is not None

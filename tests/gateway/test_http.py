@@ -7,9 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker
+from served_gateway import ServeWith
 
 from ktqueue import Client, SyncClient, __version__
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.tenants import hash_of
 
@@ -19,7 +23,7 @@ BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content"
 ORIGIN = "https://page.example"
 
 
-async def test_probes_and_the_version(serve_with):
+async def test_probes_and_the_version(serve_with: ServeWith) -> None:
     async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
         for path in ("/healthz", "/health", "/ping"):
             assert (await http.get(path)).json() == {"status": "ok"}
@@ -28,14 +32,14 @@ async def test_probes_and_the_version(serve_with):
         assert (await http.get("/version", headers={"x-api-key": "key"})).json() == {"version": __version__}
 
 
-async def test_a_refused_key_says_which_scheme(serve_with):
+async def test_a_refused_key_says_which_scheme(serve_with: ServeWith) -> None:
     async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             response = await http.post(CHAT, json=BODY, headers=headers)
             assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
-async def test_other_origins(serve_with, worker):
+async def test_other_origins(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     preflight = {
         "origin": ORIGIN,
         "access-control-request-method": "POST",
@@ -61,7 +65,7 @@ async def test_other_origins(serve_with, worker):
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_without_settings_no_other_origin_is_let_in(http, worker):
+async def test_without_settings_no_other_origin_is_let_in(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
     assert (await http.options(CHAT, headers=headers)).status_code == 405
     answer = await http.post(CHAT, json=BODY, headers={"origin": ORIGIN})
@@ -84,7 +88,7 @@ async def raw(url: str, version: str, path: str, body: dict[str, Any]) -> tuple[
     return headers, rest
 
 
-async def test_old_clients_get_no_chunks(url, worker):
+async def test_old_clients_get_no_chunks(url: str, worker: ScriptedWorker) -> None:
     headers, answer = await raw(url, "1.0", CHAT, {**BODY, "stream": True})
     assert "transfer-encoding" not in headers
     assert headers["connection"] == "close"
@@ -97,7 +101,9 @@ async def test_old_clients_get_no_chunks(url, worker):
     assert int(headers["content-length"]) == len(answer)
 
 
-async def test_content_types_that_are_not_json_say_what_to_send(http, worker):
+async def test_content_types_that_are_not_json_say_what_to_send(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
     data = json.dumps(BODY).encode()
     response = await http.post(CHAT, content=data, headers={"content-type": "application/x-www-form-urlencoded"})
     assert response.status_code == 415
@@ -106,7 +112,7 @@ async def test_content_types_that_are_not_json_say_what_to_send(http, worker):
     assert (await http.post(CHAT, content=data)).status_code == 200  # none at all
 
 
-async def test_a_missing_model_is_the_only_one(http, worker, broker):
+async def test_a_missing_model_is_the_only_one(http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker) -> None:
     for path, body in (
         (CHAT, {"messages": BODY["messages"]}),
         (COMPLETE, {"prompt": "Once", "model": None}),
@@ -131,12 +137,12 @@ def worker_card(cards: Any) -> Any:
     return card
 
 
-async def test_without_any_model_there_is_none_to_take(http):
+async def test_without_any_model_there_is_none_to_take(http: httpx.AsyncClient) -> None:
     response = await http.post(CHAT, json={"messages": BODY["messages"]})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
 
 
-async def test_a_missing_model_in_python(worker, broker, broker_config):
+async def test_a_missing_model_in_python(worker: ScriptedWorker, broker: Broker, broker_config: BrokerConfig) -> None:
     async with Client(config=broker_config) as client:
         assert (await client.generate(prompt="Once")).text == "Once upon a time"
         with pytest.raises(ModelNotFound, match="served: tale"):

@@ -1,12 +1,16 @@
 """The jobs API: submit, look up, list, follow, resume, cancel."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
+from scripted_worker import ScriptedWorker, Step, ended, logprob, tale, token
+from served_gateway import read_frames, serving
 
-from ktqueue.core.config import ControlConfig
+from ktqueue.broker.lease import Claim
+from ktqueue.core.config import Config, ControlConfig
 from ktqueue.core.errors import EngineFailure
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import JobClass
@@ -15,16 +19,16 @@ JOBS = "/v1/jobs"
 BODY: dict[str, Any] = {"model": "tale", "prompt": "Once", "sampling": {"max_tokens": 9}}
 
 
-async def wait_for_end(http, job_id):
+async def wait_for_end(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     async with asyncio.timeout(10):
         while True:
-            body = (await http.get(f"{JOBS}/{job_id}")).json()
+            body: dict[str, Any] = (await http.get(f"{JOBS}/{job_id}")).json()
             if body["state"] not in ("queued", "running"):
                 return body
             await asyncio.sleep(0.02)
 
 
-async def test_submit_and_look_up(http, worker):
+async def test_submit_and_look_up(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(JOBS, json={**BODY, "user": "u", "metadata": {"a": "b"}, "priority": 7})
     assert response.status_code == 202
     job = response.json()
@@ -45,12 +49,14 @@ PRIVATE = [
 ]  # fmt: skip
 
 
-async def test_webhooks_are_refused_where_nobody_would_call_them(http, config, serving_config, worker):
+async def test_webhooks_are_refused_where_nobody_would_call_them(
+    http: httpx.AsyncClient, config: Config, worker: ScriptedWorker
+) -> None:
     hook = {"url": "http://example.org/hook", "events": ["failed"]}
     off = await http.post(JOBS, json={**BODY, "webhook": hook})
     assert (off.status_code, off.json()["error"]["param"]) == (400, "webhook")
     control = ControlConfig(webhook_secret="secret", webhook_hosts=("intern",))
-    async with serving_config(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as one:
+    async with serving(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as one:
         plain = await one.post(JOBS, json={**BODY, "webhook": hook})
         assert (plain.status_code, plain.json()["error"]["param"]) == (400, "webhook.url")
         for url in PRIVATE:
@@ -64,7 +70,7 @@ async def test_webhooks_are_refused_where_nobody_would_call_them(http, config, s
                 assert taken.status_code == 202, taken.text
 
 
-async def test_all_kinds_of_bodies(http, worker):
+async def test_all_kinds_of_bodies(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     for body in (
         {"model": "tale", "prompt_token_ids": [1, 2], "job_class": "batch", "priority": -100},
@@ -80,7 +86,7 @@ async def test_all_kinds_of_bodies(http, worker):
     assert (requests[2].sampling.max_tokens, requests[2].job_class) == (4, JobClass.BATCH)
 
 
-async def test_wrong_bodies(http, worker):
+async def test_wrong_bodies(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, param in (
         ({"max_tokens": 5}, "max_tokens"),
         ({"sampling": {"max_token": 5}}, "sampling.max_token"),
@@ -101,7 +107,7 @@ async def test_wrong_bodies(http, worker):
     assert "did you mean sampling.max_tokens?" in hint
 
 
-async def test_list(http, worker):
+async def test_list(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     ids = [(await http.post(JOBS, json=BODY)).json()["id"] for _ in range(3)]
     for one in ids:
         await wait_for_end(http, one)
@@ -115,13 +121,13 @@ async def test_list(http, worker):
         assert response.json()["error"]["param"] == query.split("=")[0]
 
 
-async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, tools):
-    async def long(claim):
+async def test_every_reader_sees_each_event_once_over_reconnects(url: str, worker: ScriptedWorker) -> None:
+    async def long(claim: Claim) -> AsyncIterator[Step]:
         for word in range(60):
-            yield tools.token(f"{word} ", logprobs=(tools.logprob(b"x"),))
+            yield token(f"{word} ", logprobs=(logprob(b"x"),))
             yield 0.005
         yield {"finish_reason": FinishReason.STOP}
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = long
     async with httpx.AsyncClient(base_url=url, timeout=10) as http:
@@ -133,7 +139,7 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, to
             async with http.stream("GET", job["events_url"] + query, headers=headers) as response:
                 if response.status_code == 204:
                     break
-                frames = await tools.read_frames(response, until=lambda frames: len(frames.data) >= 5)
+                frames = await read_frames(response, until=lambda frames: len(frames.data) >= 5)
                 assert frames.ids == [one["seq"] for one in frames.data][: len(frames.ids)]
                 seen += frames.data
         else:
@@ -144,12 +150,12 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url, worker, to
         assert seen[0]["logprobs"][0]["token"] == "x"
         # A reader that left has cancelled nothing, and the whole is still there for another.
         async with http.stream("GET", job["events_url"]) as response:
-            assert (await tools.read_frames(response)).ids == list(range(1, 63))
+            assert (await read_frames(response)).ids == list(range(1, 63))
         beyond = await http.get(job["events_url"] + "?starting_after=99")
         assert (beyond.status_code, beyond.json()["error"]["limit"]) == (400, 62)
 
 
-async def test_wrong_last_event_id(http, worker):
+async def test_wrong_last_event_id(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     job = (await http.post(JOBS, json=BODY)).json()
     await wait_for_end(http, job["id"])
     for given in ("x", "-1", "1.5", "9" * 30, "9" * 18, "99"):
@@ -158,29 +164,29 @@ async def test_wrong_last_event_id(http, worker):
         assert response.json()["error"]["param"] == "Last-Event-ID"
 
 
-async def test_heartbeats_while_nothing_happens(http, worker, tools):
-    async def late(claim):
+async def test_heartbeats_while_nothing_happens(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def late(claim: Claim) -> AsyncIterator[Step]:
         yield 0.5
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = late
     job = (await http.post(JOBS, json=BODY)).json()
     async with http.stream("GET", job["events_url"]) as response:
-        frames = await tools.read_frames(response)
+        frames = await read_frames(response)
     assert frames.pings >= 3
     assert frames.ids == [1]
 
 
-async def test_cancel(http, worker, tools):
-    async def never(claim):
-        yield tools.token("half")
+async def test_cancel(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def never(claim: Claim) -> AsyncIterator[Step]:
+        yield token("half")
         for _ in range(1000):
             yield 0.01
 
     worker.script = never
     job = (await http.post(JOBS, json={**BODY, "sampling": {"n": 2}})).json()
     async with http.stream("GET", job["events_url"]) as response:
-        await tools.read_frames(response, until=lambda frames: frames.data)
+        await read_frames(response, until=lambda frames: bool(frames.data))
     response = await http.delete(f"{JOBS}/{job['id']}")
     assert response.status_code == 200
     ended = await wait_for_end(http, job["id"])
@@ -192,7 +198,7 @@ async def test_cancel(http, worker, tools):
     assert (await http.delete(f"{JOBS}/{job['id']}")).status_code == 200
     assert worker.stopped == [job["id"]]
 
-    worker.script = tools.tale
+    worker.script = tale
     done = (await http.post(JOBS, json=BODY)).json()
     await wait_for_end(http, done["id"])
     response = await http.delete(f"{JOBS}/{done['id']}")
@@ -200,18 +206,18 @@ async def test_cancel(http, worker, tools):
     assert response.json()["error"]["code"] == "job_conflict"
 
 
-async def test_cancelled_by_another(http, worker, tools):
+async def test_cancelled_by_another(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     """A job that someone else cancels ends a chat with an error, streamed or not."""
 
-    async def never(claim):
-        yield tools.token("half")
+    async def never(claim: Claim) -> AsyncIterator[Step]:
+        yield token("half")
         for _ in range(1000):
             yield 0.01
 
     worker.script = never
     chat = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
-    async def cancel_soon():
+    async def cancel_soon() -> None:
         await asyncio.sleep(0.2)
         await http.delete(f"{JOBS}/{worker.claims[-1].job_id}")
 
@@ -222,15 +228,15 @@ async def test_cancelled_by_another(http, worker, tools):
     assert response.json()["error"]["code"] == "cancelled"
     task = asyncio.create_task(cancel_soon())
     async with http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as response:
-        frames = await tools.read_frames(response)
+        frames = await read_frames(response)
     await task
     assert frames.data[-1]["error"]["code"] == "cancelled"
     assert not frames.done
     assert JobState.CANCELLED.value == (await http.get(f"{JOBS}/{worker.claims[-1].job_id}")).json()["state"]
 
 
-async def test_a_failed_job_is_sent_again(http, worker):
-    async def fail(claim):
+async def test_a_failed_job_is_sent_again(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def fail(claim: Claim) -> AsyncIterator[Step]:
         yield {"state": JobState.FAILED, "error": EngineFailure("the device broke").info()}
 
     fine, worker.script = worker.script, fail

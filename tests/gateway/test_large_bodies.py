@@ -6,7 +6,10 @@ import threading
 import zlib
 from typing import Any
 
+import httpx
 import pytest
+from scripted_worker import ScriptedWorker
+from served_gateway import Conforms
 
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import ContextLengthExceeded, RequestTooLarge
@@ -21,7 +24,7 @@ BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content"
 JSON = {"content-type": "application/json"}
 
 
-def test_structure_is_counted_outside_of_strings():
+def test_structure_is_counted_outside_of_strings() -> None:
     for text in ('"', "\\", '\\"', "[{:", 'say "[" twice \\\\" '):
         long = text * (2 * SLICE_BYTES // len(text))
         check_structure(json.dumps({"a": long, "b": ["[" * MAX_PARTS, '"' + ":" * MAX_PARTS]}).encode())
@@ -32,7 +35,7 @@ def test_structure_is_counted_outside_of_strings():
         assert caught.value.limit == MAX_PARTS
 
 
-async def test_large_bodies_are_parsed_by_a_thread():
+async def test_large_bodies_are_parsed_by_a_thread() -> None:
     bodies = BodyReader(GatewayConfig())
     here = threading.get_ident()
     assert await bodies.run(LARGE, threading.get_ident) == here
@@ -51,7 +54,7 @@ COSTLY = [
 ]  # fmt: skip
 
 
-async def test_costly_bodies_are_refused_by_field(http, worker):
+async def test_costly_bodies_are_refused_by_field(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for path, body, param in COSTLY:
         response = await http.post(path, content=body, headers=JSON)
         assert response.status_code == 400, response.text
@@ -63,7 +66,7 @@ async def test_costly_bodies_are_refused_by_field(http, worker):
     assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-def test_texts_that_cannot_fit_are_refused_by_their_bytes():
+def test_texts_that_cannot_fit_are_refused_by_their_bytes() -> None:
     check_text("a" * 5_110, 512, 10)
     check_text("a" * 1_000_000, 512, None)
     for text in ("a" * 5_111, "é" * 2_556):
@@ -72,7 +75,7 @@ def test_texts_that_cannot_fit_are_refused_by_their_bytes():
         assert (caught.value.limit, caught.value.value) == (512, 512)
 
 
-async def test_compressed_bodies(http, worker, conforms):
+async def test_compressed_bodies(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     plain = json.dumps(BODY).encode()
     raw = zlib.compressobj(wbits=-15)
     for encoding, data in (
@@ -99,7 +102,7 @@ async def test_compressed_bodies(http, worker, conforms):
     assert worker.claims[-1].request.messages == ({"role": "user", "content": "Hi"},)
 
 
-def test_a_bomb_is_not_unpacked():
+def test_a_bomb_is_not_unpacked() -> None:
     bomb = gzip.compress(bytes(50 << 20))
     with pytest.raises(RequestTooLarge) as caught:
         decode_content(bomb, "gzip", 1 << 20)

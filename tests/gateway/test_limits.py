@@ -8,10 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker, Step, token
+from served_gateway import ServeWith
 
-from ktqueue.core.config import ConfigError, GatewayConfig
+from ktqueue.broker.lease import Claim
+from ktqueue.core.config import GatewayConfig
+from ktqueue.core.errors import ConfigError
 from ktqueue.core.tenants import hash_of
-from ktqueue.gateway.http import uploads
 from ktqueue.gateway.http.connections import Connections
 
 CHAT = "/v1/chat/completions"
@@ -20,7 +23,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 
 
-class Client:
+class RawClient:
     """A connection that sends what it likes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,14 +58,17 @@ class Client:
         return int(head.split()[1]), json.loads(body)["error"]
 
 
-@pytest.fixture
-async def connect() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
-    """`await connect(url, source="127.0.0.2")`: a client with that address."""
-    clients = []
+Connect = Callable[..., Awaitable[RawClient]]
 
-    async def open_client(url: str, source: str = "127.0.0.1") -> Client:
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """`await connect(url, source="127.0.0.2")`: a client with that address."""
+    clients: list[RawClient] = []
+
+    async def open_client(url: str, source: str = "127.0.0.1") -> RawClient:
         host, port = url.removeprefix("http://").split(":")
-        clients.append(Client(*await asyncio.open_connection(host, int(port), local_addr=(source, 0))))
+        clients.append(RawClient(*await asyncio.open_connection(host, int(port), local_addr=(source, 0))))
         return clients[-1]
 
     yield open_client
@@ -90,7 +96,7 @@ TOO_MUCH: list[tuple[bytes, int, str, float | None]] = [
 ]
 
 
-async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with, connect):
+async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with: ServeWith, connect: Connect) -> None:
     settings: dict[str, Any] = {"max_url_bytes": 2_000, "max_header_bytes": 4_000, "max_headers": 20}
     async with serve_with(**settings, header_timeout=0.3, max_body_bytes=100_000) as (_, url):
 
@@ -104,7 +110,7 @@ async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with,
             assert await refusal(data) == tuple(expected), data[:80]
 
 
-async def test_headers_have_a_time_in_all_and_silence_ends(serve_with, connect):
+async def test_headers_have_a_time_in_all_and_silence_ends(serve_with: ServeWith, connect: Connect) -> None:
     async with serve_with(header_timeout=0.4, keep_alive_timeout=0.3) as (_, url):
         silent, slow, idle = [await connect(url) for _ in range(3)]
 
@@ -121,14 +127,14 @@ async def test_headers_have_a_time_in_all_and_silence_ends(serve_with, connect):
         dripping.cancel()
 
 
-async def test_pipelined_requests_are_answered_up_to_a_number(serve_with, connect):
+async def test_pipelined_requests_are_answered_up_to_a_number(serve_with: ServeWith, connect: Connect) -> None:
     async with serve_with() as (_, url):
         client = await connect(url)
         await client.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
         assert 1 <= (await client.ended()).count(b"HTTP/1.1 200") <= 4
 
 
-async def test_a_client_that_reads_no_answer_is_dropped(serve_with):
+async def test_a_client_that_reads_no_answer_is_dropped(serve_with: ServeWith) -> None:
     ask = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
     async with serve_with(stall_seconds=0.4, keep_alive_timeout=0.2) as (server, url):
         for listener in server.servers[0].sockets:
@@ -142,7 +148,7 @@ async def test_a_client_that_reads_no_answer_is_dropped(serve_with):
             await asyncio.get_running_loop().sock_connect(clients[-1], (host, int(port)))
             await asyncio.get_running_loop().sock_sendall(clients[-1], data)
         await asyncio.sleep(0.2)
-        connections = server.config.http.keywords["connections"]
+        connections = server.connections
         assert len(connections) == 3
         async with asyncio.timeout(10):
             while len(connections):  # noqa: ASYNC110
@@ -151,7 +157,9 @@ async def test_a_client_that_reads_no_answer_is_dropped(serve_with):
             client.close()
 
 
-async def test_the_key_is_checked_before_the_body_is_read(serve_with, connect, worker):
+async def test_the_key_is_checked_before_the_body_is_read(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
     async with serve_with(api_keys=(hash_of("key"),), keep_alive_timeout=0.3) as (server, url):
         client = await connect(url)
         await client.send(POST + b"content-length: 8000000\r\n\r\n")
@@ -159,13 +167,11 @@ async def test_the_key_is_checked_before_the_body_is_read(serve_with, connect, w
             assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
         for _ in range(100):  # and what still comes is thrown away, for as long as a connection may be idle
             await client.send(b"x" * 10_000)
-        assert len(server.config.app.state.gateway.bodies.uploads) == 0
+        assert len(server.gateway.bodies.uploads) == 0
         await client.ended(5)
 
 
-async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with, connect, monkeypatch):
-    monkeypatch.setattr(uploads, "GRACE_SECONDS", 0.3)
-
+async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with: ServeWith, connect: Connect) -> None:
     async def answer(url: str, bytes_a_turn: int) -> bytes:
         client = await connect(url)
         await client.send(POST + b"content-length: 1000000\r\n\r\n")
@@ -181,13 +187,16 @@ async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with, connect, mo
         return said
 
     for settings, bytes_a_turn in (({"body_timeout": 0.5}, 1_000), ({"min_body_rate": 100}, 1)):
-        async with serve_with(**settings) as (_, url):
+        async with serve_with(**settings) as (server, url):
+            server.gateway.bodies.uploads.grace_seconds = 0.3
             said = await answer(url, bytes_a_turn)
             assert said.startswith(b"HTTP/1.1 408")
             assert b"connection: close" in said
 
 
-async def test_who_sends_a_body_slowly_keeps_nobody_out(serve_with, connect, worker):
+async def test_who_sends_a_body_slowly_keeps_nobody_out(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
     async with serve_with(max_connections=2) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
         slow = [await connect(url) for _ in range(5)]
         for client in slow:
@@ -198,12 +207,14 @@ async def test_who_sends_a_body_slowly_keeps_nobody_out(serve_with, connect, wor
             client.leave()
 
 
-async def test_bodies_have_a_limit_together_and_the_largest_goes(serve_with, connect, worker):
+async def test_bodies_have_a_limit_together_and_the_largest_goes(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
     async with (
         serve_with(max_body_bytes=100_000, max_bodies_bytes=150_000) as (server, url),
         httpx.AsyncClient(base_url=url, timeout=10) as http,
     ):
-        uploads = server.config.app.state.gateway.bodies.uploads
+        uploads = server.gateway.bodies.uploads
         large = [await connect(url) for _ in range(2)]
         for client, size in zip(large, (90_000, 50_000), strict=True):
             await client.send(POST + b"content-length: 99000\r\n\r\n" + b" " * size)
@@ -220,9 +231,11 @@ async def test_bodies_have_a_limit_together_and_the_largest_goes(serve_with, con
         large[1].leave()
 
 
-async def test_an_address_has_so_many_connections(serve_with, connect, worker, tools):
-    async def long(claim):
-        yield tools.token("Once")
+async def test_an_address_has_so_many_connections(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
+    async def long(claim: Claim) -> AsyncIterator[Step]:
+        yield token("Once")
         yield 30.0
 
     worker.script = long
@@ -253,9 +266,11 @@ async def test_an_address_has_so_many_connections(serve_with, connect, worker, t
             client.leave()
 
 
-async def test_probes_are_answered_when_all_connections_are_busy(serve_with, connect, worker, tools):
-    async def long(claim):
-        yield tools.token("Once")
+async def test_probes_are_answered_when_all_connections_are_busy(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
+    async def long(claim: Claim) -> AsyncIterator[Step]:
+        yield token("Once")
         yield 30.0
 
     worker.script = long
@@ -285,14 +300,14 @@ async def test_probes_are_answered_when_all_connections_are_busy(serve_with, con
             client.leave()
 
 
-async def test_idle_connections_make_room(serve_with, connect, worker):
+async def test_idle_connections_make_room(serve_with: ServeWith, connect: Connect, worker: ScriptedWorker) -> None:
     async with serve_with(max_sockets=5) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
         silent = [await connect(url, f"127.0.0.{2 + number % 3}") for number in range(20)]
         assert (await http.post(CHAT, json=BODY)).status_code == 200
         assert await silent[0].ended() == b""
 
 
-def test_addresses_that_one_client_has_count_as_one():
+def test_addresses_that_one_client_has_count_as_one() -> None:
     class Connection:
         evicted = False
 
@@ -316,6 +331,6 @@ def test_addresses_that_one_client_has_count_as_one():
     ("key", "value"),
     [("header_timeout", 0), ("max_headers", 0), ("max_bodies_bytes", 1), ("trusted_addresses", ("here",))],
 )
-def test_settings_are_checked(key, value):
+def test_settings_are_checked(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{key}"):
         GatewayConfig(**{key: value})

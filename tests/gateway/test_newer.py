@@ -1,7 +1,13 @@
 """Jobs of a newer version, seen through this one's gateway: what can be read of them is shown, and nothing is a 500."""
 
-import pytest
+from collections.abc import AsyncIterator
 
+import httpx
+import pytest
+from served_gateway import read_frames
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
 from ktqueue.broker.lease import Lease
 from ktqueue.core import codec
 from ktqueue.core.events import JobState, TokenEvent, Usage
@@ -15,19 +21,21 @@ CARD = ModelCard(
 
 
 @pytest.fixture
-async def lease(broker):
+async def lease(broker: Broker) -> AsyncIterator[Lease]:
     taken = await Lease.register(broker, CARD)
     yield taken
     await taken.close()
 
 
-async def submit(broker, monkeypatch, version):
+async def submit(broker: Broker, monkeypatch: pytest.MonkeyPatch, version: int) -> JobRecord:
     with monkeypatch.context() as other:
         other.setattr(codec, "VERSION", version)
         return await broker.jobs.submit(GenerationRequest(model="tale", prompt="Once", user="me"))
 
 
-async def test_a_newer_record_can_be_seen_listed_and_cancelled(http, broker, lease, monkeypatch):
+async def test_a_newer_record_can_be_seen_listed_and_cancelled(
+    http: httpx.AsyncClient, broker: Broker, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = await submit(broker, monkeypatch, 2)
     shown = (await http.get(f"/v1/jobs/{job.id}")).json()
     assert {key: shown[key] for key in ("id", "state", "model", "user", "priority", "metadata", "position")} == {
@@ -45,7 +53,9 @@ async def test_a_newer_record_can_be_seen_listed_and_cancelled(http, broker, lea
     assert (await http.get(f"/v1/jobs/{job.id}")).json()["error"]["code"] == "cancelled"
 
 
-async def test_a_newer_journal_is_shown_as_far_as_it_can_be_read(http, broker, lease, monkeypatch, tools):
+async def test_a_newer_journal_is_shown_as_far_as_it_can_be_read(
+    http: httpx.AsyncClient, broker: Broker, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = await submit(broker, monkeypatch, 1)
     (claim,) = await lease.claim(1)
     usage = Usage(prompt_tokens=1, completion_tokens=2)
@@ -56,7 +66,7 @@ async def test_a_newer_journal_is_shown_as_far_as_it_can_be_read(http, broker, l
         await lease.commit([(job.id, event) for event in events])
     async with http.stream("GET", f"/v1/jobs/{job.id}/events") as answer:
         assert answer.status_code == 200
-        frames = await tools.read_frames(answer)
+        frames = await read_frames(answer)
     first = {"seq": 1, "index": 0, "text": "x", "token_ids": [7]}
     assert frames.data == [first, {"seq": 2, "format": 2}, {"seq": 3, "format": 2}]
     shown = (await http.get(f"/v1/jobs/{job.id}")).json()
@@ -64,5 +74,5 @@ async def test_a_newer_journal_is_shown_as_far_as_it_can_be_read(http, broker, l
     assert (await http.delete(f"/v1/jobs/{job.id}")).status_code == 409  # it has ended, which is no news
 
 
-async def test_models_show_the_digests_that_are_served(http, broker, lease):
+async def test_models_show_the_digests_that_are_served(http: httpx.AsyncClient, broker: Broker, lease: Lease) -> None:
     assert (await http.get("/v1/models/tale")).json()["digests"] == ["0123456789ab"]

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from served_gateway import Conforms
 
 from ktqueue.core.tenants import hash_of
 
@@ -96,12 +97,12 @@ def model(client: openai.OpenAI) -> str:
     return next(iter(client.models.list())).id
 
 
-def test_models(client, model, conforms):
+def test_models(client: Any, model: Any, conforms: Conforms) -> None:
     assert client.models.retrieve(model).owned_by == "ktqueue"
     conforms(client.models.list().to_dict(), "ListModelsResponse")
 
 
-def test_chat_whole_and_streamed_say_the_same(client, model, conforms):
+def test_chat_whole_and_streamed_say_the_same(client: Any, model: Any, conforms: Conforms) -> None:
     ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**ask)
     conforms(whole.to_dict(), "CreateChatCompletionResponse")
@@ -121,7 +122,7 @@ def test_chat_whole_and_streamed_say_the_same(client, model, conforms):
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens <= chunks[-1].usage.prompt_tokens
 
 
-def test_the_streaming_helper(client, model):
+def test_the_streaming_helper(client: Any, model: Any) -> None:
     with client.chat.completions.stream(model=model, messages=MESSAGES, max_completion_tokens=8, n=2) as stream:
         for _ in stream:
             pass
@@ -130,7 +131,7 @@ def test_the_streaming_helper(client, model):
     assert all(choice.message.content for choice in final.choices)
 
 
-def test_choices_seed_and_stop(client, model):
+def test_choices_seed_and_stop(client: Any, model: Any) -> None:
     ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 16, "n": 3, "seed": 11}
     first, second = (client.chat.completions.create(**ask) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -144,7 +145,7 @@ def test_choices_seed_and_stop(client, model):
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_logprobs(client, model, conforms):
+def test_logprobs(client: Any, model: Any, conforms: Conforms) -> None:
     ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=3)
     conforms(whole.to_dict(), "CreateChatCompletionResponse")
@@ -166,7 +167,7 @@ def test_logprobs(client, model, conforms):
     assert streamed == pytest.approx([one.logprob for one in content], abs=1e-4)
 
 
-def test_completions(client, model, conforms):
+def test_completions(client: Any, model: Any, conforms: Conforms) -> None:
     ask: Any = {"model": model, "prompt": ["Once upon", "The king"], "max_tokens": 8, "temperature": 0, "logprobs": 2}
     whole = client.completions.create(**ask, n=1)
     conforms(whole.to_dict(), "CreateCompletionResponse")
@@ -183,20 +184,26 @@ def test_completions(client, model, conforms):
     assert by_id.usage.prompt_tokens == 3
 
 
-def test_error_classes(client, model, stack):
+def error_fields(error: openai.APIError) -> dict[str, Any]:
+    """The error object of a response."""
+    assert isinstance(error.body, dict)
+    return error.body
+
+
+def test_error_classes(client: Any, model: Any, stack: Any) -> None:
     def create(**change: Any) -> Any:
         return client.chat.completions.create(**{"model": model, "messages": MESSAGES, **change})
 
     with pytest.raises(openai.BadRequestError) as bad:
         create(temperature=9)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
-    assert bad.value.body["limit"] == 2
+    assert error_fields(bad.value)["limit"] == 2
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as bad:
             create(messages=[{"role": "user", "content": "tale " * 600}], stream=stream)
         assert bad.value.code == "context_length_exceeded"
-        assert bad.value.body["n_ctx"] == 256
-        assert bad.value.body["n_prompt_tokens"] > 256
+        assert error_fields(bad.value)["n_ctx"] == 256
+        assert error_fields(bad.value)["n_prompt_tokens"] > 256
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=model, prompt=[10**7])
     with pytest.raises(openai.AuthenticationError):
@@ -219,7 +226,7 @@ def test_error_classes(client, model, stack):
     assert create(max_completion_tokens=2).choices[0].message.content
 
 
-def test_a_full_queue_is_a_rate_limit_error(client, model, stack):
+def test_a_full_queue_is_a_rate_limit_error(client: Any, model: Any, stack: Any) -> None:
     headers = {"x-api-key": KEY}
     body = {"model": model, "prompt": "Once", "job_class": "batch"}
     body["sampling"] = {"n": 16, "max_tokens": 250, "ignore_eos": True}
@@ -238,7 +245,7 @@ def test_a_full_queue_is_a_rate_limit_error(client, model, stack):
             httpx.delete(f"{stack[0]}/v1/jobs/{one}", headers=headers)
 
 
-def test_special_requests_of_vllms_clients(client, model):
+def test_special_requests_of_vllms_clients(client: Any, model: Any) -> None:
     whole = client.chat.completions.create(
         model=model,
         messages=MESSAGES,
@@ -251,7 +258,7 @@ def test_special_requests_of_vllms_clients(client, model):
     assert whole.usage.completion_tokens == 6
 
 
-def test_serve_without_redis_says_what_is_missing(tmp_path):
+def test_serve_without_redis_says_what_is_missing(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KTQUEUE_BROKER_URL": f"unix://{tmp_path}/none.sock"}
     environment["KTQUEUE_BROKER_CONNECT_TIMEOUT"] = "0.2"
     ended = subprocess.run(
@@ -261,7 +268,7 @@ def test_serve_without_redis_says_what_is_missing(tmp_path):
     assert "Redis is away" in ended.stderr
 
 
-def test_the_gateway_needs_no_torch():
+def test_the_gateway_needs_no_torch() -> None:
     code = (
         "import sys, ktqueue.gateway.serve; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
@@ -269,7 +276,7 @@ def test_the_gateway_needs_no_torch():
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
 
 
-def test_sigterm_ends_the_gateway_in_order(stack):
+def test_sigterm_ends_the_gateway_in_order(stack: Any) -> None:
     """The last test here: the gateway is gone after it."""
     _, gateway = stack
     gateway.send_signal(signal.SIGTERM)

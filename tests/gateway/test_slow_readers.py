@@ -3,11 +3,17 @@
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker, Step, ended, token
+from served_gateway import ServeWith
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.gateway.feed import BUFFERED_EVENTS
 
 JOBS = "/v1/jobs"
@@ -19,25 +25,34 @@ def body(word: str) -> dict[str, Any]:
     return {"model": "tale", "prompt": word, "sampling": {"max_tokens": 9}}
 
 
-@pytest.fixture
-def flood(worker, tools):
-    """The job `flood` has 5 KB events, many until `calm` and some until `enough` is set, any other one twenty words."""
-    worker.calm, worker.enough = asyncio.Event(), asyncio.Event()
+@dataclass
+class Flood:
+    """A worker whose job `flood` has 5 KB events: many until `calm` is set, then some until `enough` is set."""
 
-    async def talk(claim):
+    worker: ScriptedWorker
+    calm: asyncio.Event = field(default_factory=asyncio.Event)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@pytest.fixture
+def flood(worker: ScriptedWorker) -> Flood:
+    """Plays the job `flood`, and twenty words for any other job."""
+    signals = Flood(worker)
+
+    async def talk(claim: Claim) -> AsyncIterator[Step]:
         if claim.request.prompt == "flood":
-            while not worker.enough.is_set():
-                for _ in range(2 if worker.calm.is_set() else 10):
-                    yield tools.token("x" * 5_000)
-                yield 0.05 if worker.calm.is_set() else 0.001
+            while not signals.enough.is_set():
+                for _ in range(2 if signals.calm.is_set() else 10):
+                    yield token("x" * 5_000)
+                yield 0.05 if signals.calm.is_set() else 0.001
         else:
             for word in range(20):
-                yield tools.token(f"{claim.request.prompt}-{word} ")
+                yield token(f"{claim.request.prompt}-{word} ")
                 yield 0.01
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = talk
-    return worker
+    return signals
 
 
 async def connect(url: str, path: str) -> socket.socket:
@@ -61,11 +76,13 @@ async def seqs(client: socket.socket) -> list[int]:
     return [int(line[4:]) for line in data.split(b"\n") if line.startswith(b"id: ")]
 
 
-async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(serve_with, flood, broker):
+async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(
+    serve_with: ServeWith, flood: Flood, broker: Broker
+) -> None:
     async with serve_with(max_mailbox_bytes=MAILBOX_BYTES) as (server, url):
         for listener in server.servers[0].sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
-        gateway = server.config.app.state.gateway
+        gateway = server.gateway
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             job = (await http.post(JOBS, json=body("flood"))).json()
             stuck = await connect(url, job["events_url"])

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from scripted_worker import ScriptedWorker, Step, ended, token
+from served_gateway import ServeWith, read_frames
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.core.events import JobState
 
 CHAT = "/v1/chat/completions"
@@ -14,23 +19,29 @@ BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content"
 
 
 @pytest.fixture
-def endless(worker, tools):
+def endless(worker: ScriptedWorker) -> ScriptedWorker:
     """The worker talks until it is stopped."""
 
-    async def talk(claim):
+    async def talk(claim: Claim) -> AsyncIterator[Step]:
         while True:
-            yield tools.token("word ")
+            yield token("word ")
             yield 0.01
 
     worker.script = talk
     return worker
 
 
-async def state_of(broker, job_id):
+def question(claim: Claim) -> str:
+    """The content of a chat's first message."""
+    assert claim.request.messages is not None
+    return str(claim.request.messages[0]["content"])
+
+
+async def state_of(broker: Broker, job_id: str) -> JobState:
     return (await broker.jobs.get(job_id)).state
 
 
-async def stopped(broker, job_id):
+async def stopped(broker: Broker, job_id: str) -> JobState | None:
     """The state in which a job ends."""
     async with asyncio.timeout(5):
         async for event in broker.journal.follow(job_id):
@@ -38,16 +49,18 @@ async def stopped(broker, job_id):
     return last.state
 
 
-async def test_leaving_a_stream_cancels_its_job(url, endless, broker, tools):
+async def test_leaving_a_stream_cancels_its_job(url: str, endless: ScriptedWorker, broker: Broker) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
         async with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
             job_id = response.headers["x-job-id"]
-            await tools.read_frames(response, until=lambda frames: len(frames.data) > 3)
+            await read_frames(response, until=lambda frames: len(frames.data) > 3)
         assert await stopped(broker, job_id) is JobState.CANCELLED
 
 
-async def test_leaving_before_the_first_token_cancels_the_job(serve_with, worker, broker):
-    async def silent(_):
+async def test_leaving_before_the_first_token_cancels_the_job(
+    serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
+) -> None:
+    async def silent(_: Claim) -> AsyncIterator[Step]:
         while True:
             yield 0.02
 
@@ -61,14 +74,14 @@ async def test_leaving_before_the_first_token_cancels_the_job(serve_with, worker
     assert len(worker.claims) == 2
 
 
-async def test_an_idempotency_key_keeps_the_job(url, endless, broker, tools):
+async def test_an_idempotency_key_keeps_the_job(url: str, endless: ScriptedWorker, broker: Broker) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
         headers = {"idempotency-key": "come-back"}
         ids = []
         for _ in range(2):
             async with http.stream("POST", CHAT, json={**BODY, "stream": True}, headers=headers) as response:
                 ids.append(response.headers["x-job-id"])
-                frames = await tools.read_frames(response, until=lambda frames: len(frames.data) > 3)
+                frames = await read_frames(response, until=lambda frames: len(frames.data) > 3)
                 assert frames.data[0]["choices"][0]["delta"]["role"] == "assistant"
             await asyncio.sleep(0.2)
         assert ids[0] == ids[1]
@@ -76,11 +89,13 @@ async def test_an_idempotency_key_keeps_the_job(url, endless, broker, tools):
         await http.delete(f"/v1/jobs/{ids[0]}")
 
 
-async def test_a_client_that_does_not_read_is_dropped(serve_with, worker, broker, tools):
-    async def flood(_):
+async def test_a_client_that_does_not_read_is_dropped(
+    serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
+) -> None:
+    async def flood(claim: Claim) -> AsyncIterator[Step]:
         while True:
             for _ in range(20):
-                yield tools.token("x" * 5_000)
+                yield token("x" * 5_000)
             yield 0.001
 
     worker.script = flood
@@ -113,13 +128,13 @@ async def post_raw(url: str, path: str, body: Any) -> list[Any]:
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
-async def test_two_hundred_streams_at_once(url, worker, tools):
-    async def talk(claim):
+async def test_two_hundred_streams_at_once(url: str, worker: ScriptedWorker) -> None:
+    async def talk(claim: Claim) -> AsyncIterator[Step]:
         for word in range(10):
-            yield tools.token(f"{claim.request.messages[0]['content']}-{word} ")
+            yield token(f"{question(claim)}-{word} ")
             yield 0.02
         yield {"finish_reason": "stop"}
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = talk
 
@@ -136,13 +151,15 @@ async def test_two_hundred_streams_at_once(url, worker, tools):
     assert 'ktqueue:request_success_total{finished_reason="stop",model_name="tale"} 200.0' in metrics
 
 
-async def test_stop_lets_streams_end_and_then_ends_them(serve_with, worker, broker, tools):
-    async def talk(claim):
-        for word in range(30 if claim.request.messages[0]["content"] == "short" else 100_000):
-            yield tools.token(f"{word} ")
+async def test_stop_lets_streams_end_and_then_ends_them(
+    serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
+) -> None:
+    async def talk(claim: Claim) -> AsyncIterator[Step]:
+        for word in range(30 if question(claim) == "short" else 100_000):
+            yield token(f"{word} ")
             yield 0.01
         yield {"finish_reason": "stop"}
-        yield tools.ended(claim)
+        yield ended(claim)
 
     worker.script = talk
     async with serve_with(drain_seconds=2.0) as (server, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -150,7 +167,7 @@ async def test_stop_lets_streams_end_and_then_ends_them(serve_with, worker, brok
         async def follow(word: str) -> Any:
             body = {"model": "tale", "messages": [{"role": "user", "content": word}], "stream": True}
             async with http.stream("POST", CHAT, json=body) as response:
-                return response.headers["x-job-id"], await tools.read_frames(response)
+                return response.headers["x-job-id"], await read_frames(response)
 
         short, long = asyncio.create_task(follow("short")), asyncio.create_task(follow("long"))
         job = (await http.post("/v1/jobs", json={"model": "tale", **BODY})).json()

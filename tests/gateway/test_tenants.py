@@ -2,12 +2,18 @@
 
 import logging
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from scripted_worker import ScriptedWorker, Step
+from served_gateway import Conforms, ServeWith
 
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
+from ktqueue.core.request import GenerationRequest
 from ktqueue.core.tenants import TenantConfig, hash_of
 
 CHAT, JOBS = "/v1/chat/completions", "/v1/jobs"
@@ -28,7 +34,7 @@ LIMITED = TenantConfig(
 
 
 @pytest.fixture
-async def limited(serve_with):
+async def limited(serve_with: ServeWith) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a tenant with limits."""
     async with serve_with(tenants=(LIMITED,), api_keys=(hash_of("key-operator"),)) as (_, url):
         headers = {"x-api-key": "key-acme"}
@@ -37,7 +43,7 @@ async def limited(serve_with):
 
 
 @pytest.fixture
-async def doors(serve_with):
+async def doors(serve_with: ServeWith) -> AsyncIterator[dict[str, httpx.AsyncClient]]:
     """An HTTP client for each tenant, one for the operator's key, one for nobody."""
     async with serve_with(tenants=TENANTS, api_keys=(hash_of("key-operator"),)) as (_, url):
         clients = {
@@ -49,7 +55,9 @@ async def doors(serve_with):
             await client.aclose()
 
 
-async def test_a_job_of_another_is_not_there(doors, worker, conforms):
+async def test_a_job_of_another_is_not_there(
+    doors: dict[str, httpx.AsyncClient], worker: ScriptedWorker, conforms: Conforms
+) -> None:
     mine = (await doors["acme"].post(JOBS, json=JOB)).json()["id"]
     path = f"{JOBS}/{mine}"
     unknown = (await doors["zeta"].get(f"{JOBS}/job-none")).json()["error"]
@@ -67,7 +75,9 @@ async def test_a_job_of_another_is_not_there(doors, worker, conforms):
     assert worker.stopped == []
 
 
-async def test_chats_belong_to_their_tenant_and_share_no_idempotency_key(doors, worker, broker):
+async def test_chats_belong_to_their_tenant_and_share_no_idempotency_key(
+    doors: dict[str, httpx.AsyncClient], worker: ScriptedWorker, broker: Broker
+) -> None:
     ids = []
     for name in ("acme", "zeta"):
         response = await doors[name].post(CHAT, json=CHAT_BODY, headers={"idempotency-key": "same"})
@@ -80,26 +90,36 @@ async def test_chats_belong_to_their_tenant_and_share_no_idempotency_key(doors, 
     assert {job.id for job in await broker.jobs.list()} == set(ids)  # who reads Redis sees all
 
 
-async def test_metrics_are_the_operator_s(doors, worker, conforms):
+async def test_metrics_are_the_operator_s(
+    doors: dict[str, httpx.AsyncClient], worker: ScriptedWorker, conforms: Conforms
+) -> None:
     assert (await doors["operator"].get("/metrics")).status_code == 200
     refused = await doors["acme"].get("/metrics")
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     conforms(refused.json(), "ErrorResponse")
 
 
-async def test_without_keys_everybody_sees_everything(http, worker, broker):
+async def test_without_keys_everybody_sees_everything(
+    http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker
+) -> None:
     record = await broker.jobs.submit((await a_request(http, worker)), tenant="acme")
     assert (await http.get(f"{JOBS}/{record.id}")).status_code == 200
     assert record.id in {job["id"] for job in (await http.get(JOBS)).json()["data"]}
 
 
-async def a_request(http, worker):
+async def a_request(http: httpx.AsyncClient, worker: ScriptedWorker) -> GenerationRequest:
     await http.post(JOBS, json=JOB)
     await worker.claimed(1)
     return worker.claims[0].request
 
 
-async def test_nothing_logs_a_key(doors, worker, caplog, capfd, monkeypatch):
+async def test_nothing_logs_a_key(
+    doors: dict[str, httpx.AsyncClient],
+    worker: ScriptedWorker,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     caplog.set_level(logging.DEBUG)
     assert (await doors["acme"].post(CHAT, json=CHAT_BODY)).status_code == 200
     for headers in ({"authorization": "Bearer key-wrong"}, {"authorization": "key-wrong"}, {"x-api-key": "key-wrong"}):
@@ -119,7 +139,7 @@ async def test_nothing_logs_a_key(doors, worker, caplog, capfd, monkeypatch):
     assert "key-" not in captured.out + captured.err
 
 
-async def test_what_is_left_is_told(limited, worker):
+async def test_what_is_left_is_told(limited: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     chat = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 200})
     job = await limited.post(JOBS, json={**JOB, "sampling": {"max_tokens": 99}})
     streamed = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 9, "stream": True})
@@ -136,7 +156,9 @@ async def test_what_is_left_is_told(limited, worker):
     assert lefts[2][1] > 850  # the chat took 8 of its 200 and more
 
 
-async def test_a_refusal_says_when_to_come_back(limited, worker, conforms, broker):
+async def test_a_refusal_says_when_to_come_back(
+    limited: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms, broker: Broker
+) -> None:
     body = {**JOB, "sampling": {"max_tokens": 800}}
     worker.script = endless
     assert (await limited.post(JOBS, json=body)).status_code == 202
@@ -172,13 +194,13 @@ async def test_a_refusal_says_when_to_come_back(limited, worker, conforms, broke
     assert not [key for key in others.headers if key.startswith("x-ratelimit-")]
 
 
-async def endless(claim):
+async def endless(claim: Claim) -> AsyncIterator[Step]:
     for _ in range(1_000):
         yield 0.01
 
 
-async def test_the_openai_package_sees_a_rate_limit_error(limited, worker):
-    settings = {"base_url": f"{limited.base_url}/v1", "api_key": "key-acme", "max_retries": 0}
+async def test_the_openai_package_sees_a_rate_limit_error(limited: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    settings: dict[str, Any] = {"base_url": f"{limited.base_url}/v1", "api_key": "key-acme", "max_retries": 0}
     ask: Any = {"model": "tale", "messages": MESSAGES, "max_tokens": 5}
     async with openai.AsyncOpenAI(**settings) as client:
         answers = [await client.chat.completions.with_raw_response.create(**ask) for _ in range(3)]
@@ -188,6 +210,7 @@ async def test_the_openai_package_sees_a_rate_limit_error(limited, worker):
                 await client.chat.completions.create(**ask)
         error = refused.value
         assert (error.status_code, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error")
+        assert isinstance(error.body, dict)
         assert (error.param, error.body["limit"]) == ("requests_per_minute", 3)
         assert error.response.headers["retry-after"] == "1"
         patient = client.with_options(max_retries=5)

@@ -33,7 +33,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         "a body has a time in all and a least rate",
         "ktqueue/gateway/http/uploads.py",
         "                began + settings.body_timeout,\n"
-        "                began + GRACE_SECONDS + len(upload.data) / settings.min_body_rate,\n",
+        "                began + self.grace_seconds + len(upload.data) / settings.min_body_rate,\n",
         "",
         (f"{LIMITS}::test_a_body_has_a_time_in_all_and_a_least_rate",),
     ),

@@ -12,7 +12,7 @@ from ktqueue.core.errors import RequestTooLarge
 from ktqueue.core.units import format_bytes
 from ktqueue.gateway.errors import ClientGone, SlowBody, TooManyBodyBytes
 
-GRACE_SECONDS = 5.0  # before the minimum rate applies
+GRACE_SECONDS = 5.0
 KEPT_SHARE = 7 / 8  # of the limit for all bodies: what may remain after some were dropped
 SMALL_BYTES = 32 << 10  # longer bodies take turns, one part at a time, so that they do not delay small ones
 
@@ -29,6 +29,7 @@ class Uploads:
     """All bodies that the gateway is reading."""
 
     def __init__(self, settings: GatewayConfig) -> None:
+        self.grace_seconds = GRACE_SECONDS  # before the minimum rate applies
         self._settings = settings
         self._open: set[_Upload] = set()
         self._held_bytes = 0
@@ -93,7 +94,7 @@ class Uploads:
             min(
                 now + settings.stall_seconds,
                 began + settings.body_timeout,
-                began + GRACE_SECONDS + len(upload.data) / settings.min_body_rate,
+                began + self.grace_seconds + len(upload.data) / settings.min_body_rate,
             )
         )
 
