@@ -1,4 +1,4 @@
-"""What ktqueue takes for granted of the pinned transformers. A failure here says what an upgrade would break."""
+"""What ktqueue relies on in the pinned transformers. A failure shows what an upgrade would break."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +40,7 @@ def _build(config: Any, attention: str = "eager") -> nn.Module:
 
 @pytest.fixture
 def calls() -> Iterator[list[dict[str, Any]]]:
-    """What a custom attention function was called with, call by call."""
+    """The arguments of each call of a custom attention function."""
     seen: list[dict[str, Any]] = []
 
     def attend(
@@ -128,7 +128,7 @@ def test_meta_skeleton_and_its_own_buffers(model_type: str) -> None:
     torch.testing.assert_close(rotary.inv_freq, whole.get_submodule("model.rotary_emb").inv_freq)
 
 
-def test_tied_names_are_told() -> None:
+def test_tied_names_are_listed() -> None:
     tied = _build(_config("qwen3_moe", tie_word_embeddings=True))
     assert tied.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
     assert not _build(_config("qwen3_moe", tie_word_embeddings=False)).all_tied_weights_keys

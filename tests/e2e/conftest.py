@@ -1,4 +1,4 @@
-"""The whole of it as real processes: Redis, gateway, workers under the supervisor, and a client over HTTP."""
+"""A whole installation as real processes: Redis, gateway and workers under the supervisor, and an HTTP client."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from ktqueue.workers.supervision.supervisor import Supervisor
 
 @dataclass
 class Stream:
-    """What one reader of a job saw, over however many connections."""
+    """The events that one reader of a job saw, over any number of connections."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Stream:
         return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
 
     def choices(self, n: int = 1) -> list[tuple[list[int], str]]:
-        """Ids and text of each choice; fails where an event is missing or came twice."""
+        """Token ids and text of each choice. Fails if an event is missing or repeated."""
         assert [event["seq"] for event in self.events] == list(range(1, len(self.events) + 1))
         assert [i for i, event in enumerate(self.events) if "state" in event] in ([], [len(self.events) - 1])
         choices: list[tuple[list[int], str]] = [([], "") for _ in range(n)]
@@ -58,7 +58,7 @@ class Stack:
     http: httpx.AsyncClient
 
     async def submit(self, **body: Any) -> str:
-        """POST /v1/jobs; retries while no worker is known or the queue is full."""
+        """POST /v1/jobs, repeated while no worker is known or the queue is full."""
         async with asyncio.timeout(30):
             while True:
                 answer = await self.http.post("/v1/jobs", json={"model": "demo", **body})
@@ -74,7 +74,7 @@ class Stack:
         return dict(answer.json())
 
     async def until_ready(self) -> None:
-        """Wait for GET /readyz to say 200."""
+        """Wait until GET /readyz returns 200."""
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(httpx.TransportError):
@@ -90,7 +90,7 @@ class Stack:
         leave_after: int | None = None,
         on_event: Callable[[int], None] | None = None,
     ) -> Stream:
-        """GET the job's events after those in `stream`, until its end or for `leave_after` more."""
+        """Read the job's events after those in `stream`, up to its end or `leave_after` further events."""
         stream = Stream() if stream is None else stream
         headers = {"Last-Event-ID": str(stream.last_seq)} if stream.events else {}
         async with self.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:

@@ -1,4 +1,4 @@
-"""The bridge and the control worker as `ktqueue up` runs them: arq's client in, a webhook out, kill -9 in between."""
+"""The bridge and the control worker as `ktqueue up` runs them: an arq client, a webhook, and kill -9."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from ktqueue.workers.supervision.supervisor import Supervisor
 
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[Any]]]:
-    """Where webhooks go, and what came."""
+    """Receives webhooks and records them."""
     got: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ async def until(predicate: Callable[[], Any], within: float = 40.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_arq_job_with_a_webhook_goes_through_and_helpers_may_be_killed(
+async def test_an_arq_job_with_a_webhook_survives_kills_of_the_helpers(
     tmp_path: Path, receiver: tuple[str, list[Any]]
 ) -> None:
     url, got = receiver

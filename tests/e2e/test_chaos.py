@@ -1,4 +1,4 @@
-"""The kill loop, short and from a seed: whatever is killed, no job is lost and no reader sees other text."""
+"""A short kill loop with a fixed seed: no kill loses a job or changes the text that a reader sees."""
 
 import logging
 

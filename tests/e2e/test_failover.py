@@ -1,4 +1,4 @@
-"""The whole of it on a fleet: the server with the data dies under a running gateway and its workers."""
+"""An installation on a Redis fleet: the master is killed while a gateway and workers are running."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ TOKENS = 150
 
 @pytest.mark.fleet
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
-async def test_streams_go_on_over_the_death_of_the_master(start_stack: Any, tmp_path: Path, kind: str) -> None:
+async def test_streams_continue_when_redis_fails_over(start_stack: Any, tmp_path: Path, kind: str) -> None:
     fleet: SentinelFleet | ClusterFleet = (
         SentinelFleet(tmp_path) if kind == "sentinel" else ClusterFleet(tmp_path, Keys("ktq").tag, replicas=1)
     )
@@ -52,18 +52,18 @@ async def test_streams_go_on_over_the_death_of_the_master(start_stack: Any, tmp_
 
 
 @pytest.mark.fleet
-async def test_arq_jobs_go_on_over_the_death_of_the_master(start_stack: Any, tmp_path: Path) -> None:
+async def test_arq_jobs_continue_when_redis_fails_over(start_stack: Any, tmp_path: Path) -> None:
     fleet = SentinelFleet(tmp_path)
     sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     body = {"model": "demo", "prompt": "Once upon a time", "sampling": sampling}
 
     async def connect() -> ArqRedis:
-        """As arq's client does it with the sentinels, which leaves its connections to them open."""
+        """Connect like arq's client, which leaves its connections to the sentinels open."""
         settings = RedisSettings(port=await asyncio.to_thread(lambda: fleet.master.port), conn_retries=0)
         return await arq.create_pool(settings, job_serializer=dumps, job_deserializer=loads)
 
     async def answer(job_id: str) -> Any:
-        """As a client has it that connects again when its connection breaks."""
+        """The result for a client that reconnects if its connection breaks."""
         while True:
             with contextlib.suppress(redis.RedisError, OSError):
                 pool: Any = await connect()

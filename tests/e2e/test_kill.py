@@ -1,4 +1,4 @@
-"""kill -9 of each process in turn: the streams go on as if nothing had happened, and nothing is left behind."""
+"""kill -9 of each process in turn: streams continue without gaps, and nothing is left behind."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import pytest_asyncio
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STORY = "Once upon a time there was a king who"
-GREEDY = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}  # still at work when the blow comes
+GREEDY = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}  # still running when the process is killed
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 100, "ignore_eos": True}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def kill_at(event: int, pid_of: Callable[[], int | None]) -> Callable[[int], None]:
-    """Kills the process when a stream has so many events."""
+    """Kills the process when a stream has a number of events."""
 
     def on_event(count: int) -> None:
         if count == event:
@@ -70,7 +70,7 @@ async def stack(start_stack: Any) -> AsyncIterator[Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(stack: Any) -> dict[str, Any]:
-    """What each way of sampling says when nothing is killed."""
+    """The text of each way of sampling when nothing is killed."""
     told: dict[str, Any] = {"chat": await chat(stack)}
     for name, sampling in SAMPLINGS.items():
         job = await stack.submit(prompt=STORY, sampling=sampling)
@@ -99,7 +99,7 @@ async def test_streams_outlive_the_only_worker(stack: Any, undisturbed: Any, rec
     assert streams[0].longest_gap < 30.0
 
 
-async def test_a_worker_that_slept_too_long_comes_back_anew(stack: Any, undisturbed: Any) -> None:
+async def test_a_worker_that_slept_too_long_registers_again(stack: Any, undisturbed: Any) -> None:
     worker = stack.up.workers[0]
     deaths = worker.deaths
     job = await stack.submit(prompt=STORY, sampling=GREEDY)
@@ -134,7 +134,7 @@ async def test_a_dead_gateway_is_replaced(stack: Any, undisturbed: Any) -> None:
 
 
 async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, record_property: Any) -> None:
-    # Their supervisor sees the death; nobody waits for the lease to lapse.
+    # Their supervisor notices the death, so that nobody waits for the lease to expire.
     async with start_stack(workers=2, broker={"lease_seconds": 60.0}) as two:
         job = await two.submit(prompt=STORY, sampling=GREEDY)
         stream = await two.read(job, leave_after=10)
@@ -172,7 +172,7 @@ asyncio.run(main())
 
 
 async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str, list[int]]:
-    """A supervisor in a process of its own: it, its URL, and the pids of its children."""
+    """A supervisor in its own process, its URL, and the process ids of its children."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""The model's file is cut and written over while workers serve: no job fails, and none goes on with other weights."""
+"""The model's file is truncated and overwritten while workers serve: no job fails or continues with other weights."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ async def served(stack: Any) -> list[str]:
 
 
 async def reload(stack: Any) -> list[str]:
-    """Kill the fork server, and its worker with it; the digests of the model that is loaded then."""
+    """Kill the fork server and its worker. Returns the digests of the model that is loaded afterwards."""
     former, worker = await served(stack), stack.up.workers[0].pid
     os.kill(stack.up.fork_server.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
@@ -68,7 +68,7 @@ async def test_a_model_file_may_change_under_its_workers(start_stack: Any, tmp_p
         assert stack.up.workers[0].deaths == 0
         assert [record["digest"]] == await served(stack)
 
-        # Other weights under the same name: what has begun waits for its own, what has not is served.
+        # Other weights under the same name: started jobs wait for their own weights, others are served.
         file.give_other_weights()
         begun = await stack.submit(prompt="Once upon a time", sampling={**GREEDY, "max_tokens": 2_000})
         await stack.read(begun, leave_after=20)

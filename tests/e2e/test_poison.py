@@ -1,4 +1,4 @@
-"""A job that kills its worker each time: it ends as poison, and those that were beside it are told to their end."""
+"""A job that kills its worker each time fails as a poison job. Jobs beside it are completed."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from ktqueue.workers.supervision.fork_client import ForkClient
 
-# The fork server as it is, but for a seed that ends the process in its first step: so does a kernel that goes astray.
+# The fork server, except that one seed ends the process in its first step, as a faulty kernel would.
 DEADLY_SEED = 666
 FORK_SERVER = f"""
 import os, signal
@@ -34,7 +34,7 @@ main()
 
 
 @pytest.mark.timeout(200)
-async def test_a_job_that_kills_its_workers_ends_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_kills_its_workers_fails_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ktqueue.workers.supervision.supervisor.ForkClient",
         partial(ForkClient, command=[sys.executable, "-c", FORK_SERVER]),
@@ -42,7 +42,7 @@ async def test_a_job_that_kills_its_workers_ends_alone(start_stack: Any, monkeyp
     greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     async with start_stack(workers=2, engine={"max_num_seqs": 8}) as stack:
         calm = await stack.read(await stack.submit(prompt="Once upon a time", sampling=greedy))
-        # At once, so that workers take them together with what kills them.
+        # Submitted together, so that workers claim them together with the poison job.
         bodies = [{"prompt": "Once upon a time", "sampling": greedy} for _ in range(10)]
         bodies.insert(3, {"prompt": "Once", "sampling": {**greedy, "seed": DEADLY_SEED}})
         jobs = await asyncio.gather(*(stack.submit(**body) for body in bodies))

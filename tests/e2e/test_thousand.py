@@ -1,4 +1,4 @@
-"""Many jobs of every kind over HTTP, with cancels and readers that leave: each ends once, and nothing stays behind."""
+"""Many jobs of every kind over HTTP, with cancels and readers that leave: each ends once, and nothing is left over."""
 
 import asyncio
 import random
@@ -21,12 +21,12 @@ SHORT = {"job_ttl": 20.0, "journal_ttl": 20.0, "idempotency_ttl": 20.0, "model_t
 
 
 class Crowd:
-    """Clients with habits drawn from a seed."""
+    """Clients whose actions are drawn from a seed."""
 
     def __init__(self, stack: Any, seed: int) -> None:
         self.stack = stack
         self.random = random.Random(seed)
-        self.ends: dict[str, str] = {}  # job id to the state of its record when its client was done with it
+        self.ends: dict[str, str] = {}  # job id to the state of its record when its client finished
         self.habits: Counter[str] = Counter()
         self.tokens = 0
 
@@ -57,9 +57,9 @@ class Crowd:
         assert stream.state == "done"
 
     async def whole(self, job: str, body: dict[str, Any]) -> Any:
-        """Read to the end, over as many connections as it takes."""
+        """Read to the end, over any number of connections."""
         stream = await self.stack.read(job)
-        while not stream.ended:  # the gateway went away in between
+        while not stream.ended:  # the gateway closed the connection
             await asyncio.sleep(0.1)
             with suppress(httpx.TransportError):
                 await self.stack.read(job, stream)
@@ -118,7 +118,7 @@ class Crowd:
         assert await self.unread(job) in ("cancelled", "done")
 
     async def late(self, body: dict[str, Any]) -> None:
-        body["sampling"] |= {"max_tokens": 400, "ignore_eos": True}  # no engine has that many in a millisecond
+        body["sampling"] |= {"max_tokens": 400, "ignore_eos": True}  # no engine makes that many in a millisecond
         job = await self.stack.submit(**body, expires_in=0.001)
         assert await self.unread(job) == "expired"
 
@@ -147,7 +147,7 @@ class Crowd:
 
 
 async def run(start_stack: Any, redis_url: str, *, jobs: int, workers: int, kills: bool) -> Crowd:
-    broker = {"url": redis_url, **SHORT, **({"max_attempts": 100} if kills else {})}  # no job is to blame for a kill
+    broker = {"url": redis_url, **SHORT, **({"max_attempts": 100} if kills else {})}  # no kill is a job's fault
     async with start_stack(workers=workers, broker=broker, engine={"max_num_seqs": 32}) as stack:
         free = await free_pages(stack)
         crowd = Crowd(stack, seed=2)
@@ -162,7 +162,7 @@ async def run(start_stack: Any, redis_url: str, *, jobs: int, workers: int, kill
         assert len(crowd.ends) == jobs
         await eventually(lambda: all_free(stack, free), within=60.0 if kills else 10.0)
         assert any(deaths) == kills
-        for job in list(crowd.ends)[-20:]:  # a state that was terminal is so for ever
+        for job in list(crowd.ends)[-20:]:  # a terminal state never changes
             assert (await stack.job(job))["state"] == crowd.ends[job]
     with redis.Redis.from_url(redis_url) as client:
         await eventually(lambda: nothing_left(client), within=40.0)
@@ -170,7 +170,7 @@ async def run(start_stack: Any, redis_url: str, *, jobs: int, workers: int, kill
 
 
 async def kill(stack: Any, draw: random.Random) -> None:
-    """Kill a worker that is at work, or let one sleep past its lease, every few seconds."""
+    """Every few seconds, kill a busy worker or let one sleep past its lease."""
     async with await Broker.open(stack.up.config.broker) as broker:
         while True:
             await asyncio.sleep(draw.uniform(4.0, 8.0))
@@ -208,7 +208,7 @@ async def all_free(stack: Any, free: float) -> bool:
 
 async def nothing_left(client: Any) -> bool:
     keys = {key.decode().rpartition(":")[2]: client.pttl(key) for key in client.scan_iter()}
-    assert all(ttl != -1 for ttl in keys.values()), keys  # nothing stays for ever
+    assert all(ttl != -1 for ttl in keys.values()), keys  # everything expires
     return not keys.keys() - {"tick"}
 
 

@@ -1,4 +1,4 @@
-"""This version and the next one side by side, as real processes, while one takes the other's place, in both orders."""
+"""This version and the next one side by side, as real processes, during an upgrade in both orders."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ GATEWAY = (
     "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
     "serve(load_config(environment=os.environ))"
 )
-# The next version: its requests have a new sampling parameter, which is not to be overlooked, so their format is 2; its
-# events and cards have a new field that can be.
+# The next version: its requests have a new sampling parameter, which must not be ignored, so their format is 2. Its
+# events and cards have a new field, which can be ignored.
 NEXT = """
 import json
 from ktqueue.core import codec
@@ -48,7 +48,7 @@ TALE = {"model": "demo", "prompt": "Once upon a time"}
 
 @contextlib.asynccontextmanager
 async def running(program: str, config: Config) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process of one of the versions."""
+    """A process of either version."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-c", program, env={**os.environ, **config_environment(config)}
     )
@@ -80,7 +80,7 @@ async def submit(http: httpx.AsyncClient, max_tokens: int, **body: Any) -> str:
 
 
 async def text_of(http: httpx.AsyncClient, job_id: str, until: int | None = None) -> str:
-    """A job's text, from its events; where it is read `until` an event, what there was before."""
+    """A job's text from its events, or from those before the event `until`."""
     text = ""
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
         assert answer.status_code == 200
@@ -122,7 +122,7 @@ async def test_an_upgrade_in_both_orders(broker_config: BrokerConfig) -> None:
                             return
                     await asyncio.sleep(0.05)
 
-        # Gateways first: what only the next version reads waits for it, and nothing waits behind that.
+        # Gateways first: jobs that only the next version can read wait for it, and no other job waits behind them.
         former = await stack.enter_async_context(running(WORKER, base))
         await workers(1)
         await asyncio.gather(answering(old), answering(young))
@@ -135,7 +135,7 @@ async def test_an_upgrade_in_both_orders(broker_config: BrokerConfig) -> None:
         assert len((await old.get("/v1/jobs")).json()["data"]) == 4
         assert (await old.delete(f"/v1/jobs/{ahead.pop()}")).json()["state"] == "cancelled"
 
-        # Then workers: the next version's goes on with what this one's has begun, at the next token.
+        # Then workers: the next version's worker continues this version's jobs at the next token.
         begun = await submit(old, 400)
         await text_of(old, begun, until=10)
         former.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ async def test_an_upgrade_in_both_orders(broker_config: BrokerConfig) -> None:
         assert await text_of(old, begun) == calm
         assert [await text_of(old, one) for one in ahead] == [calm[: len(await text_of(young, one))] for one in ahead]
 
-        # Workers first: this version's gateway is served by the next one's worker, to the letter.
+        # Workers first: the next version's worker serves this version's gateway with the same text.
         text = await text_of(old, await submit(old, 50))
         assert text
         assert calm.startswith(text)

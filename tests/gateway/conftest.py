@@ -24,7 +24,7 @@ SCHEMAS = Path(__file__).resolve().parents[3] / "shared" / "data" / "api" / "ope
 
 @pytest.fixture
 def config(broker_config: BrokerConfig) -> Config:
-    """Short waits, any port."""
+    """Settings with short times and a free port."""
     return Config(
         broker=broker_config,
         gateway=GatewayConfig(port=0, first_event_wait=0.3, heartbeat_seconds=0.1, drain_seconds=0.3),
@@ -91,7 +91,7 @@ def _nullable(node: Any) -> Any:
 
 
 class _Models(BaseModel):
-    """OpenAI's list of models; the package has no type of its own for it."""
+    """OpenAI's list of models; the openai package has no type for it."""
 
     object: Literal["list"]
     data: list[Model]

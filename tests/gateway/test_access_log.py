@@ -1,4 +1,4 @@
-"""The access log: one line a request, with what an operator asks about, and nothing that must not be logged."""
+"""The access log: one line for each request, with the fields that operators need and nothing private."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: bodies, chunks, logprobs, choices, what reaches the worker."""
+"""POST /v1/chat/completions: bodies, chunks, logprobs, choices, the fields that reach the worker."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content"
 
 
 def texts(chunks: list[Any]) -> dict[int, str]:
-    """The text of each choice; checks the life of a stream on the way."""
+    """The text of each choice. Checks the order of the chunks too."""
     heads = {(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}
     assert len(heads) == 1
     said: dict[int, str] = defaultdict(str)
@@ -79,7 +79,7 @@ async def test_no_usage_chunk_unless_asked_for(worker: ScriptedWorker, stream: P
     assert all("usage" not in chunk and chunk["choices"] for chunk in frames.data)
 
 
-async def test_text_held_back_makes_no_empty_chunk(
+async def test_logprobs_without_text_make_no_empty_chunk(
     worker: ScriptedWorker, stream: PostStream, conforms: Conforms
 ) -> None:
     async def held(claim: Claim) -> AsyncIterator[Step]:
@@ -105,9 +105,7 @@ async def test_text_held_back_makes_no_empty_chunk(
     assert [len(one["top_logprobs"]) for one in positions] == [2] * 4
 
 
-async def test_half_a_character_at_the_end_is_in_the_logprobs_too(
-    http: httpx.AsyncClient, worker: ScriptedWorker
-) -> None:
+async def test_logprobs_include_half_a_character_at_the_end(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     async def cut(claim: Claim) -> AsyncIterator[Step]:
         yield {"token_ids": (1,), "logprobs": (logprob(b"a\xe2"),), "text": "a"}
         yield {
@@ -132,7 +130,7 @@ async def test_logprobs_of_a_whole_answer(http: httpx.AsyncClient, worker: Scrip
     assert without["choices"][0]["logprobs"] is None
 
 
-async def test_waiting_text_runs_together(worker: ScriptedWorker, stream: PostStream) -> None:
+async def test_waiting_text_is_joined(worker: ScriptedWorker, stream: PostStream) -> None:
     async def burst(claim: Claim) -> AsyncIterator[Step]:
         for letter in "abcdefgh":
             yield token(letter)

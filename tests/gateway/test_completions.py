@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {"model": "tale", "prompt": "Once"}
 
 
 async def echo(claim: Claim) -> AsyncIterator[Step]:
-    """Each choice says its prompt and its number."""
+    """The text of each choice is its prompt and its number."""
     prompt = claim.request.prompt or str(list(claim.request.prompt_token_ids or ()))
     for index in range(claim.request.sampling.n):
         yield token(f"{prompt}/", index=index)
@@ -38,7 +38,7 @@ async def echo(claim: Claim) -> AsyncIterator[Step]:
         ([0], ["[0]"]),
     ],
 )
-async def test_prompts(
+async def test_prompts_of_all_forms(
     http: httpx.AsyncClient,
     worker: ScriptedWorker,
     stream: PostStream,
@@ -75,7 +75,7 @@ async def test_chunks_are_valid_but_for_the_null_finish_reason(
 ) -> None:
     frames = await stream(PATH, {**BODY, "logprobs": 1})
     for chunk in frames.data:
-        # OpenAI streams null here as well; its description has one schema for bodies and chunks.
+        # OpenAI streams null here too, but its description has one schema for bodies and chunks.
         for choice in chunk["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         conforms(chunk, "CreateCompletionResponse")
@@ -101,7 +101,7 @@ async def test_logprobs(
     assert offsets == [0, 4, 9]
 
 
-async def test_default_length_is_openais(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_the_default_length_is_that_of_openai(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(PATH, json=BODY)).status_code == 200
     assert worker.claims[0].request.sampling.max_tokens == 16
 
@@ -131,10 +131,10 @@ async def test_too_many_choices(http: httpx.AsyncClient, worker: ScriptedWorker)
     assert response.json()["error"]["limit"] == 128
 
 
-async def test_a_refused_request_stops_no_job_of_its_idempotency_key(
+async def test_a_refused_request_cancels_no_job_of_its_idempotency_key(
     serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
 ) -> None:
-    """The job of the first prompt is there already, and the first client waits for it."""
+    """The job of the first prompt exists already, and an earlier client waits for it."""
     go_on = asyncio.Event()
 
     async def wait(claim: Claim) -> AsyncIterator[Step]:

@@ -1,4 +1,4 @@
-"""Streams that are taken up again by the id of their conversation, at any gateway, from any of their frames."""
+"""Streams are resumed by the id of their conversation, at any gateway, after any frame."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def slow_tale(worker: ScriptedWorker) -> SlowTale:
 
 
 async def blocks(response: httpx.Response, at_most: int = 10_000) -> list[str]:
-    """The events of a stream as they are on the wire, without comments."""
+    """The raw events of a stream, without comments."""
     found, text = [], ""
     async for piece in response.aiter_text():
         text += piece
@@ -93,7 +93,7 @@ async def resume(http: httpx.AsyncClient, last: str | None = None, **more: Any) 
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_stream_goes_on_from_any_of_its_frames(
+async def test_a_stream_can_be_resumed_after_any_frame(
     url: str, serve_with: ServeWith, slow_tale: SlowTale, broker: Broker, path: str
 ) -> None:
     asked = body(path, stream_options={"include_usage": True})
@@ -101,7 +101,7 @@ async def test_a_stream_goes_on_from_any_of_its_frames(
         async with http.stream("POST", path, json=asked, headers=NAMED) as response:
             job_id = response.headers["x-job-id"]
             seen = await blocks(response, at_most=5)
-        # The client is gone, its job is not; another gateway takes it up while it still runs.
+        # The client has left, but its job continues. Another gateway resumes the stream while it is running.
         assert all(id_of(block) for block in seen)
         async with serve_with() as (_, other), httpx.AsyncClient(base_url=other, timeout=20) as elsewhere:
             rest = asyncio.create_task(resume(elsewhere, id_of(seen[-1])))
@@ -121,12 +121,10 @@ async def test_a_stream_goes_on_from_any_of_its_frames(
         assert await resume(http, starting_after=ids[3]) == everything[4:]
         metrics = (await http.get("/metrics")).text
     assert "ktqueue:open_streams 0.0" in metrics
-    assert 'success_total{finished_reason="stop"' not in metrics  # readers that come back are not counted again
+    assert 'success_total{finished_reason="stop"' not in metrics  # resumed streams are not counted again
 
 
-async def test_what_a_numbered_stream_says_is_what_any_stream_says(
-    http: httpx.AsyncClient, slow_tale: SlowTale
-) -> None:
+async def test_a_numbered_stream_has_the_same_content_as_others(http: httpx.AsyncClient, slow_tale: SlowTale) -> None:
     slow_tale.go.set()
     answers = []
     for headers in (NAMED, {}):
@@ -142,7 +140,7 @@ async def test_what_a_numbered_stream_says_is_what_any_stream_says(
     assert answers[0][1].startswith("1-0 1-1 ")
 
 
-async def test_the_next_answer_takes_the_place_of_the_one_before(
+async def test_the_next_answer_replaces_the_previous_one(
     http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker
 ) -> None:
     ids = []
@@ -159,7 +157,7 @@ async def test_the_next_answer_takes_the_place_of_the_one_before(
     assert (await broker.jobs.get(ids[1])).state is JobState.DONE
 
 
-async def test_the_same_request_again_stops_nothing(
+async def test_repeating_a_request_cancels_nothing(
     http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker
 ) -> None:
     headers = {**NAMED, "idempotency-key": "one"}
@@ -172,20 +170,20 @@ async def test_the_same_request_again_stops_nothing(
     assert len(slow_tale.claims) == 1
 
 
-async def test_a_stream_can_be_stopped(http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker) -> None:
+async def test_a_stream_can_be_cancelled(http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker) -> None:
     async with http.stream("POST", CHAT, json=body(CHAT), headers=NAMED) as response:
         job_id = response.headers["x-job-id"]
         seen = await blocks(response, at_most=3)
     for _ in range(2):
         assert (await http.delete(STREAM, params=query())).status_code == 204
-    stopped = await resume(http)  # what was said before, and why it ended
+    stopped = await resume(http)  # the text before the error, and the error
     assert stopped[:3] == seen
     assert '"code":"cancelled"' in stopped[-1]
     assert (await broker.jobs.get(job_id)).state is JobState.CANCELLED
     assert (await http.delete(STREAM, params={"conv_id": "nobody"})).status_code == 204
 
 
-async def test_what_cannot_be_taken_up_is_told(
+async def test_a_stream_that_cannot_be_resumed_is_an_error(
     http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker, raw_keys: Callable[[str], list[tuple[bytes, int]]]
 ) -> None:
     for params, status, param in (
@@ -211,7 +209,7 @@ async def test_what_cannot_be_taken_up_is_told(
     assert 0 < key[1] <= broker.config.idempotency_ttl
 
 
-async def test_a_conversation_is_its_tenant_s_alone(serve_with: ServeWith, slow_tale: SlowTale, broker: Broker) -> None:
+async def test_a_conversation_belongs_to_its_tenant(serve_with: ServeWith, slow_tale: SlowTale, broker: Broker) -> None:
     tenants = tuple(TenantConfig(name=name, keys=(hash_of(f"key-{name}"),)) for name in ("one", "two"))
     slow_tale.go.set()
     async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:

@@ -1,4 +1,4 @@
-"""Keys, request ids, the cap on connections, probes, metrics, the API's description; HTTP that is broken."""
+"""Keys, request ids, the limit of requests at once, probes, metrics, the OpenAPI document, broken HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -64,7 +64,7 @@ async def test_request_ids(http: httpx.AsyncClient) -> None:
         assert (await http.get("/healthz", headers={"x-request-id": odd})).headers["x-request-id"].startswith("req-")
 
 
-async def test_the_cap_on_requests(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+async def test_requests_at_once_are_limited(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     async def slow(claim: Claim) -> AsyncIterator[Step]:
         yield 0.5
         yield ended(claim)
@@ -133,7 +133,7 @@ async def test_metrics(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert "_created" not in text
 
 
-async def test_names_that_clients_make_up_are_one_series(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_model_names_made_up_by_clients_share_one_series(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(CHAT, json=BODY)).status_code == 200
     for model in ("made-up", "up-made"):
         assert (await http.post(CHAT, json={**BODY, "model": model})).status_code == 404
@@ -161,7 +161,9 @@ async def test_without_redis_the_gateway_says_so(
     assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
 
 
-async def test_a_stranger_does_not_learn_where_redis_is(serve_with: ServeWith, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_without_a_key_do_not_learn_where_redis_is(
+    serve_with: ServeWith, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ktqueue.core.errors import Unavailable
 
     async def away(*_: Any, **__: Any) -> None:
@@ -175,7 +177,7 @@ async def test_a_stranger_does_not_learn_where_redis_is(serve_with: ServeWith, m
     assert "10.0.0.7" in operator.text
 
 
-async def test_description(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_the_openapi_document_is_valid_and_fits_answers(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     document = (await http.get("/openapi.json")).json()
     OpenAPIV31SpecValidator(document).validate()
     assert document["info"]["version"] == __version__
@@ -219,7 +221,7 @@ BROKEN_HTTP = [
 ]
 
 
-async def test_broken_http_harms_nobody(url: str, worker: ScriptedWorker) -> None:
+async def test_broken_http_does_not_harm_other_clients(url: str, worker: ScriptedWorker) -> None:
     host, port = url.removeprefix("http://").split(":")
     async with httpx.AsyncClient(base_url=url) as http:
         for data in BROKEN_HTTP:
@@ -230,7 +232,7 @@ async def test_broken_http_harms_nobody(url: str, worker: ScriptedWorker) -> Non
                     answer = await reader.read(12)
                 assert answer == b"" or 400 <= int(answer.split()[1]) < 500 or data.startswith(b"GET / ")
             except TimeoutError:
-                pass  # waits for the rest of a body
+                pass  # waits for the rest of the body
             writer.transport.abort()
             assert (await http.post(CHAT, json=BODY)).status_code == 200
 
@@ -244,7 +246,7 @@ async def test_an_announced_size_is_refused_before_the_body(url: str) -> None:
     writer.transport.abort()
 
 
-async def test_a_body_that_never_ends_is_given_up(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+async def test_a_body_that_never_ends_is_refused(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     async with serve_with(stall_seconds=0.3) as (_, url):
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,4 @@
-"""Bad input: the status, and an error that names field, limit and value; the next request works."""
+"""Bad input gets a status and an error that names field, limit and value. The next request works."""
 
 import asyncio
 import json
@@ -137,7 +137,7 @@ async def test_wrong_chat_fields(http: httpx.AsyncClient, worker: ScriptedWorker
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
         assert param.split(".")[-1] in error["message"]
-        assert "Value error" not in error["message"]  # Python's words, not ours
+        assert "Value error" not in error["message"]  # Python's words instead of ours
         assert "limit" in error
         assert len(response.content) < 1000
     assert (await http.post(CHAT, json=BODY)).status_code == 200
@@ -173,7 +173,7 @@ async def test_wrong_completion_fields(http: httpx.AsyncClient, worker: Scripted
         assert response.json()["error"]["param"] == param
 
 
-async def test_limits_are_told_exactly(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_errors_name_exact_limits(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, words in (
         ({"seed": 2**63}, f"at most {2**63 - 1}, got {2**63}"),
         ({"top_k": 2**31}, f"at most {2**31 - 1}, got"),
@@ -183,7 +183,7 @@ async def test_limits_are_told_exactly(http: httpx.AsyncClient, worker: Scripted
         assert words in (await http.post(CHAT, json={**BODY, **change})).json()["error"]["message"]
 
 
-async def test_what_is_so_anyway_may_be_asked_for(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_fields_can_ask_for_the_default_behaviour(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     asked = {"skip_special_tokens": True, "allowed_token_ids": None, "include_stop_str_in_output": False}
     assert (await http.post(CHAT, json={**BODY, **asked, "add_special_tokens": False})).status_code == 200
     complete = {"model": "tale", "prompt": "x", **asked, "add_special_tokens": True}
@@ -230,7 +230,7 @@ async def test_content_types(http: httpx.AsyncClient, worker: ScriptedWorker) ->
     assert (await http.send(request)).status_code == 200
 
 
-async def test_large_bodies_are_refused_while_they_come(
+async def test_large_bodies_are_refused_while_they_arrive(
     serve_with: ServeWith, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     async with serve_with(max_body_bytes=100_000) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -290,7 +290,7 @@ async def test_full_queue(config: Config, broker: Broker) -> None:
     worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
-    task.cancel()  # the model stays known, and nobody empties its queue
+    task.cancel()  # the model stays known, but no worker takes its jobs
     await asyncio.gather(task, return_exceptions=True)
     full = replace(config, broker=replace(config.broker, max_queued_batch=1))
     async with serving(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
@@ -308,13 +308,9 @@ async def test_early_errors_have_their_own_status_streamed_or_not(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     error = ErrorInfo(
-        code="context_length_exceeded",
-        message="This model's maximum context length is 512 tokens, the prompt has 600",
-        status=400,
-        param="messages",
-        limit=512,
-        value=600,
-    )
+        code="context_length_exceeded", message="The prompt has 600 tokens, the model's context has 512",
+        status=400, param="messages", limit=512, value=600,
+    )  # fmt: skip
 
     async def too_long(claim: Claim) -> AsyncIterator[Step]:
         yield ended(claim, JobState.FAILED, error=error)
@@ -336,7 +332,7 @@ async def test_early_errors_have_their_own_status_streamed_or_not(
         }
 
 
-async def test_late_errors_come_in_the_stream(worker: ScriptedWorker, stream: PostStream, conforms: Conforms) -> None:
+async def test_late_errors_are_in_the_stream(worker: ScriptedWorker, stream: PostStream, conforms: Conforms) -> None:
     async def breaks(claim: Claim) -> AsyncIterator[Step]:
         yield token("half")
         yield 0.05
@@ -373,7 +369,7 @@ async def test_deadline_passes_in_the_queue(http: httpx.AsyncClient, worker: Scr
     assert response.json()["error"]["type"] == "timeout_error"
 
 
-async def test_a_mistake_of_ours_is_a_500_that_tells_nothing(
+async def test_an_unexpected_error_is_a_500_without_details(
     http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: Any, **__: Any) -> None:
@@ -395,7 +391,7 @@ async def test_deadline_passes_before_any_worker_claims(http: httpx.AsyncClient,
     for path, body in ((CHAT, BODY), (COMPLETE, {"model": "tale", "prompt": "Once"})):
         for stream in (False, True):
             response = await http.post(path, json={**body, "expires_in": 0.01, "stream": stream})
-            if stream and response.status_code == 200:  # the reaper came later than the wait for a first event
+            if stream and response.status_code == 200:  # the reaper ended the job after the wait for a first event
                 assert '"code":"deadline_exceeded"' in response.text
                 continue
             assert response.status_code == 504

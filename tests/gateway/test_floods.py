@@ -1,4 +1,4 @@
-"""Hostile sockets by the hundred against a gateway process: its memory stays, a stranger is served, they are closed."""
+"""Hundreds of hostile sockets at one gateway: its memory stays small, another client is served, and they are closed."""
 
 import asyncio
 import json
@@ -21,14 +21,10 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-GATEWAY = (
-    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
-    "serve(load_config(environment=os.environ))"
-)
 SOCKETS = 150  # of each kind
 PREFIX = "floods"
-GROWTH_BYTES = 48 << 20  # far more than these sockets need, and far less than one of them could fill
-HELD = ["silent", "idle", "slow headers", "slow body", "answers that nobody reads"]  # open until their time is over
+GROWTH_BYTES = 48 << 20  # much more than these sockets need, and much less than one of them could fill
+HELD = ["silent", "idle", "slow headers", "slow body", "answers that nobody reads"]  # open until their timeout
 ENDLESS = [kind for kind in KINDS if kind not in HELD]
 CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -39,7 +35,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """URL and process id of a gateway with short times."""
+    """URL and process id of a gateway with short timeouts."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = {
@@ -50,7 +46,7 @@ def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {f"KTQUEUE_{name}": str(value) for name, value in settings.items()}
     with (tmp_path_factory.mktemp("logs") / "gateway.log").open("wb") as log:
-        process = start("-c", GATEWAY, env=environment, stdout=log, stderr=log)
+        process = start("-m", "ktqueue.gateway", env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     for _ in range(300):
         try:
@@ -64,8 +60,8 @@ def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-async def stranger(gateway: tuple[str, int], redis_server: str, tools: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the gateway, with a worker behind it."""
+async def stranger(gateway: tuple[str, int], redis_server: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the gateway. A worker is running."""
     async with await Broker.open(BrokerConfig(url=redis_server, prefix=PREFIX)) as broker:
         worker = ScriptedWorker(broker)
         task = asyncio.create_task(worker.run())
@@ -79,7 +75,7 @@ async def stranger(gateway: tuple[str, int], redis_server: str, tools: Any) -> A
 
 @asynccontextmanager
 async def flood(kinds: list[str], port: int, addresses: int) -> AsyncIterator[dict[str, int]]:
-    """Hostile sockets; none is opened again. Afterwards: how many are open."""
+    """Opens hostile sockets once. Afterwards the report has the number of open ones."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.queue.flood_clients", "--kinds", ",".join(kinds), "--port", str(port),
         "--sockets", str(SOCKETS * len(kinds)), "--addresses", str(addresses), "--reopen-per-second", "0.001",
@@ -103,7 +99,7 @@ def resident_bytes(process: int) -> int:
 
 
 @pytest.mark.parametrize(("kinds", "addresses"), [(HELD, 1), (HELD + ENDLESS, 50)])
-async def test_a_flood_harms_nobody(gateway: Any, stranger: Any, kinds: Any, addresses: int) -> None:
+async def test_a_flood_does_not_harm_other_clients(gateway: Any, stranger: Any, kinds: Any, addresses: int) -> None:
     url, process = gateway
     before = resident_bytes(process)
     async with flood(kinds, int(url.rpartition(":")[2]), addresses) as report:
@@ -114,5 +110,5 @@ async def test_a_flood_harms_nobody(gateway: Any, stranger: Any, kinds: Any, add
             while "ktqueue:open_connections 1.0" not in (await stranger.get("/metrics")).text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert resident_bytes(process) - before < GROWTH_BYTES
-    unread = SOCKETS if "answers that nobody reads" in kinds else 0  # they do not look whether they were closed
+    unread = SOCKETS if "answers that nobody reads" in kinds else 0  # they do not check whether they were closed
     assert report["open"] <= unread

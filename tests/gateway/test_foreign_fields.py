@@ -1,4 +1,4 @@
-"""Fields of other servers: honoured under our name, without effect, or refused by name, as the docs say."""
+"""Fields of other servers are aliases of ours, have no effect, or are refused by name, as documented."""
 
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,14 @@ def test_the_documentation_has_the_table() -> None:
     assert [line for line in table.splitlines()[2:] if line.startswith("| `")][: len(rows) + 1] == rows
 
 
-def test_no_field_has_two_fates() -> None:
+def test_no_field_is_handled_in_two_ways() -> None:
     ours = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     aliases, hints, refused = (
         set(table) for table in (foreign_fields.ALIASES, foreign_fields.HINTS, foreign_fields.REFUSED)
     )
     assert not aliases & hints
     assert not (aliases | hints) & (refused | ours)
-    assert refused & ours <= {"tools", "tool_choice"}  # taken where the choice is none
+    assert refused & ours <= {"tools", "tool_choice"}  # accepted if the choice is none
     assert set(foreign_fields.ALIASES.values()) <= ours
 
 
@@ -67,7 +67,7 @@ def test_a_refusal_names_the_field(name: str) -> None:
         parse({**body, name: None})
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+def test_a_neutral_value_of_a_refused_field_is_accepted() -> None:
     parse_chat(
         {
             **CHAT,

@@ -1,4 +1,4 @@
-"""Random bodies for every endpoint that takes one: what is wrong is a 4xx that names its field, nothing is a 500."""
+"""Random bodies for every endpoint that takes one: errors are 4xx and name the field, and none is a 500."""
 
 import json
 import random
@@ -93,7 +93,7 @@ def test_deep_bodies_of_arq_are_refused() -> None:
             parse_job(body)
 
 
-def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
+def test_arguments_that_are_not_json_reach_the_template_unchanged() -> None:
     for arguments in ("[" * 100_000, '{"a":' * 1_000, json.dumps(nested(40, lambda inner: {"a": inner}))):
         request = parse_job({"model": "m", "messages": [call(arguments)], "sampling": {}})
         assert request.messages is not None

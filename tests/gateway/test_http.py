@@ -1,4 +1,4 @@
-"""HTTP around the requests: probes, other origins, old clients, missing models, content types, challenges."""
+"""HTTP in general: probes, other origins, HTTP/1.0 clients, missing models, content types, challenges."""
 
 import asyncio
 import json
@@ -32,14 +32,14 @@ async def test_probes_and_the_version(serve_with: ServeWith) -> None:
         assert (await http.get("/version", headers={"x-api-key": "key"})).json() == {"version": __version__}
 
 
-async def test_a_refused_key_says_which_scheme(serve_with: ServeWith) -> None:
+async def test_a_refused_key_gets_a_challenge(serve_with: ServeWith) -> None:
     async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             response = await http.post(CHAT, json=BODY, headers=headers)
             assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
-async def test_other_origins(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+async def test_pages_of_allowed_origins_can_call_the_api(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     preflight = {
         "origin": ORIGIN,
         "access-control-request-method": "POST",
@@ -65,7 +65,7 @@ async def test_other_origins(serve_with: ServeWith, worker: ScriptedWorker) -> N
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_without_settings_no_other_origin_is_let_in(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_without_settings_no_other_origin_is_allowed(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
     assert (await http.options(CHAT, headers=headers)).status_code == 405
     answer = await http.post(CHAT, json=BODY, headers={"origin": ORIGIN})
@@ -74,7 +74,7 @@ async def test_without_settings_no_other_origin_is_let_in(http: httpx.AsyncClien
 
 
 async def raw(url: str, version: str, path: str, body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
-    """A request as old clients send it, and the answer's headers and bytes up to the end of the connection."""
+    """Send a request of HTTP/1.0. Returns the answer's headers, and its bytes up to the end of the connection."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()
@@ -88,7 +88,7 @@ async def raw(url: str, version: str, path: str, body: dict[str, Any]) -> tuple[
     return headers, rest
 
 
-async def test_old_clients_get_no_chunks(url: str, worker: ScriptedWorker) -> None:
+async def test_http_1_0_clients_get_no_chunks(url: str, worker: ScriptedWorker) -> None:
     headers, answer = await raw(url, "1.0", CHAT, {**BODY, "stream": True})
     assert "transfer-encoding" not in headers
     assert headers["connection"] == "close"
@@ -109,10 +109,12 @@ async def test_content_types_that_are_not_json_say_what_to_send(
     assert response.status_code == 415
     assert "-H 'content-type: application/json'" in response.json()["error"]["message"]
     assert response.json()["error"]["value"] == "application/x-www-form-urlencoded"
-    assert (await http.post(CHAT, content=data)).status_code == 200  # none at all
+    assert (await http.post(CHAT, content=data)).status_code == 200  # no content type
 
 
-async def test_a_missing_model_is_the_only_one(http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker) -> None:
+async def test_a_missing_model_means_the_only_one(
+    http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker
+) -> None:
     for path, body in (
         (CHAT, {"messages": BODY["messages"]}),
         (COMPLETE, {"prompt": "Once", "model": None}),
@@ -137,12 +139,14 @@ def worker_card(cards: Any) -> Any:
     return card
 
 
-async def test_without_any_model_there_is_none_to_take(http: httpx.AsyncClient) -> None:
+async def test_a_missing_model_is_an_error_without_models(http: httpx.AsyncClient) -> None:
     response = await http.post(CHAT, json={"messages": BODY["messages"]})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
 
 
-async def test_a_missing_model_in_python(worker: ScriptedWorker, broker: Broker, broker_config: BrokerConfig) -> None:
+async def test_the_python_client_needs_no_model_name(
+    worker: ScriptedWorker, broker: Broker, broker_config: BrokerConfig
+) -> None:
     async with Client(config=broker_config) as client:
         assert (await client.generate(prompt="Once")).text == "Once upon a time"
         with pytest.raises(ModelNotFound, match="served: tale"):

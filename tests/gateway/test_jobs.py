@@ -49,7 +49,7 @@ PRIVATE = [
 ]  # fmt: skip
 
 
-async def test_webhooks_are_refused_where_nobody_would_call_them(
+async def test_webhooks_are_refused_if_they_could_not_be_called(
     http: httpx.AsyncClient, config: Config, worker: ScriptedWorker
 ) -> None:
     hook = {"url": "http://example.org/hook", "events": ["failed"]}
@@ -148,14 +148,14 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url: str, worke
         assert "".join(one.get("text", "") for one in seen) == "".join(f"{word} " for word in range(60))
         assert [one["state"] for one in seen if "state" in one] == ["done"]
         assert seen[0]["logprobs"][0]["token"] == "x"
-        # A reader that left has cancelled nothing, and the whole is still there for another.
+        # A reader that left has cancelled nothing, and another reader gets the whole journal.
         async with http.stream("GET", job["events_url"]) as response:
             assert (await read_frames(response)).ids == list(range(1, 63))
         beyond = await http.get(job["events_url"] + "?starting_after=99")
         assert (beyond.status_code, beyond.json()["error"]["limit"]) == (400, 62)
 
 
-async def test_wrong_last_event_id(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_wrong_last_event_id_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     job = (await http.post(JOBS, json=BODY)).json()
     await wait_for_end(http, job["id"])
     for given in ("x", "-1", "1.5", "9" * 30, "9" * 18, "99"):
@@ -191,7 +191,7 @@ async def test_cancel(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert response.status_code == 200
     ended = await wait_for_end(http, job["id"])
     assert ended["state"] == "cancelled"
-    assert ended["result"] == [  # neither came to its end
+    assert ended["result"] == [  # no choice has ended
         {"index": 0, "text": "half", "finish_reason": None},
         {"index": 1, "text": "", "finish_reason": None},
     ]
@@ -206,8 +206,8 @@ async def test_cancel(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert response.json()["error"]["code"] == "job_conflict"
 
 
-async def test_cancelled_by_another(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
-    """A job that someone else cancels ends a chat with an error, streamed or not."""
+async def test_a_chat_cancelled_by_another_client_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    """If another client cancels the job, its chat ends with an error, streamed or not."""
 
     async def never(claim: Claim) -> AsyncIterator[Step]:
         yield token("half")
@@ -235,7 +235,7 @@ async def test_cancelled_by_another(http: httpx.AsyncClient, worker: ScriptedWor
     assert JobState.CANCELLED.value == (await http.get(f"{JOBS}/{worker.claims[-1].job_id}")).json()["state"]
 
 
-async def test_a_failed_job_is_sent_again(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_failed_job_can_be_retried(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     async def fail(claim: Claim) -> AsyncIterator[Step]:
         yield {"state": JobState.FAILED, "error": EngineFailure("the device broke").info()}
 

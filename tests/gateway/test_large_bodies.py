@@ -1,4 +1,4 @@
-"""Bodies that are large or costly are refused, or parsed beside the event loop; compressed ones; long prompts."""
+"""Large and costly bodies are refused, or parsed in a thread. Compressed bodies and long prompts."""
 
 import gzip
 import json
@@ -102,8 +102,8 @@ async def test_compressed_bodies(http: httpx.AsyncClient, worker: ScriptedWorker
     assert worker.claims[-1].request.messages == ({"role": "user", "content": "Hi"},)
 
 
-def test_a_bomb_is_not_unpacked() -> None:
+def test_a_compression_bomb_is_not_decompressed() -> None:
     bomb = gzip.compress(bytes(50 << 20))
     with pytest.raises(RequestTooLarge) as caught:
         decode_content(bomb, "gzip", 1 << 20)
-    assert caught.value.value == (1 << 20) + 1  # no more than that was made
+    assert caught.value.value == (1 << 20) + 1  # no more was decompressed

@@ -1,4 +1,4 @@
-"""What one client can cost: bytes, number and time of headers, time and rate of bodies, connections by address."""
+"""Limits for one client: bytes, number and time of headers, time and rate of bodies, connections by address."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 
 
 class RawClient:
-    """A connection that sends what it likes."""
+    """A connection that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -34,13 +34,13 @@ class RawClient:
             self.writer.write(data)
             await self.writer.drain()
         except ConnectionError:
-            pass  # refused before all was sent
+            pass  # refused before everything was sent
 
     def leave(self) -> None:
         self.writer.transport.abort()
 
     async def ended(self, within: float = 10) -> bytes:
-        """All that the gateway says until it closes the connection."""
+        """All bytes from the gateway until it closes the connection."""
         said = b""
         try:
             async with asyncio.timeout(within):
@@ -51,7 +51,7 @@ class RawClient:
         return said
 
     async def refused(self) -> tuple[int, dict[str, Any]]:
-        """Status and error of the reply after which the connection ends."""
+        """Status and error of the answer that ends the connection."""
         head, _, body = (await self.ended()).partition(b"\r\n\r\n")
         assert b"connection: close" in head
         assert b"x-request-id: req-" in head
@@ -63,7 +63,7 @@ Connect = Callable[..., Awaitable[RawClient]]
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
-    """`await connect(url, source="127.0.0.2")`: a client with that address."""
+    """`await connect(url, source="127.0.0.2")`: a connection from that address."""
     clients: list[RawClient] = []
 
     async def open_client(url: str, source: str = "127.0.0.1") -> RawClient:
@@ -96,7 +96,9 @@ TOO_MUCH: list[tuple[bytes, int, str, float | None]] = [
 ]
 
 
-async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with: ServeWith, connect: Connect) -> None:
+async def test_input_beyond_a_limit_gets_an_error_and_ends_the_connection(
+    serve_with: ServeWith, connect: Connect
+) -> None:
     settings: dict[str, Any] = {"max_url_bytes": 2_000, "max_header_bytes": 4_000, "max_headers": 20}
     async with serve_with(**settings, header_timeout=0.3, max_body_bytes=100_000) as (_, url):
 
@@ -110,7 +112,7 @@ async def test_what_is_too_much_gets_a_reply_and_the_connection_ends(serve_with:
             assert await refusal(data) == tuple(expected), data[:80]
 
 
-async def test_headers_have_a_time_in_all_and_silence_ends(serve_with: ServeWith, connect: Connect) -> None:
+async def test_headers_have_a_time_limit_and_silent_connections_end(serve_with: ServeWith, connect: Connect) -> None:
     async with serve_with(header_timeout=0.4, keep_alive_timeout=0.3) as (_, url):
         silent, slow, idle = [await connect(url) for _ in range(3)]
 
@@ -127,7 +129,7 @@ async def test_headers_have_a_time_in_all_and_silence_ends(serve_with: ServeWith
         dripping.cancel()
 
 
-async def test_pipelined_requests_are_answered_up_to_a_number(serve_with: ServeWith, connect: Connect) -> None:
+async def test_pipelined_requests_are_answered_up_to_a_limit(serve_with: ServeWith, connect: Connect) -> None:
     async with serve_with() as (_, url):
         client = await connect(url)
         await client.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
@@ -138,7 +140,7 @@ async def test_a_client_that_reads_no_answer_is_dropped(serve_with: ServeWith) -
     ask = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
     async with serve_with(stall_seconds=0.4, keep_alive_timeout=0.2) as (server, url):
         for listener in server.servers[0].sockets:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the connections inherit it
         clients = []
         for data in ((ask + b"\r\n") * 8, ask + b"\r\n", ask + b"connection: close\r\n\r\n"):
             clients.append(socket.socket())
@@ -165,13 +167,13 @@ async def test_the_key_is_checked_before_the_body_is_read(
         await client.send(POST + b"content-length: 8000000\r\n\r\n")
         async with asyncio.timeout(5):
             assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
-        for _ in range(100):  # and what still comes is thrown away, for as long as a connection may be idle
+        for _ in range(100):  # later input is thrown away, for as long as a connection may be idle
             await client.send(b"x" * 10_000)
         assert len(server.gateway.bodies.uploads) == 0
         await client.ended(5)
 
 
-async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with: ServeWith, connect: Connect) -> None:
+async def test_a_body_has_a_time_limit_and_a_minimum_rate(serve_with: ServeWith, connect: Connect) -> None:
     async def answer(url: str, bytes_a_turn: int) -> bytes:
         client = await connect(url)
         await client.send(POST + b"content-length: 1000000\r\n\r\n")
@@ -194,7 +196,7 @@ async def test_a_body_has_a_time_in_all_and_a_least_rate(serve_with: ServeWith, 
             assert b"connection: close" in said
 
 
-async def test_who_sends_a_body_slowly_keeps_nobody_out(
+async def test_slow_senders_do_not_keep_others_out(
     serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
 ) -> None:
     async with serve_with(max_connections=2) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
@@ -207,7 +209,7 @@ async def test_who_sends_a_body_slowly_keeps_nobody_out(
             client.leave()
 
 
-async def test_bodies_have_a_limit_together_and_the_largest_goes(
+async def test_all_bodies_share_a_limit_and_the_largest_is_dropped(
     serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
 ) -> None:
     async with (
@@ -231,7 +233,7 @@ async def test_bodies_have_a_limit_together_and_the_largest_goes(
         large[1].leave()
 
 
-async def test_an_address_has_so_many_connections(
+async def test_connections_of_an_address_are_limited(
     serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
 ) -> None:
     async def long(claim: Claim) -> AsyncIterator[Step]:
@@ -244,7 +246,7 @@ async def test_an_address_has_so_many_connections(
         httpx.AsyncClient(base_url=url, timeout=10) as http,
     ):
         silent = [await connect(url, "127.0.0.2") for _ in range(4)]
-        assert await silent[0].ended() == b""  # the one that was idle longest
+        assert await silent[0].ended() == b""  # it was idle longest
         body = json.dumps({**BODY, "stream": True}).encode()
         ask = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
         streams = [await connect(url, "127.0.0.2") for _ in range(3)]
@@ -258,7 +260,7 @@ async def test_an_address_has_so_many_connections(
         assert b'"too_many_connections_from_address"' in said
         await probe.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200" in (await probe.ended())[:12]
-        assert (await http.get("/v1/models")).status_code == 200  # from a trusted address, though not from a free one
+        assert (await http.get("/v1/models")).status_code == 200  # the address is trusted, but has no room left
         text = (await http.get("/metrics")).text
         assert 'ktqueue:connections_ended_total{reason="evicted"} 4.0' in text
         assert 'ktqueue:connections_ended_total{reason="too_many_connections_from_address"} 2.0' in text
@@ -300,14 +302,16 @@ async def test_probes_are_answered_when_all_connections_are_busy(
             client.leave()
 
 
-async def test_idle_connections_make_room(serve_with: ServeWith, connect: Connect, worker: ScriptedWorker) -> None:
+async def test_idle_connections_are_closed_for_new_ones(
+    serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
+) -> None:
     async with serve_with(max_sockets=5) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
         silent = [await connect(url, f"127.0.0.{2 + number % 3}") for number in range(20)]
         assert (await http.post(CHAT, json=BODY)).status_code == 200
         assert await silent[0].ended() == b""
 
 
-def test_addresses_that_one_client_has_count_as_one() -> None:
+def test_addresses_of_one_client_count_as_one() -> None:
     class Connection:
         evicted = False
 

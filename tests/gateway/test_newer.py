@@ -1,4 +1,4 @@
-"""Jobs of a newer version, seen through this one's gateway: what can be read of them is shown, and nothing is a 500."""
+"""Jobs of a newer version at a gateway of this one: readable fields are shown, and nothing is a 500."""
 
 from collections.abc import AsyncIterator
 
@@ -71,7 +71,7 @@ async def test_a_newer_journal_is_shown_as_far_as_it_can_be_read(
     assert frames.data == [first, {"seq": 2, "format": 2}, {"seq": 3, "format": 2}]
     shown = (await http.get(f"/v1/jobs/{job.id}")).json()
     assert (shown["state"], shown["digest"], shown["result"]) == ("done", CARD.digest[:12], None)
-    assert (await http.delete(f"/v1/jobs/{job.id}")).status_code == 409  # it has ended, which is no news
+    assert (await http.delete(f"/v1/jobs/{job.id}")).status_code == 409  # the job has ended already
 
 
 async def test_models_show_the_digests_that_are_served(http: httpx.AsyncClient, broker: Broker, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""The `openai` package against a gateway and a worker with the built-in model, each a process of its own."""
+"""The `openai` package against a gateway and a worker with the built-in model, each in its own process."""
 
 import os
 import signal
@@ -19,10 +19,6 @@ from served_gateway import Conforms
 from ktqueue.core.tenants import hash_of
 
 ROOT = Path(__file__).resolve().parents[2]
-GATEWAY = (
-    "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
-    "serve(load_config(environment=os.environ))"
-)
 MESSAGES: Any = [{"role": "user", "content": "Once upon a time there was a"}]
 KEY = "secret"
 
@@ -56,7 +52,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The URL of a gateway with a live worker behind it, and the gateway's process."""
+    """The URL and the process of a gateway. A worker is running."""
     pytest.importorskip("torch")
     logs = tmp_path_factory.mktemp("logs")
     port = free_port()
@@ -72,7 +68,7 @@ def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     with ExitStack() as resources:
         worker = spawn(resources, ["-m", "ktqueue.workers.generation.worker_process"], environment, logs / "worker.log")
-        gateway = spawn(resources, ["-c", GATEWAY], environment, logs / "gateway.log")
+        gateway = spawn(resources, ["-m", "ktqueue.gateway"], environment, logs / "gateway.log")
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
             time.sleep(0.1)
@@ -118,7 +114,7 @@ def test_chat_whole_and_streamed_say_the_same(client: Any, model: Any, conforms:
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert chunks[-1].usage.completion_tokens == 24
-    # All but the prompt's last page comes from the cache the second time.
+    # The second time, all pages of the prompt but the last come from the cache.
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens <= chunks[-1].usage.prompt_tokens
 
 
@@ -126,7 +122,7 @@ def test_the_streaming_helper(client: Any, model: Any) -> None:
     with client.chat.completions.stream(model=model, messages=MESSAGES, max_completion_tokens=8, n=2) as stream:
         for _ in stream:
             pass
-        final = stream.current_completion_snapshot  # the final one is refused by the package when cut by length
+        final = stream.current_completion_snapshot  # the package refuses the final one if it was cut by length
     assert [choice.finish_reason is not None for choice in final.choices] == [True, True]
     assert all(choice.message.content for choice in final.choices)
 
@@ -245,7 +241,7 @@ def test_a_full_queue_is_a_rate_limit_error(client: Any, model: Any, stack: Any)
             httpx.delete(f"{stack[0]}/v1/jobs/{one}", headers=headers)
 
 
-def test_special_requests_of_vllms_clients(client: Any, model: Any) -> None:
+def test_fields_of_vllm_are_honoured(client: Any, model: Any) -> None:
     whole = client.chat.completions.create(
         model=model,
         messages=MESSAGES,
@@ -262,7 +258,12 @@ def test_serve_without_redis_says_what_is_missing(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KTQUEUE_BROKER_URL": f"unix://{tmp_path}/none.sock"}
     environment["KTQUEUE_BROKER_CONNECT_TIMEOUT"] = "0.2"
     ended = subprocess.run(
-        [sys.executable, "-c", GATEWAY], env=environment, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-m", "ktqueue.gateway"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert ended.returncode != 0
     assert "Redis is away" in ended.stderr
@@ -277,7 +278,7 @@ def test_the_gateway_needs_no_torch() -> None:
 
 
 def test_sigterm_ends_the_gateway_in_order(stack: Any) -> None:
-    """The last test here: the gateway is gone after it."""
+    """This must be the last test, since it stops the gateway."""
     _, gateway = stack
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(15) == 0

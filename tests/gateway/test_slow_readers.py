@@ -1,4 +1,4 @@
-"""A reader that stops reading: it loses its mailbox, never a token, and nobody else notices."""
+"""A reader that stops reading loses its mailbox but no token, and does not affect other readers."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def flood(worker: ScriptedWorker) -> Flood:
 
 
 async def connect(url: str, path: str) -> socket.socket:
-    """A client that asks for a stream and does not read; its kernel takes little for it."""
+    """A client that requests a stream and does not read. Its receive buffer is small."""
     host, port = url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -68,7 +68,7 @@ async def connect(url: str, path: str) -> socket.socket:
 
 
 async def seqs(client: socket.socket) -> list[int]:
-    """Read at last: the ids of all events, to the end of the stream."""
+    """Read the stream to its end. Returns the ids of all events."""
     data = b""
     while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
         data += piece
@@ -76,12 +76,12 @@ async def seqs(client: socket.socket) -> list[int]:
     return [int(line[4:]) for line in data.split(b"\n") if line.startswith(b"id: ")]
 
 
-async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(
+async def test_a_reader_that_stops_reading_does_not_affect_others(
     serve_with: ServeWith, flood: Flood, broker: Broker
 ) -> None:
     async with serve_with(max_mailbox_bytes=MAILBOX_BYTES) as (server, url):
         for listener in server.servers[0].sockets:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the connections inherit it
         gateway = server.gateway
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             job = (await http.post(JOBS, json=body("flood"))).json()
@@ -117,7 +117,7 @@ async def test_a_reader_that_stops_reading_changes_nothing_for_the_others(
                 texts = await asyncio.gather(*(other(number) for number in range(OTHERS)))
             assert texts == ["".join(f"{number}-{word} " for word in range(20)) for number in range(OTHERS)]
             assert feed in gateway.feeds
-            assert feed.buffered[0] is waits  # all that while
+            assert feed.buffered[0] is waits  # all the time
 
             flood.enough.set()
             async with asyncio.timeout(60):

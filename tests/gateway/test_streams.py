@@ -1,4 +1,4 @@
-"""Streams under stress: clients that leave, that do not read, that come in hundreds; a gateway that stops."""
+"""Streams under stress: clients that leave or do not read, hundreds of clients, a gateway that stops."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content"
 
 @pytest.fixture
 def endless(worker: ScriptedWorker) -> ScriptedWorker:
-    """The worker talks until it is stopped."""
+    """The worker yields words until the job is cancelled."""
 
     async def talk(claim: Claim) -> AsyncIterator[Step]:
         while True:
@@ -115,7 +115,7 @@ async def test_a_client_that_does_not_read_is_dropped(
 
 
 async def post_raw(url: str, path: str, body: Any) -> list[Any]:
-    """The chunks of a stream, read without a client library, whose own work would be most of the test."""
+    """The chunks of a stream, read without a client library, which would take most of the time."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()

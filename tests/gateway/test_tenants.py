@@ -1,4 +1,4 @@
-"""Tenants over HTTP: each sees its own jobs alone, and nothing logs a key."""
+"""Tenants over HTTP: each sees only its own jobs, and no key is logged."""
 
 import logging
 import re
@@ -44,7 +44,7 @@ async def limited(serve_with: ServeWith) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def doors(serve_with: ServeWith) -> AsyncIterator[dict[str, httpx.AsyncClient]]:
-    """An HTTP client for each tenant, one for the operator's key, one for nobody."""
+    """An HTTP client for each tenant, one with the operator's key, and one without a known key."""
     async with serve_with(tenants=TENANTS, api_keys=(hash_of("key-operator"),)) as (_, url):
         clients = {
             name: httpx.AsyncClient(base_url=url, timeout=20, headers={"authorization": f"Bearer key-{name}"})
@@ -55,7 +55,7 @@ async def doors(serve_with: ServeWith) -> AsyncIterator[dict[str, httpx.AsyncCli
             await client.aclose()
 
 
-async def test_a_job_of_another_is_not_there(
+async def test_a_job_of_another_tenant_is_not_found(
     doors: dict[str, httpx.AsyncClient], worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     mine = (await doors["acme"].post(JOBS, json=JOB)).json()["id"]
@@ -87,10 +87,10 @@ async def test_chats_belong_to_their_tenant_and_share_no_idempotency_key(
     assert ids[0] != ids[1]
     assert (await doors["acme"].get(f"{JOBS}/{ids[0]}")).status_code == 200
     assert (await doors["acme"].get(f"{JOBS}/{ids[1]}")).status_code == 404
-    assert {job.id for job in await broker.jobs.list()} == set(ids)  # who reads Redis sees all
+    assert {job.id for job in await broker.jobs.list()} == set(ids)  # Redis has the jobs of all tenants
 
 
-async def test_metrics_are_the_operator_s(
+async def test_only_the_operator_can_read_metrics(
     doors: dict[str, httpx.AsyncClient], worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     assert (await doors["operator"].get("/metrics")).status_code == 200
@@ -133,13 +133,13 @@ async def test_nothing_logs_a_key(
     monkeypatch.setattr("ktqueue.broker.jobs.Jobs.submit", broken)
     assert (await doors["acme"].post(CHAT, json=CHAT_BODY)).status_code == 500
     said = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
-    assert any("POST" in line for line in said)  # the mistake is logged, with its request
+    assert any("POST" in line for line in said)  # the error is logged with its request
     assert "key-" not in "\n".join(said)
     captured = capfd.readouterr()
     assert "key-" not in captured.out + captured.err
 
 
-async def test_what_is_left_is_told(limited: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_headers_say_what_remains_of_the_rates(limited: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     chat = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 200})
     job = await limited.post(JOBS, json={**JOB, "sampling": {"max_tokens": 99}})
     streamed = await limited.post(CHAT, json={**CHAT_BODY, "max_tokens": 9, "stream": True})
@@ -153,10 +153,10 @@ async def test_what_is_left_is_told(limited: httpx.AsyncClient, worker: Scripted
         lefts.append((int(headers["x-ratelimit-remaining-requests"]), int(headers["x-ratelimit-remaining-tokens"])))
     assert lefts[0][0] == 2
     assert 700 < lefts[0][1] < 800
-    assert lefts[2][1] > 850  # the chat took 8 of its 200 and more
+    assert lefts[2][1] > 850  # the chat used 8 of its 200 tokens
 
 
-async def test_a_refusal_says_when_to_come_back(
+async def test_a_refusal_by_a_rate_says_when_to_retry(
     limited: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms, broker: Broker
 ) -> None:
     body = {**JOB, "sampling": {"max_tokens": 800}}
@@ -170,7 +170,7 @@ async def test_a_refusal_says_when_to_come_back(
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert (error["param"], error["limit"]) == ("tokens_per_minute", 1_000)
         assert 700 < error["value"] <= 801
-        # What is missing comes at 10 a second; a prompt has a token in one case, some tens in the other.
+        # Tokens are refilled at 10 each second. One prompt has a token, the other some tens.
         missing = error["value"] + 801 - 1_000
         assert missing / 10 <= int(refused.headers["retry-after"]) <= (missing + 100) / 10 + 1
     assert (await limited.post(JOBS, json=JOB)).status_code == 202
@@ -206,7 +206,7 @@ async def test_the_openai_package_sees_a_rate_limit_error(limited: httpx.AsyncCl
         answers = [await client.chat.completions.with_raw_response.create(**ask) for _ in range(3)]
         assert answers[0].headers["x-ratelimit-remaining-requests"] == "2"
         with pytest.raises(openai.RateLimitError) as refused:
-            for _ in range(10):  # more than the tenant's minute gives back meanwhile
+            for _ in range(10):  # more than are refilled meanwhile
                 await client.chat.completions.create(**ask)
         error = refused.value
         assert (error.status_code, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error")
@@ -214,4 +214,4 @@ async def test_the_openai_package_sees_a_rate_limit_error(limited: httpx.AsyncCl
         assert (error.param, error.body["limit"]) == ("requests_per_minute", 3)
         assert error.response.headers["retry-after"] == "1"
         patient = client.with_options(max_retries=5)
-        assert (await patient.chat.completions.create(**ask)).choices[0].message.content  # it waits as it was told
+        assert (await patient.chat.completions.create(**ask)).choices[0].message.content  # it waits for Retry-After

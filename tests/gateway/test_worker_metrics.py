@@ -1,4 +1,4 @@
-"""What a worker told with its last beat, as metrics."""
+"""Metrics from the statistics of a worker's last heartbeat."""
 
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.gateway.cluster_metrics import worker_metrics
@@ -20,7 +20,7 @@ def worker(name: str, **stats: float) -> WorkerInfo:
 
 
 def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
-    """By name and the values of all labels but the model's."""
+    """Samples by name and the values of all labels except the model."""
     return {
         (sample.name, tuple(value for key, value in sample.labels.items() if key != "model_name")): sample.value
         for metric in worker_metrics(workers)
@@ -28,7 +28,7 @@ def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_each_worker_tells_what_it_knows() -> None:
+def test_workers_metrics_have_only_what_they_report() -> None:
     on_gpu = worker("a", experts=8, expert_fetched_share_one=0.0, expert_fetched_share_several=0.25, steps=3)
     found = samples(on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4))
     assert found == {

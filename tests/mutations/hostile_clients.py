@@ -3,7 +3,7 @@
 from mutation import Mutation
 
 LIMITS = "tests/gateway/test_limits.py"
-TOO_MUCH = f"{LIMITS}::test_what_is_too_much_gets_a_reply_and_the_connection_ends"
+TOO_MUCH = f"{LIMITS}::test_input_beyond_a_limit_gets_an_error_and_ends_the_connection"
 PROTOCOL = "ktqueue/gateway/http/protocol.py"
 
 HOSTILE_CLIENTS: dict[str, Mutation] = {
@@ -27,7 +27,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         "        self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)\n\n"
         "    def connection_lost",
         "        self._header_timer = None\n\n    def connection_lost",
-        (f"{LIMITS}::test_headers_have_a_time_in_all_and_silence_ends",),
+        (f"{LIMITS}::test_headers_have_a_time_limit_and_silent_connections_end",),
     ),
     "a body without a deadline": Mutation(
         "a body has a time in all and a least rate",
@@ -35,28 +35,28 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         "                began + settings.body_timeout,\n"
         "                began + self.grace_seconds + len(upload.data) / settings.min_body_rate,\n",
         "",
-        (f"{LIMITS}::test_a_body_has_a_time_in_all_and_a_least_rate",),
+        (f"{LIMITS}::test_a_body_has_a_time_limit_and_a_minimum_rate",),
     ),
     "places for bodies that still come": Mutation(
         "who sends a body slowly keeps nobody out",
         "ktqueue/gateway/http/edge.py",
         "                if _has_body(scope, headers):",
         "                if False:",
-        (f"{LIMITS}::test_who_sends_a_body_slowly_keeps_nobody_out",),
+        (f"{LIMITS}::test_slow_senders_do_not_keep_others_out",),
     ),
     "bodies without a limit together": Mutation(
         "unfinished bodies have a limit of memory together",
         "ktqueue/gateway/http/uploads.py",
         "if self._held_bytes > self._settings.max_bodies_bytes:",
         "if False:",
-        (f"{LIMITS}::test_bodies_have_a_limit_together_and_the_largest_goes",),
+        (f"{LIMITS}::test_all_bodies_share_a_limit_and_the_largest_is_dropped",),
     ),
     "an address with all connections": Mutation(
         "one address has so many connections",
         "ktqueue/gateway/http/connections.py",
         "if self._per_address and not trusted and",
         "if False and",
-        (f"{LIMITS}::test_an_address_has_so_many_connections",),
+        (f"{LIMITS}::test_connections_of_an_address_are_limited",),
     ),
     "the key after the body": Mutation(
         "the key is checked before the body is read",

@@ -254,7 +254,7 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/gateway/http/auth.py",
         "if self.alone and record.tenant != self.name:",
         "if False:",
-        ("tests/gateway/test_tenants.py::test_a_job_of_another_is_not_there",),
+        ("tests/gateway/test_tenants.py::test_a_job_of_another_tenant_is_not_found",),
     ),
     "a regress is not told": Mutation(
         "a reader learns that its journal has lost what it was told",
@@ -377,7 +377,7 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/gateway/submission.py",
         "        if key is None:\n            gateway.abandon(record.id",
         "        if True:\n            gateway.abandon(record.id",
-        ("tests/gateway/test_completions.py::test_a_refused_request_stops_no_job_of_its_idempotency_key",),
+        ("tests/gateway/test_completions.py::test_a_refused_request_cancels_no_job_of_its_idempotency_key",),
     ),
     **UPGRADES,
     **INSTALLING,
