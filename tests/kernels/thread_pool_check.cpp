@@ -16,18 +16,18 @@
 
 namespace {
 
-std::atomic<bool> workers_dawdle{false};
+std::atomic<bool> workers_pause{false};
 
 // Called after a thread has read a job and before its claim.
-void dawdle() {
+void pause_at_random() {
     static const pid_t caller = getpid();
-    if (workers_dawdle && gettid() != caller) usleep(1 + static_cast<unsigned>(rand()) % 300);
+    if (workers_pause && gettid() != caller) usleep(1 + static_cast<unsigned>(rand()) % 300);
 }
 
 }  // namespace
 
 // The pool itself, with a pause before each claim.
-#define compare_exchange_weak(word, ...) compare_exchange_weak((dawdle(), word), __VA_ARGS__)
+#define compare_exchange_weak(word, ...) compare_exchange_weak((pause_at_random(), word), __VA_ARGS__)
 #include "threads/thread_pool.cpp"
 #undef compare_exchange_weak
 
@@ -65,13 +65,13 @@ void late_workers_take_nothing() {
     };
     const auto count_odd = [&](size_t i) { count(odd, i); };
     const auto count_even = [&](size_t i) { count(even, i); };
-    workers_dawdle = true;
+    workers_pause = true;
     for (int round = 1; round <= 500; ++round) {
         pool.for_each(odd.size(), count_odd);
         pool.for_each(even.size(), count_even);
         for (size_t i = 0; i < 6; ++i) require(odd[i] == round && even[i] == round, "late workers take nothing");
     }
-    workers_dawdle = false;
+    workers_pause = false;
 }
 
 // More tasks than the lanes can hold are handed out a few at a time.

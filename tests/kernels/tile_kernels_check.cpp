@@ -231,7 +231,7 @@ void values_are_right(const Panels& weights, const Rows& x, const std::vector<fl
 }
 
 // A result depends only on its panel and its row of x, bit for bit. An infinity or a NaN stays in its row.
-void company_changes_nothing(const Panels& weights, Rows& x, PanelKernel kernel, const std::vector<float>& alone) {
+void other_rows_change_nothing(const Panels& weights, Rows& x, PanelKernel kernel, const std::vector<float>& alone) {
     for (size_t tokens : {1, 2, 15, 16, 17, 33, 48, 64, 65, 128, 270, 300})
         for (size_t panels = 1; panels <= kMaxPanels; ++panels) {
             const size_t first = tokens % 2 ? kTokens - tokens : 0, width = panels * kPanelRows;
@@ -271,8 +271,8 @@ void kernel_is_right(Quant quant, size_t columns, PanelKernel emulated, PanelKer
         alone.insert(alone.end(), row.begin(), row.end());
     }
     values_are_right(weights, x, alone);
-    company_changes_nothing(weights, x, emulated, alone);
-    if (real) company_changes_nothing(weights, x, real, alone);
+    other_rows_change_nothing(weights, x, emulated, alone);
+    if (real) other_rows_change_nothing(weights, x, real, alone);
 }
 
 }  // namespace

@@ -72,10 +72,10 @@ struct AttentionCase {
 }  // namespace
 
 void run_attention(Random& random, const KernelTable& kernels) {
-    AttentionCase one(random);
-    if (random.chance(3)) one.damage(random);
-    const PagedStep step = one.step();
-    const AttentionShape& shape = one.shape;
+    AttentionCase attention(random);
+    if (random.chance(3)) attention.damage(random);
+    const PagedStep step = attention.step();
+    const AttentionShape& shape = attention.shape;
     try {
         check(step);
         check(shape);

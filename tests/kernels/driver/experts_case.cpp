@@ -161,9 +161,9 @@ struct Call {
           x(random, random.floats(tokens * layer.hidden)),
           ids(random, tokens * slots),
           weights(random, random.floats(tokens * slots)) {
-        const bool one = random.chance(4);  // all tokens on one expert
+        const bool same = random.chance(4);  // all tokens on one expert
         const size_t expert = random.number(0, layer.experts - 1);
-        for (int64_t& id : ids) id = static_cast<int64_t>(one ? expert : random.number(0, layer.experts - 1));
+        for (int64_t& id : ids) id = static_cast<int64_t>(same ? expert : random.number(0, layer.experts - 1));
         if (random.chance(4))
             for (int64_t& id : ids)
                 if (random.chance(2)) id = -1;  // no expert
@@ -183,10 +183,10 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
         const float* x = call.x.data() + t * layer.hidden;
         const float* got = out.data() + t * layer.hidden;
         const std::string place = layer.name() + ", token " + std::to_string(t);
-        if (std::any_of(x, x + layer.hidden, [](float one) { return std::isnan(one); })) {
+        if (std::any_of(x, x + layer.hidden, [](float value) { return std::isnan(value); })) {
             const int64_t* ids = call.ids.data() + t * call.slots;
             if (std::any_of(ids, ids + call.slots, [](int64_t id) { return id >= 0; }))
-                require(std::all_of(got, got + layer.hidden, [](float one) { return std::isnan(one); }),
+                require(std::all_of(got, got + layer.hidden, [](float value) { return std::isnan(value); }),
                         place + ": a number out of none");
             continue;
         }
@@ -198,11 +198,11 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
             for (size_t i = 0; i < 3; ++i)
                 tiles[i] =
                     at_constant_distance(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
-            const std::vector<Value> one = layer.run(expert, x, tiles);
+            const std::vector<Value> values = layer.run(expert, x, tiles);
             const double weight = call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
-                expected[h].value += weight * one[h].value;
-                expected[h].error += std::fabs(weight) * (one[h].error + 1e-6 * std::fabs(one[h].value));
+                expected[h].value += weight * values[h].value;
+                expected[h].error += std::fabs(weight) * (values[h].error + 1e-6 * std::fabs(values[h].value));
             }
         }
         for (size_t h = 0; h < layer.hidden; ++h) {
@@ -222,12 +222,12 @@ std::optional<ExpertLayer> make(Random& random, const Layer& layer, const Kernel
     ExpertMatrices three[] = {layer.gate.stored(), layer.up.stored(), layer.down.stored()};
     const bool damaged = random.chance(12);
     if (damaged) {
-        ExpertMatrices& one = random.element(three);
+        ExpertMatrices& matrices = random.element(three);
         const size_t kind = random.number(0, 3);
-        if (kind == 0) one.rows += random.number(1, 3);
-        if (kind == 1) one.columns += random.number(1, 3);
-        if (kind == 2) one.data.resize(random.number(0, layer.experts - 1));
-        if (kind == 3) one.bias.resize(layer.experts * one.rows + random.number(1, 3));
+        if (kind == 0) matrices.rows += random.number(1, 3);
+        if (kind == 1) matrices.columns += random.number(1, 3);
+        if (kind == 2) matrices.data.resize(random.number(0, layer.experts - 1));
+        if (kind == 3) matrices.bias.resize(layer.experts * matrices.rows + random.number(1, 3));
     }
     try {
         made.emplace(std::move(three[0]), std::move(three[1]), std::move(three[2]), layer.options, kernels);
@@ -253,7 +253,7 @@ bool equal(const Guarded<float>& a, const Guarded<float>& b) {
 }
 
 // Runs the same request several times through a hand-off. This thread plays the GPU.
-void hand_over(Random& random, const ExpertLayer& layer, const Call& call, const Guarded<float>& out) {
+void run_through_handoff(Random& random, const ExpertLayer& layer, const Call& call, const Guarded<float>& out) {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };
@@ -311,14 +311,14 @@ void run_experts(Random& random, const KernelTable& kernels) {
         std::vector<Guarded<float>> outs;
         for (size_t i = 0; i < 3; ++i) outs.push_back(untouched_floats(random, size));
         std::vector<std::thread> threads;
-        for (const Guarded<float>& one : outs) threads.emplace_back([&] { call.run(*made, one.data()); });
+        for (const Guarded<float>& result : outs) threads.emplace_back([&] { call.run(*made, result.data()); });
         set_shared_pool(random.number(1, 3), 20, Pin::off);
         for (std::thread& thread : threads) thread.join();
-        for (const Guarded<float>& one : outs) require(equal(one, out), layer.name() + ": differs in company");
+        for (const Guarded<float>& result : outs) require(equal(result, out), layer.name() + ": threads differ");
     }
 
     if (call.tokens * slots == 0) return;
-    if (random.chance(4)) hand_over(random, *made, call, out);
+    if (random.chance(4)) run_through_handoff(random, *made, call, out);
     const int64_t wrong[] = {-2, static_cast<int64_t>(layer.experts), INT64_MAX, INT64_MIN, 1ll << 32};
     random.element(call.ids) = random.element(wrong);
     const Guarded<float> nothing = untouched_floats(random, size);

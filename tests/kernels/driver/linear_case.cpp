@@ -139,11 +139,11 @@ void run_linear(Random& random, const KernelTable& kernels) {
 
     // Each call alone, then all at once from several threads while the pool is replaced: the same bits.
     std::vector<Rows> alone;
-    for (const LinearCase& one : cases) {
-        const size_t rows = one.matrix.rows();
+    for (const LinearCase& linear_case : cases) {
+        const size_t rows = linear_case.matrix.rows();
         alone.push_back(outputs(random, tokens, rows, rows + random.number(0, 1) * random.number(0, 20)));
-        one.linear->forward(x.values.data(), x.stride, tokens, alone.back().values.data(), alone.back().stride);
-        one.check(x, alone.back());
+        linear_case.linear->forward(x.values.data(), x.stride, tokens, alone.back().values.data(), alone.back().stride);
+        linear_case.check(x, alone.back());
     }
     const size_t callers = random.chance(4) ? 3 : 1;
     std::vector<std::vector<Rows>> together(callers);

@@ -87,7 +87,7 @@ void compare(const std::vector<std::array<Lines, 2>>& expected, const Notes& tak
     std::set<size_t> found;
     std::multiset<uintptr_t> fetched, read;
     for (const auto& [id, lines] : taken.lines) {
-        const auto same = std::ranges::find_if(expected, [&](const auto& one) { return one[0][0] == lines[0][0]; });
+        const auto same = std::ranges::find_if(expected, [&](const auto& walk) { return walk[0][0] == lines[0][0]; });
         require(same != expected.end(), "a thread begins with what none fetches first");
         const auto thread = static_cast<size_t>(same - expected.begin());
         require(found.insert(thread).second, "two threads begin with the same");
@@ -136,7 +136,7 @@ void run_prefetch(Random& random, const KernelTable& kernels) {
     const auto expected = walks(layer, experts, mid_bytes);
     require(expected.size() == threads, "another number of threads fetches");
     // A thread without a task steals the last task of another thread, which may then have none to begin with.
-    if (std::ranges::any_of(expected, [](const auto& one) { return one[0].empty() || one[1].empty(); })) return;
+    if (std::ranges::any_of(expected, [](const auto& walk) { return walk[0].empty() || walk[1].empty(); })) return;
 
     Notes taken{threads, intermediate};
     notes = &taken;
