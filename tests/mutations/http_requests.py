@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-FIELDS, LARGE = "tests/gateway/test_foreign_fields.py", "tests/gateway/test_large_bodies.py"
+FIELDS, LARGE = "tests/openai/test_foreign_fields.py", "tests/gateway/test_large_bodies.py"
 HTTP, ERRORS, JOBS = "tests/gateway/test_http.py", "tests/gateway/test_errors.py", "tests/gateway/test_jobs.py"
 TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "tests/workers/generation/test_admission.py"
 
