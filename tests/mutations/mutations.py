@@ -128,8 +128,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a cancel told once": Mutation(
         "a cancel is told until the worker has heard it",
         f"{SCRIPTS}/commit_events.lua",
-        "if at > 0 and at < step and redis.call('HEXISTS', running, id) == 0 then",
-        "if at > 0 then",
+        "if reported > 0 and reported < step and redis.call('HEXISTS', running, id) == 0 then",
+        "if reported > 0 then",
         (f"{LEASE}::test_a_cancel_is_told_again_when_the_reply_was_lost",),
     ),
     "a cancel lost with its worker": Mutation(
@@ -301,7 +301,7 @@ MUTATIONS: dict[str, Mutation] = {
     "tokens reserved for ever": Mutation(
         "what a job reserved and did not use comes back",
         f"{SCRIPTS}/prelude.lua",
-        " - span(reserved, per_minute) + span(used, per_minute)",
+        " - time_for(reserved, per_minute) + time_for(used, per_minute)",
         "",
         (f"{LIMITS}::test_tokens_are_reserved_and_settled", f"{LIMITS}::test_random_histories_equal_a_bucket"),
     ),

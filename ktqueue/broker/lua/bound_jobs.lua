@@ -1,6 +1,6 @@
--- Jobs that only some workers of their model can take, and wait.
--- Replies {model, format, digest or '-', interactive jobs, batch jobs, microseconds since such a worker was last seen}*,
--- 64 at most. Writes nothing.
+-- Waiting jobs that only some workers of their model can take.
+-- Replies {model, format, digest or '-', interactive jobs, batch jobs, us since such a worker was last seen}*, at most
+-- 64. Writes nothing.
 local now = now_us()
 local reply = {}
 for _, one in ipairs(bound_queues(MAX_BOUND)) do

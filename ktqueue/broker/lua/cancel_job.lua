@@ -1,7 +1,7 @@
--- A client wants a job stopped.
+-- Cancels a job for a client.
 -- ARGV: id, cancelled event, job TTLs (see `finish`), journal TTL in ms.
--- Replies the job, or false when there is none.
--- Promises: a queued job ends now; a running job's worker is told by its next step; an ended job stays as it is.
+-- Replies the job, or false if there is none.
+-- Promises: a queued job ends now; a running job's worker learns of it with its next commit; an ended job is unchanged.
 local id = ARGV[1]
 local job = TAG .. 'job:' .. id
 local field = redis.call('HMGET', job, 'state', 'class', 'model', 'worker')

@@ -1,23 +1,26 @@
--- A worker takes jobs of its model.
--- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in so many),
---       expired event, job TTLs (see `finish`), journal TTL in ms, 1 where the worker will wait if there is none, else ''.
--- Replies {jobs, us after which jobs that were left to other workers are anybody's}; a job is {id,
--- request, attempt, futile tries before, deadline or false, place in the order of its class, journal entries}.
--- Order: interactive before batch, but every so-manieth free row is batch's. Within a class: by arrival and priority.
--- A job takes a row for each of its choices; the last one may take more than are left, or it would never find its
--- moment. Rows beyond those for any class are taken from running batch jobs: an interactive job gets them if all of
--- its rows are there.
--- Among the first few of a class one that begins like a job that this worker has run goes first, and a job that came
--- just now is left for a moment to a worker that has more of its prefix and rows for it.
--- A claim ends with the job that makes its reply heavy: nobody else gets a word of Redis meanwhile. The next one has more.
--- A job that has begun is taken only by a worker of the digest that it began under, and none that the worker cannot read.
--- A worker that waits is parked: `submit` may give it one job as the answer to this claim, and tell it by its channel.
--- Promises: a job is with one worker only; asking again under the same claim number gives the same jobs again, once
--- there were some: those that `submit` gave too.
-local WINDOW = 16 -- waiting jobs of a class among which a warm one is sought
-local WORTH = 2000000 -- us of waiting that a warm prefix is worth: no job goes before one that came so much earlier
+-- A worker claims jobs of its model.
+-- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in this many),
+--       expired event, job TTLs (see `finish`), journal TTL in ms, 1 if the worker waits for a job if there is none,
+--       else ''.
+-- Replies {jobs, us after which jobs that were left to other workers are free}. A job is {id, request, attempt, deaths
+-- of workers without progress, deadline or false, rank in its class, journal entries}.
+-- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class by arrival and
+-- priority.
+-- Rows: a job takes a row for each of its choices. The last job may take more rows than are left, or it would never
+-- start. Rows beyond those for any class are taken from running batch jobs; an interactive job gets them only if all
+-- its rows are available.
+-- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
+-- that has just arrived is left for a moment to a worker that has more of its prefix and free rows.
+-- Size: a claim ends with the job that makes its reply heavy, because Redis serves nobody else meanwhile.
+-- Compatibility: a job that has started goes only to workers with the same model digest, and a worker gets no job that
+-- it cannot read.
+-- Waiting: a worker that waits is parked. `submit_job` may hand it one job as the answer to this claim, on its channel.
+-- Promises: a job has one worker only; the same claim number returns the same jobs again, including one that
+-- `submit_job` handed over.
+local WINDOW = 16 -- waiting jobs of a class among which a job with a cached prefix is searched
+local WORTH = 2000000 -- us of waiting that a cached prefix is worth: no job overtakes one that arrived so much earlier
 local LEAVE = 20000 -- us for which a job is left to another worker
-local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply, and of an event, about
+local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply; rough bytes of an event
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local job_ttl, journal_ttl = ARGV[8], ARGV[9]
@@ -46,7 +49,7 @@ if #taken == 0 then
       local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account',
         'state', 'format', 'digest')
       jobs[id] = {
-        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = names_of(at[3]),
+        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = prefix_hashes_of(at[3]),
         order = tonumber(at[4]), tenant = at[5], account = at[6], state = at[7], format = tonumber(at[8] or 1),
         digest = at[9],
       }
@@ -54,7 +57,7 @@ if #taken == 0 then
     return jobs[id]
   end
 
-  -- Whether this worker may take a waiting job. One that an older version left in the queue of all goes where it belongs.
+  -- Whether this worker may take a waiting job. If an older version left the job in the wrong queue, it is moved.
   local function may_take(id, class, place)
     local job = look_up(id)
     local begun = job.digest and job.digest ~= digest and tail_of(id) or 0
@@ -65,8 +68,8 @@ if #taken == 0 then
     return false
   end
 
-  -- The first jobs of a class that this worker could take, with their places: of the queue of all, of those that have
-  -- begun under its digest, and of those that only a newer version reads.
+  -- The first jobs of a class that this worker could take, with their ranks: from the common queue, from the queue of
+  -- jobs that started under its digest, and from the queues of newer formats.
   local function waiting(class, count)
     local list = redis.call('ZRANGE', TAG .. 'queue:' .. class .. ':' .. field[1], 0, count - 1, 'WITHSCORES')
     local found = { list }
@@ -84,7 +87,7 @@ if #taken == 0 then
     for _, some in ipairs(found) do
       for i = 1, #some, 2 do all[#all + 1] = { some[i], tonumber(some[i + 1]) } end
     end
-    table.sort(all, function(one, other) return one[2] < other[2] or one[2] == other[2] and one[1] < other[1] end)
+    table.sort(all, function(a, b) return a[2] < b[2] or a[2] == b[2] and a[1] < b[1] end)
     list = {}
     for i = 1, math.min(#all, count) do
       list[2 * i - 1], list[2 * i] = all[i][1], all[i][2]
@@ -92,7 +95,7 @@ if #taken == 0 then
     return list
   end
 
-  -- Whether a living worker with rows for it has more of the job's prefix.
+  -- Whether to leave the job to a live worker with free rows that has more of the job's prefix.
   local function leave(job, own)
     if #job.names <= own or now - job.order >= LEAVE then return false end
     others = others or warm_elsewhere(field[1], worker, now)
@@ -105,7 +108,7 @@ if #taken == 0 then
     return false
   end
 
-  -- The waiting job of a class that this worker takes next, or nil. Entries that it passes over for good are false.
+  -- The next job of a class for this worker, or nil. Entries of the list that are used up become false.
   local function pick(class)
     local list = lists[class]
     if not list or (list.first > #list and #list >= list.asked) then
@@ -134,7 +137,7 @@ if #taken == 0 then
     return best and list[best], list, best
   end
 
-  while rows < most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other late ones
+  while rows < most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
     local class = 'interactive'
     local id, list, place = pick(class)
     if rows < free and (not id or slots % share == share - 1) then
@@ -169,7 +172,7 @@ if #taken == 0 then
       rows = rows + needed
     end
   end
-  if #learnt > 0 then learn(worker, learnt, now) end
+  if #learnt > 0 then remember_prefixes(worker, learnt, now) end
   redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots,
     'idle', math.max(0, free - rows))
   if #taken == 0 and free > 0 and ARGV[10] ~= '' then

@@ -1,10 +1,10 @@
--- One engine step of a worker: append and publish its events, end the jobs whose last event is among them.
--- ARGV: worker id, lease in us, step number, job TTLs (see `finish`), journal TTL in ms, then (job id, seq, event, end)*;
---       an end is '' or a state and, where the worker knows, the tokens that the job used, and 'final' for a failure that
---       another try would meet too: 'failed 42 final'.
+-- One engine step of a worker: appends and publishes its events, and ends the jobs whose last event is among them.
+-- ARGV: worker id, lease in us, step number, job TTLs (see `finish`), journal TTL in ms, then (job id, seq,
+--        event, end)*. An end is '', or a state, then the tokens that the job used if known, then 'final' for a failure
+--        that a retry would meet too: 'failed 42 final'.
 -- Replies the ids of jobs that the worker must stop: cancelled, expired, or no longer its own.
--- Promises: all or nothing; only under a live lease; each seq once and in order; the same step number again changes
--- nothing; a cancel is told again until the job has ended and the worker has seen the reply.
+-- Promises: all or nothing; only under a valid lease; each seq once and in order; a repeated step number changes
+-- nothing; a cancelled job is reported until it has ended and the worker has received the reply.
 local worker, lease, step = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end
@@ -12,7 +12,7 @@ local record, running, cancels = TAG .. 'worker:' .. worker, TAG .. 'running:' .
 local done = tonumber(redis.call('HGET', record, 'step') or -1)
 local stop = {}
 if done ~= step then
-  -- A hole in the step numbers: the server has lost a step that it had acknowledged.
+  -- A gap in the step numbers: the server has lost an acknowledged step.
   if done ~= step - 1 then return lease_lost(worker) end
   local ids, index = {}, {}
   for i = 6, #ARGV, 4 do
@@ -63,11 +63,11 @@ if done ~= step then
   if #flat > 0 then redis.call('HSET', running, unpack(flat)) end
   redis.call('HSET', record, 'step', step, 'stepped', digits(now))
 end
-local told = redis.call('HGETALL', cancels)
-for i = 1, #told, 2 do
-  local id, at = told[i], tonumber(told[i + 1])
-  if at > 0 and at < step and redis.call('HEXISTS', running, id) == 0 then
-    redis.call('HDEL', cancels, id) -- ended, and the reply that said so was received
+local cancelled = redis.call('HGETALL', cancels)
+for i = 1, #cancelled, 2 do
+  local id, reported = cancelled[i], tonumber(cancelled[i + 1])
+  if reported > 0 and reported < step and redis.call('HEXISTS', running, id) == 0 then
+    redis.call('HDEL', cancels, id) -- ended, and the worker has received the reply that said so
   else
     redis.call('HSET', cancels, id, step)
     stop[id] = true

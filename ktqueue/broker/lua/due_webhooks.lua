@@ -1,7 +1,7 @@
 -- Ended jobs whose webhook is to be called.
--- ARGV: most ids, ids that are taken care of*.
--- Replies the ids that wait, oldest first.
--- Promises: an id stays until it is taken care of; taking it off twice changes nothing.
+-- ARGV: most ids, ids that are done*.
+-- Replies the ids that are due, oldest first.
+-- Promises: an id stays until it is done; removing it twice changes nothing.
 for i = 2, #ARGV, 1000 do
   redis.call('ZREM', TAG .. 'webhooks', unpack(ARGV, i, math.min(i + 999, #ARGV)))
   for k = i, math.min(i + 999, #ARGV) do redis.call('HDEL', TAG .. 'job:' .. ARGV[k], 'webhook') end

@@ -1,8 +1,10 @@
--- Jobs that none of their model's workers can take: those have another digest, or do not read the record's format.
--- ARGV: us that they wait for such a worker while others serve the model, failed event for another digest, failed event
---       for a newer format, job TTL in ms, journal TTL in ms.
+-- Fails jobs that no worker of their model can take: the workers have another digest, or cannot read the record's
+-- format.
+-- ARGV: us to wait for such a worker while others serve the model, failed event for another digest, failed event for a
+--       newer format, job TTLs (see `finish`), journal TTL in ms.
 -- Replies the number of jobs that were failed.
--- Promises: while no worker of the model lives, or one lives that can take it, no job is failed; at most 256 a call.
+-- Promises: no job is failed while no worker of the model is alive, or while one that can take it is; at most 256 per
+-- call.
 local patience, events = tonumber(ARGV[1]), { digest = ARGV[2], format = ARGV[3] }
 local queues = bound_queues(MAX_BOUND)
 if #queues == 0 then return 0 end

@@ -1,7 +1,7 @@
--- Jobs, newest first.
+-- Lists jobs, newest first.
 -- ARGV: most jobs, state or '', most bytes of requests, tenant or '', class or '', model or ''.
--- Looks at 2,000 live (or, where failed ones are wanted, failed) and 2,000 ended jobs at most, and stops early where the requests are big.
--- Replies a list of {id, job as the `job` script tells it}. Writes nothing.
+-- Searches at most 2,000 live (for state failed: failed) and 2,000 ended jobs, and stops early if the requests are big.
+-- Replies a list of {id, job as in `get_job`}. Writes nothing.
 local limit, room = tonumber(ARGV[1]), tonumber(ARGV[3])
 local wanted = { ARGV[2], ARGV[4], ARGV[5], ARGV[6] }
 

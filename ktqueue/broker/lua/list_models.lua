@@ -1,4 +1,4 @@
--- Models known: {card, what older versions cannot read of it or false}*. Writes nothing.
+-- Known models: {card, newer fields of the card that older versions cannot read, or false}*. Writes nothing.
 local reply = {}
 for _, model in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'models:seen', '(' .. digits(now_us()), '+inf')) do
   local card = redis.call('HGET', TAG .. 'models', model)

@@ -1,5 +1,5 @@
--- Workers whose lease lives: {id, card, facts (JSON), statistics (JSON), started, jobs running, microseconds left of the
--- lease, microseconds since its last step or false, what older versions cannot read of the card or false}*. Writes
+-- Workers with a valid lease: {id, card, facts (JSON), statistics (JSON), started, jobs running, us left of the lease,
+-- us since its last step or false, newer fields of the card that older versions cannot read, or false}*. Writes
 -- nothing.
 local now = now_us()
 local reply = {}

@@ -1,6 +1,6 @@
--- A failed job has been sent again as another one: its request goes, the record says where.
+-- A failed job was submitted again: its request is deleted, and its record names the new job.
 -- ARGV: id, id of the new job.
--- Replies 1; 0 where the record has expired. Once more changes nothing.
+-- Replies 1, or 0 if the record has expired. A repeated call changes nothing.
 local job = TAG .. 'job:' .. ARGV[1]
 if redis.call('EXISTS', job) == 0 then return 0 end
 local entry = redis.call('HSTRLEN', job, 'request') .. ' ' .. ARGV[1]

@@ -1,44 +1,44 @@
--- Joined in front of every script.
--- KEYS[1]: the hash tag that begins every key of the shard ("{ktq:s0}").
--- All times are microseconds since 1970 by the server's clock; events are opaque bytes.
+-- Prepended to every script.
+-- KEYS[1]: the hash tag at the beginning of every key of the shard ("{ktq:s0}").
+-- All times are microseconds (us) since 1970 by the server's clock. Events are opaque bytes.
 -- A script that refuses replies with an error "CODE detail" before it has written anything.
 local TAG = KEYS[1] .. ':'
-local MAX_ENDED = 10000 -- ended jobs kept in the listing
-local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook nobody has called yet
-local MAX_BOUND = 64 -- queues of jobs for some workers only that are looked at in one go
+local MAX_ENDED = 10000 -- ended jobs kept for listings
+local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook is not called yet
+local MAX_BOUND = 64 -- queues of jobs for some workers only that one call looks at
 local MAX_FAILED = 10000 -- failed jobs that keep their requests
-local INDEXED = 512 -- bytes, about, of a job in lists of jobs
+local INDEXED = 512 -- rough bytes of a job in lists of jobs
 local MINUTE = 60000000
-local MAX_WARM = 1024 -- names of prefixes that are remembered of a worker
-local MOST_DEATHS = 10 -- times as many as the most tries without a token: of a job's workers in all
-local SPARE = 5 -- times the model TTL: how long keys stay that only a clock that steps forward could make stale
+local MAX_WARM = 1024 -- prefix hashes that are remembered for a worker
+local MOST_DEATHS = 10 -- times the most attempts: limit of all deaths of a job's workers, with or without progress
+local SPARE = 5 -- times the model TTL: lifetime of keys that only a forward step of the clock makes stale
 
 local function now_us()
   local time = redis.call('TIME')
   return time[1] * 1000000 + time[2]
 end
 
--- Lua's own conversion keeps 14 digits only.
+-- Lua's own conversion keeps only 14 digits.
 local function digits(number)
   return string.format('%.0f', number)
 end
 
--- The seq of a journal's last event; 0 when there is none.
+-- The seq of a journal's last event, or 0 if there is none.
 local function tail_of(id)
   local last = redis.call('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1)
   if #last == 0 then return 0 end
   return tonumber(string.match(last[1][1], '^%d+'))
 end
 
--- Journal first, then publish: no reader can see what the journal does not hold.
+-- Append first, then publish: no reader can see an event that is not in the journal.
 local function append(id, seq, event)
   local key = TAG .. 'journal:' .. id
   redis.call('XADD', key, digits(seq) .. '-0', 'e', event)
   redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
 end
 
--- The bytes that wait, and what waits of the job's tenant if it has an account: `sign` 1 where a job comes into its
--- queue, -1 where it leaves it.
+-- Count the bytes that wait, and the waiting jobs of the tenant if the job has an account. `sign`: 1 if the job enters
+-- its queue, -1 if it leaves it.
 local function count_waiting(id, sign, tenant, account)
   local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request') * sign
   if redis.call('INCRBY', TAG .. 'waiting', size) <= 0 then redis.call('DEL', TAG .. 'waiting') end
@@ -48,27 +48,27 @@ local function count_waiting(id, sign, tenant, account)
   end
 end
 
--- How long a rate takes to make good so many, in us. Rounded down, so that a burst of single ones fits its whole.
-local function span(count, per_minute)
+-- The time in us in which a rate provides `count` units. Rounded down, so that a burst of single units fits the limit.
+local function time_for(count, per_minute)
   return math.floor(count * MINUTE / per_minute)
 end
 
--- When a tenant's requests and its tokens are made good, in us. If the clock has gone back since they were written, so
--- do they: nobody waits for the time that the clock was ahead.
+-- The times in us at which all requests and all tokens of a tenant are available again. If the clock has gone back
+-- since they were written, so do they, and nobody waits for the time by which the clock was ahead.
 local function rates_of(key, now)
   local at = redis.call('HMGET', key, 'requests', 'tokens', 'updated')
   local back = math.max(0, (tonumber(at[3]) or 0) - now)
   return (tonumber(at[1]) or 0) - back, (tonumber(at[2]) or 0) - back
 end
 
--- A job of a tenant has ended: it lives no more, and of the tokens that it reserved those not used come back.
-local function settle(tenant, account, used, now)
+-- A job of a tenant has ended: it is no longer live, and the tokens that it reserved but did not use are returned.
+local function end_account(tenant, account, used, now)
   local key = TAG .. 'tenant:' .. tenant
   local reserved, per_minute = string.match(account, '(%d+) (%d+)$')
   local requests, tokens = rates_of(key, now)
   if per_minute ~= '0' then
-    -- Never before now: what has been made good by time alone is not given a second time.
-    tokens = math.max(now, math.max(now, tokens) - span(reserved, per_minute) + span(used, per_minute))
+    -- Not before now: what has become available by time alone is not returned a second time.
+    tokens = math.max(now, math.max(now, tokens) - time_for(reserved, per_minute) + time_for(used, per_minute))
   end
   redis.call('HSET', key, 'requests', digits(requests), 'tokens', digits(tokens), 'updated', digits(now))
   if redis.call('HINCRBY', key, 'live', -1) <= 0 then
@@ -76,18 +76,18 @@ local function settle(tenant, account, used, now)
   end
 end
 
--- The bytes that a key takes; `guess` where the user of `broker.url` may not ask.
+-- The bytes that a key takes, or `guess` if the user of `broker.url` may not ask.
 local function size_of(key, guess)
   local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0)
   return type(size) == 'number' and size or guess
 end
 
--- Adds to the bytes that the jobs of a tenant hold, ended ones too, for as long as their records and journals are kept.
+-- Add to the stored bytes of a tenant's jobs, which include ended jobs until their records and journals expire.
 local function add_stored(tenant, bytes)
   if redis.call('HINCRBY', TAG .. 'stored', tenant, bytes) <= 0 then redis.call('HDEL', TAG .. 'stored', tenant) end
 end
 
--- Counts what stays for so many ms from now, and is counted no more then. The reaper looks.
+-- Count bytes that expire in `ttl` ms. The reaper subtracts them then.
 local function hold(tenant, bytes, name, now, ttl)
   add_stored(tenant, bytes)
   redis.call('ZADD', TAG .. 'held', now + ttl * 1000, digits(bytes) .. ' ' .. name .. ' ' .. tenant)
@@ -96,7 +96,7 @@ local function hold(tenant, bytes, name, now, ttl)
   end
 end
 
--- An ended job needs its prompt no more: what is left of its request is the summary.
+-- An ended job no longer needs its prompt: its request is replaced by the summary.
 local function drop_request(job)
   local summary = redis.call('HGET', job, 'summary')
   if summary then -- none: submitted by an older version
@@ -105,8 +105,8 @@ local function drop_request(job)
   end
 end
 
--- A failed job is to be looked at, and may be sent again: it keeps its request until there are too many of them, or
--- too many bytes. Then the oldest lose theirs.
+-- A failed job keeps its request, so that it can be inspected and retried. If there are too many of these jobs, or too
+-- many bytes, the oldest lose theirs.
 local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
   local list, bytes = TAG .. 'failed', TAG .. 'failed:bytes'
   local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request')
@@ -115,33 +115,33 @@ local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
   while total > tonumber(most_bytes) or redis.call('ZCARD', list) > MAX_FAILED do
     local oldest = redis.call('ZRANGE', list, 0, 0)[1]
     if not oldest then break end
-    local its_size, its_id = string.match(oldest, '^(%d+) (.*)$')
+    local oldest_size, oldest_id = string.match(oldest, '^(%d+) (.*)$')
     redis.call('ZREM', list, oldest)
-    total = redis.call('INCRBY', bytes, -its_size)
-    drop_request(TAG .. 'job:' .. its_id)
-    redis.call('PEXPIRE', TAG .. 'job:' .. its_id, usual_ttl)
+    total = redis.call('INCRBY', bytes, -oldest_size)
+    drop_request(TAG .. 'job:' .. oldest_id)
+    redis.call('PEXPIRE', TAG .. 'job:' .. oldest_id, usual_ttl)
   end
   redis.call('PEXPIRE', list, ttl)
   redis.call('PEXPIRE', bytes, ttl)
 end
 
--- The one way into a terminal state. `seq` is the seq of `event`, the job's last. `job_ttl`: how long the record stays,
--- how long a failed job's with its request does (both in ms), and the most bytes of such requests. `used`: the job's
--- tokens, where known. `final`: it would fail again, so that its request is not kept.
+-- The only way into a terminal state. `seq`: of `event`, the job's last event. `job_ttl`: lifetime of a record,
+-- lifetime of a failed job's record with its request (both in ms), and the most bytes of such requests. `used`: the
+-- job's tokens if known. `final`: a retry would fail too, so the request is not kept.
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
   local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored')
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
-  if not at[3] then return end -- somebody has deleted the record
+  if not at[3] then return end -- the record was deleted by hand
   local usual_ttl, failed_ttl, most_failed = string.match(job_ttl, '^(%d+) (%d+) (%d+)$')
   local keeps = state == 'failed' and not final
   local ttl = keeps and failed_ttl or usual_ttl
   if at[3] == 'queued' then count_waiting(id, -1, at[4], at[5]) end
   if at[5] then
-    -- Of a job whose worker is gone we know the prompt about, and that each event is a token or more.
+    -- If the worker is dead, an estimate: the prompt, and at least one token for each event.
     local least = at[6] and tonumber(string.match(at[5], '^%d+')) + seq - 1 or 0
-    settle(at[4], at[5], used or least, now)
+    end_account(at[4], at[5], used or least, now)
   end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
@@ -167,14 +167,14 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
   end
 end
 
--- Where jobs wait that only some workers of their model can take. `takers` is 'FORMAT:DIGEST': the format that a worker
--- must read, and the digest that it must have; '-' where any will do.
+-- The queue of jobs that only some workers of the model can take. `takers` is 'FORMAT:DIGEST': the format that a worker
+-- must be able to read, and the digest that it must have, or '-' for any digest.
 local function bound_key(class, takers, model)
   return TAG .. 'bound:' .. class .. ':' .. takers .. ':' .. model
 end
 
--- Puts a job into the queue of those who can take it. A job whose record is of the first format, and that has not begun,
--- waits in the queue of its class, where older versions look. `seq`: of the last event in its journal.
+-- Put a job into the queue for the workers that can take it. A job that has not started and has the first record format
+-- waits in the common queue of its class, which older versions read. `seq`: of the last event in its journal.
 local function enqueue(id, class, model, place, seq, now)
   local job = TAG .. 'job:' .. id
   local at = redis.call('HMGET', job, 'format', 'digest')
@@ -189,7 +189,7 @@ local function enqueue(id, class, model, place, seq, now)
   end
 end
 
--- Takes a waiting job out of its queue; of both, since an older version may have moved it.
+-- Remove a waiting job from its queue. Both queues are tried, because an older version may have moved it.
 local function dequeue(id, class, model)
   redis.call('ZREM', TAG .. 'queue:' .. class .. ':' .. model, id)
   local takers = redis.call('HGET', TAG .. 'job:' .. id, 'bound')
@@ -199,8 +199,8 @@ local function dequeue(id, class, model)
   end
 end
 
--- The queues of jobs that only some workers of a model can take, those first that had such a worker longest ago.
--- `since`: when they had one, in us.
+-- The queues of jobs that only some workers can take, sorted by the time at which such a worker was last seen (`since`,
+-- in us).
 local function bound_queues(most)
   local found = {}
   local entries = redis.call('ZRANGE', TAG .. 'bound', 0, most - 1, 'WITHSCORES')
@@ -211,19 +211,19 @@ local function bound_queues(most)
   return found
 end
 
--- Whether a job's journal has grown since its worker claimed it. `seq`: of its last event.
+-- Whether a job's journal has grown since its worker claimed it. `seq`: of the last event.
 local function has_grown(id, seq)
   return seq > tonumber(redis.call('HGET', TAG .. 'job:' .. id, 'from') or 0)
 end
 
--- A running job whose worker is gone or lets go of it: ended if it was cancelled, is too late or is poison, else back
--- to its old place in the queue. `how`: 'released' (not even a try), 'blameless', or 'suspect': the death of its
--- worker may be its doing.
+-- Take a running job from its worker. It ends if it was cancelled, has expired or has killed too many workers, else it
+-- goes back to its old place in the queue. `how`: 'released' (does not count as an attempt), 'blameless', or 'suspect'
+-- (the job may have caused the death of its worker).
 local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journal_ttl)
   local job = TAG .. 'job:' .. id
   local field = redis.call('HMGET', job, 'class', 'model', 'order', 'attempts', 'deadline', 'cancel', 'shift',
     'tenant', 'account')
-  if not field[1] then return end -- somebody has deleted the record
+  if not field[1] then return end -- the record was deleted by hand
   if field[6] then
     return finish(id, 'cancelled', events.cancelled, seq + 1, now, job_ttl, journal_ttl)
   elseif field[5] and tonumber(field[5]) <= now then
@@ -243,7 +243,7 @@ local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journ
   redis.call('PUBLISH', TAG .. 'wake:' .. field[2], field[1])
 end
 
--- How many of a prefix's names are warm in a worker, the longest counted.
+-- The number of the job's prefix hashes, in order, that a worker has in its cache: the longest one counts.
 local function shared(warm, names)
   for i = #names, 1, -1 do
     if redis.call('ZSCORE', warm, names[i]) then return i end
@@ -251,7 +251,7 @@ local function shared(warm, names)
   return 0
 end
 
--- What is warm in the living workers of a model with rows to spare, but for one of them.
+-- The `warm` keys of a model's live workers with free rows, except one worker.
 local function warm_elsewhere(model, but, now)
   local keys = {}
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
@@ -261,52 +261,52 @@ local function warm_elsewhere(model, but, now)
   return keys
 end
 
-local function names_of(prefix)
+local function prefix_hashes_of(prefix)
   local names = {}
   for name in string.gmatch(prefix or '', '%w+') do names[#names + 1] = name end
   return names
 end
 
--- A worker has jobs with these prefixes now.
-local function learn(worker, names, now)
+-- Remember that a worker has these prefixes in its cache.
+local function remember_prefixes(worker, names, now)
   local warm = TAG .. 'warm:' .. worker
   for _, name in ipairs(names) do redis.call('ZADD', warm, now, name) end
   redis.call('ZREMRANGEBYRANK', warm, 0, -MAX_WARM - 1)
-  redis.call('PEXPIRE', warm, MINUTE / 1000) -- each beat gives it as long as the worker's record has
+  redis.call('PEXPIRE', warm, MINUTE / 1000) -- each renewal of the lease extends it
 end
 
--- A worker is gone, and all that is known of it.
-local function forget(worker)
+-- Delete everything that is stored about a worker.
+local function delete_worker(worker)
   local record = TAG .. 'worker:' .. worker
   redis.call('ZREM', TAG .. 'leases', worker)
   redis.call('ZREM', TAG .. 'parked:' .. (redis.call('HGET', record, 'model') or ''), worker)
   redis.call('DEL', record, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker, TAG .. 'warm:' .. worker)
 end
 
--- The server's name for itself, another one after each start; '' if the user of `broker.url` may not ask.
+-- The server's run id, which differs after each start, or '' if the user of `broker.url` may not ask.
 local function run_id()
   local facts = redis.pcall('INFO', 'server')
   return type(facts) == 'string' and string.match(facts, 'run_id:(%w+)') or ''
 end
 
--- Where a worker is connected: this server's run id if its subscription is here; '' where it is not, or if the user of
--- `broker.url` may not ask.
+-- This server's run id if the worker's subscription is here, or '' if it is not or the user of `broker.url` may not
+-- ask.
 local function home_of(worker)
-  local heard = redis.pcall('PUBSUB', 'NUMSUB', TAG .. 'worker:' .. worker)
-  if heard.err or heard[2] == 0 then return '' end
+  local subscribers = redis.pcall('PUBSUB', 'NUMSUB', TAG .. 'worker:' .. worker)
+  if subscribers.err or subscribers[2] == 0 then return '' end
   return run_id()
 end
 
--- The server's memory: bytes used, and allowed (0 for no limit). Zeros if the user of `broker.url` may not ask.
+-- The server's memory in bytes: used, and allowed (0 for no limit). Zeros if the user of `broker.url` may not ask.
 local function memory()
   local facts = redis.pcall('INFO', 'memory')
   if type(facts) ~= 'string' then return 0, 0 end
   return tonumber(string.match(facts, 'used_memory:(%d+)')), tonumber(string.match(facts, 'maxmemory:(%d+)') or 0)
 end
 
--- `tick` is the last time that anybody beat or reaped. A long gap means that the server or all of us were away, or that
--- its clock stepped forward, so that nobody could renew: whoever held a lease when the gap began gets one more, and no
--- model is forgotten for the gap.
+-- `tick` is the time of the last renewal or reap by any process. A long gap means that the server or all processes were
+-- away, or that the clock stepped forward, so that no lease could be renewed. Every lease that was valid when the gap
+-- began gets one more lease time, and no model expires because of the gap.
 local function bridge_outage(now, lease)
   local tick = redis.call('GET', TAG .. 'tick')
   if not tick or now - tick <= lease / 2 then return end
@@ -323,7 +323,7 @@ local function tick(now, lease, model_ttl)
   redis.call('SET', TAG .. 'tick', digits(now), 'PX', math.max(math.floor(lease * 30 / 1000), SPARE * model_ttl))
 end
 
--- The fence: does this worker's lease live, by the server's clock, now?
+-- The fence: whether this worker's lease is valid now, by the server's clock.
 local function lease_lives(worker, now, lease)
   bridge_outage(now, lease)
   local expiry = redis.call('ZSCORE', TAG .. 'leases', worker)
@@ -334,7 +334,7 @@ local function lease_lost(worker)
   return redis.error_reply('LEASE_LOST ' .. worker)
 end
 
--- A job as readers see it: {fields and values, place in the queue from 0 or false}.
+-- A job for readers: {fields and values, place in the queue from 0, or false}.
 local function describe(id)
   local fields = redis.call('HGETALL', TAG .. 'job:' .. id)
   if #fields == 0 then return false end

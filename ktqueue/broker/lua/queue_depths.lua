@@ -1,7 +1,8 @@
--- How much waits and runs.
--- Replies {model, class, waiting, running, microseconds that the oldest has waited or false}* for every model that is
--- known or has jobs, and every class. Writes nothing.
-local LOOKED_AT = 100 -- jobs at the head of a queue among which the oldest is sought: priorities may put younger ones first
+-- Numbers of waiting and running jobs.
+-- Replies {model, class, waiting, running, us that the oldest has waited or false}* for every class of every model that
+-- is known or has jobs. Writes nothing.
+-- Jobs at the head of a queue among which the oldest is searched: with priorities the first need not be the oldest.
+local LOOKED_AT = 100
 local now = now_us()
 local live = {}
 for _, model in ipairs(redis.call('HKEYS', TAG .. 'models')) do live[model] = {} end

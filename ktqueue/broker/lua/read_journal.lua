@@ -1,7 +1,7 @@
--- A page of a journal.
--- ARGV: id, last seq seen, most entries, most bytes of them; two are given however big they are, so that a reader who
---       asks for the last that it has too comes forward.
--- Replies {state of the job or false, seq of the last event, entries after the one seen}. Writes nothing.
+-- Reads a page of a journal.
+-- ARGV: id, last seq seen, most entries, most bytes of them. Two entries are returned however big they are, so that a
+--       reader that repeats its last entry still makes progress.
+-- Replies {state of the job or false, seq of the last event, entries after the last seq seen}. Writes nothing.
 local FETCHED = 32 -- entries at once
 local id, limit, room = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local state = redis.call('HGET', TAG .. 'job:' .. id, 'state')

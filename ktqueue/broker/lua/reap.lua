@@ -1,16 +1,17 @@
--- The housekeeping that anybody may do, and everybody does.
--- ARGV: lease in us, most tries, cancelled event, expired event, poison event, job TTLs (see `finish`), journal TTL in
---       ms, model TTL in ms.
+-- The housekeeping that every worker and gateway does.
+-- ARGV: lease in us, most attempts, cancelled event, expired event, poison event, job TTLs (see `finish`),
+--        journal TTL in ms, model TTL in ms.
 -- Replies {jobs taken from dead workers, jobs expired}.
--- A worker is dead when its lease has lapsed, or when it has let a beat pass and the connection that it had when it beat
--- last is closed, although this server has been there all the time: that is how the death of a process looks from here.
--- Of a dead worker's jobs those are to blame whose journals have not grown since; or the one on trial, if it is of them.
--- None is where whoever saw the worker's end says so.
--- Promises: a live worker's jobs are never touched but by their deadline; after an outage every lease that lived when
--- it began gets one more lease time; if the clock went back, no lease ends later than a lease from now; at most 256
--- deadlines a call.
-local SILENCE = 0.375 -- leases without a beat, of which there are four in each
-local MAX_HELD = 2000 -- entries of each list that one call takes off
+-- A worker is dead if its lease has expired. It is also dead if it missed a renewal and the connection that it had at
+-- its last renewal is closed, while this server has run all the time: that is what the death of a process looks like
+-- here.
+-- Of a dead worker's jobs, those whose journals have not grown count the death; if one of these is on trial, only that
+-- one. None counts it if the process that saw the worker's end says so.
+-- Promises: a live worker's jobs are changed only by their deadlines; after an outage, every lease that was valid when
+-- it began gets one more lease time; if the clock went back, no lease ends later than a lease time from now; at most
+-- 256 deadlines per call.
+local SILENCE = 0.375 -- lease times without a renewal; a worker renews four times per lease time
+local MAX_HELD = 2000 -- entries of each list that one call removes
 local lease, max_attempts = tonumber(ARGV[1]), tonumber(ARGV[2])
 local events = { cancelled = ARGV[3], expired = ARGV[4], poison = ARGV[5] }
 local now = now_us()
@@ -39,7 +40,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', dig
     give_back(id, seq, now, how, max_attempts, events, ARGV[6], ARGV[7])
     orphans = orphans + 1
   end
-  forget(worker)
+  delete_worker(worker)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'deadlines', '-inf', digits(now), 'LIMIT', 0, 256)) do
   local field = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'worker')

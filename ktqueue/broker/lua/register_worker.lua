@@ -1,7 +1,7 @@
--- A new worker incarnation.
--- ARGV: worker id, lease in us, model, model card, facts (JSON), model TTL in ms, what older versions cannot read of the
---       card (JSON), the model's digest or '', the newest format of records that the worker reads.
--- Promises: the id is the fencing token; no other incarnation ever has it. Registering twice is harmless.
+-- Registers a worker under a new id.
+-- ARGV: worker id, lease in us, model, model card, facts (JSON), model TTL in ms, newer fields of the card that older
+--       versions cannot read (JSON), the model's digest or '', the newest record format that the worker can read.
+-- Promises: the id is the fencing token, and no other worker ever has it; registering twice is harmless.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 tick(now, lease, ARGV[6])

@@ -1,6 +1,7 @@
--- A worker lets go of jobs without using up a try, or leaves altogether.
--- ARGV: worker id, lease in us, '1' to leave, cancelled event, expired event, job TTLs (see `finish`), journal TTL in ms, job id*.
--- Promises: only under a live lease; jobs that are not its own are left alone; leaving takes all its jobs back.
+-- A worker hands jobs back without using up an attempt, or leaves.
+-- ARGV: worker id, lease in us, '1' to leave, cancelled event, expired event, job TTLs (see `finish`), journal
+--        TTL in ms, job id*.
+-- Promises: only under a valid lease; other workers' jobs are left alone; leaving hands all its jobs back.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end
@@ -16,5 +17,5 @@ for _, id in ipairs(ids) do
     give_back(id, tonumber(tail), now, 'released', 0, events, ARGV[6], ARGV[7])
   end
 end
-if ARGV[3] == '1' then forget(worker) end
+if ARGV[3] == '1' then delete_worker(worker) end
 return 1

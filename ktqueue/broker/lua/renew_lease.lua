@@ -1,6 +1,6 @@
--- A worker renews its lease and tells its statistics.
+-- A worker renews its lease and publishes its statistics.
 -- ARGV: worker id, lease in us, statistics (JSON), model TTL in ms.
--- Promises: a lapsed lease is never renewed.
+-- Promises: an expired lease is never renewed.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end

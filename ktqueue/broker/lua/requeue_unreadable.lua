@@ -1,7 +1,8 @@
--- A worker puts jobs aside that it cannot read: a newer version has written their records or their journals.
--- ARGV: worker id, lease in us, cancelled event, expired event, job TTL in ms, journal TTL in ms, (job id, format)*.
--- Promises: only under a live lease; jobs that are not its own are left alone; they go to workers that read the format,
--- and it does not count as a try.
+-- A worker hands back jobs that it cannot read, because a newer version wrote their records or journals.
+-- ARGV: worker id, lease in us, cancelled event, expired event, job TTLs (see `finish`), journal TTL in ms, (job id,
+--       format)*.
+-- Promises: only under a valid lease; other workers' jobs are left alone; the jobs go to workers that can read the
+-- format, and it does not count as an attempt.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end

@@ -1,24 +1,24 @@
--- Looks at some keys more of the installation, and mends what does not fit a job's record: the lists and counts around
--- the records may have been deleted by hand, or come from an older backup.
--- ARGV: cancelled event, expired event, poison event, most tries, job TTLs (see `finish`), journal TTL in ms, keys to
---       look at, us between two passes.
--- Replies {records and lists mended, 1 at the end of a pass}. Anybody may call it at any time: the place in the pass is
--- kept here.
--- A job that should wait waits again; one that should run under a worker that does not have it goes back to its queue, at
--- no cost of a try; one that has ended has a time to live. At the end of a pass counts are made anew.
--- Promises: a job that is where its record says is left alone; so many keys a call, and live jobs and counted bytes at
--- the end of a pass only where there are few enough to be counted in one go.
-local MOST_COUNTED = 5000 -- live jobs, and entries of stored bytes
+-- Checks the next keys of the installation and repairs what contradicts the jobs' records: lists and counts may have
+-- been deleted by hand, or come from an older backup.
+-- ARGV: cancelled event, expired event, poison event, most attempts, job TTLs (see `finish`), journal TTL in ms,
+--        keys to check, us between two passes.
+-- Replies {records and lists repaired, 1 at the end of a pass}. Any process may call it at any time: the progress is
+-- stored here.
+-- A job that should wait is queued again. A job whose worker does not run it goes back to its queue, which does not
+-- count as an attempt. An ended job gets a time to live. At the end of a pass, all counts are computed again.
+-- Promises: a job that is where its record says is left alone; the number of keys per call is limited; live jobs and
+-- stored bytes are counted only if there are few enough for one call.
+local MOST_COUNTED = 5000 -- the most live jobs, and entries of `held`, that are counted
 local events = { cancelled = ARGV[1], expired = ARGV[2], poison = ARGV[3] }
 local max_attempts, job_ttl, journal_ttl = tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local now = now_us()
-local place = TAG .. 'scrub' -- the cursor, when the pass before ended, and the tenants that this pass has seen
-local mended = 0
+local place = TAG .. 'scrub' -- the cursor, the end of the last pass, and the tenants that this pass has seen
+local repaired = 0
 
 local function restore(key, score, id)
   if redis.call('ZSCORE', key, id) then return end
   redis.call('ZADD', key, score, id)
-  mended = mended + 1
+  repaired = repaired + 1
   return true
 end
 
@@ -50,7 +50,7 @@ local function check_job(id)
     if not has then
       if worker then redis.call('HDEL', TAG .. 'running:' .. worker, id) end
       give_back(id, tail_of(id), now, 'blameless', max_attempts, events, job_ttl, journal_ttl)
-      mended = mended + 1
+      repaired = repaired + 1
     elseif at[8] then
       redis.call('HSETNX', TAG .. 'cancels:' .. worker, id, 0)
     end
@@ -71,13 +71,13 @@ local function check_job(id)
   end
 end
 
--- A worker without a lease has no jobs any more: what is left of it goes, and its jobs with the look at their records.
+-- A worker without a lease runs no jobs: its jobs are checked, and everything else of it is deleted.
 local function check_worker(worker)
   if redis.call('ZSCORE', TAG .. 'leases', worker) then return end
   for _, id in ipairs(redis.call('HKEYS', TAG .. 'running:' .. worker)) do
     if redis.call('HGET', TAG .. 'job:' .. id, 'worker') == worker then check_job(id) end
   end
-  forget(worker)
+  delete_worker(worker)
 end
 
 local function write_counts(key, counts)
@@ -85,7 +85,7 @@ local function write_counts(key, counts)
   for name, count in pairs(counts) do redis.call('HSET', key, name, count) end
 end
 
--- The counts of live jobs and of what they hold, from their records.
+-- Compute the counts of live jobs and their bytes from their records.
 local function count_anew()
   local live = redis.call('ZRANGE', TAG .. 'live', 0, MOST_COUNTED)
   if #live > MOST_COUNTED then return end
@@ -145,7 +145,7 @@ end
 local at = redis.call('HMGET', place, 'cursor', 'ended')
 if not at[1] and at[2] and math.abs(now - at[2]) < tonumber(ARGV[8]) then return { 0, 0 } end
 local looked = redis.pcall('SCAN', at[1] or '0', 'MATCH', TAG .. '*', 'COUNT', ARGV[7])
-if looked.err then return { 0, 1 } end -- the user of `broker.url` may not scan
+if looked.err then return { 0, 1 } end -- the user of `broker.url` lacks the permission to scan
 for _, key in ipairs(looked[2]) do
   local kind, name = string.match(string.sub(key, #TAG + 1), '^(%a+):(.*)$')
   if kind == 'job' then
@@ -167,4 +167,4 @@ else
   redis.call('HSET', place, 'cursor', looked[1])
 end
 redis.call('PEXPIRE', place, math.max(1000, ARGV[8] / 1000))
-return { mended, over and 1 or 0 }
+return { repaired, over and 1 or 0 }

@@ -1,2 +1,2 @@
--- The server's memory: {bytes used, bytes allowed, 0 for no limit}. Writes nothing.
+-- The server's memory: {bytes used, bytes allowed (0 for no limit)}. Writes nothing.
 return { memory() }

@@ -1,6 +1,7 @@
--- A worker begins with a job that may be what killed its workers before: until it shows a token, a death is its doing.
+-- A worker starts a job that may have killed its workers before. Until it adds a token, a death counts for this job
+-- only.
 -- ARGV: worker id, lease in us, job id.
--- Promises: only under a live lease; one job at a time, the last one told.
+-- Promises: only under a valid lease; only the latest such job is on trial.
 local worker, lease = ARGV[1], tonumber(ARGV[2])
 if not lease_lives(worker, now_us(), lease) then return lease_lost(worker) end
 redis.call('HSET', TAG .. 'worker:' .. worker, 'trial', ARGV[3])

@@ -1,26 +1,27 @@
--- A job into its queue.
--- ARGV: id, model, class, tenant, request, request hash, life in us ('' for ever), idempotency key ('' none),
---       idempotency TTL in ms, most jobs in the queue, shift in us: its place is that of a job that came so much later
---       (earlier where negative), rows of an engine that it takes, most bytes in all queues, tenant's limits: '' (its
---       jobs are not counted) or ten numbers, 0 where there is none: live jobs, queued jobs, queued bytes, requests a
---       minute and at once, tokens a minute and at once; tokens of the prompt, tokens to reserve; bytes stored;
---       1 where a webhook is to be called at the end, else ''; names of the prompt's prefixes, the shortest first; what
---       is left of the request after the end; thousandths of the server's memory that clients may fill, and of these
---       the thousandths that one tenant may.
--- Replies {1, arrival, place, requests left, us until all are, tokens left, us until all are} for a new job, {0, id,
--- job} for one that is already there. In place of the place: the worker that has it at once.
--- Refuses with QUEUE_BYTES, MEMORY and TENANT_*, details: value, limit, and for TENANT_* the us to wait (0: until jobs
--- end). What of the memory clients may not fill is for the writes of workers, which Redis never refuses.
--- Where nothing waits and a parked worker has rows, the job is its own at once, as if its claim had found it, and comes
--- to it by its channel: `CLAIM ID DEADLINE PLACE`, a line's end, the request. A message that is lost does no harm: the
--- worker asks again under the same claim number.
--- Promises: the same id or idempotency key never makes a second job, nor counts twice; another request under it is
--- CONFLICT.
-local PARKED = 1000000 -- us after which a worker that says nothing is no longer taken for one that waits
-local MAX_PARKED = 16 -- of them are looked at
-local MAX_HANDED = 65536 -- bytes of a request in a message
-local LARGE = 16384 -- bytes of a request before which the server's memory is looked at, not what the reaper saw of it
-local RECORD, KEY = 4096, 512 -- bytes, about, of a job and its first event without its request, of an idempotency key
+-- Queues a job, or hands it to a waiting worker.
+-- ARGV: id, model, class, tenant, request, request hash, life in us ('' forever), idempotency key ('' none),
+--        idempotency TTL in ms, most jobs in the queue, priority offset in us: the job ranks as if it had arrived so
+--        much later (negative: earlier), rows that it takes, most bytes in all queues, tenant's limits ('': not
+--        counted; or ten numbers, 0 for no limit: live jobs, queued jobs, queued bytes, requests per minute and at
+--        once, tokens per minute and at once, tokens of the prompt, tokens to reserve, stored bytes), 1 if it has a
+--        webhook, else '', hashes of the prompt's prefixes, the shortest first, summary that replaces the request after
+--        the end, thousandths of the server's memory that clients may fill, and the thousandths of these that one
+--        tenant may fill.
+-- Replies {1, arrival, place, requests left, us until all are available, tokens left, us until all are available} for a
+-- new job, and {0, id, job} for an existing one. Instead of the place it is the worker, if one has the job at once.
+-- Refuses with QUEUE_BYTES, MEMORY and TENANT_*. Details: value, limit, and for TENANT_* the us to wait (0: until jobs
+-- end). The memory that clients may not fill is for the writes of workers, which Redis never refuses.
+-- If nothing waits and a parked worker has rows, the job is handed to it at once, as if its claim had found it. Its
+-- channel gets the message `CLAIM ID DEADLINE RANK`, a newline, the request. A lost message does no harm: the worker
+-- claims again under the same number.
+-- Promises: the same id or idempotency key never makes a second job, and never counts twice; another request under it
+-- is refused with CONFLICT.
+local PARKED = 1000000 -- us after which a silent worker no longer counts as waiting
+local MAX_PARKED = 16 -- parked workers that are considered
+local MAX_HANDED = 65536 -- most bytes of a request in a message
+-- Bytes; for a larger request the server's memory is measured now, else the reaper's last value is used.
+local LARGE = 16384
+local RECORD, KEY = 4096, 512 -- rough bytes of a job and its first event without its request, and of an idempotency key
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
 local now = now_us()
 local known = id
@@ -80,13 +81,14 @@ if ARGV[14] ~= '' then
   if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end
   local cost = size + #ARGV[17] + RECORD
   if most_stored > 0 and stored + cost > most_stored then return refuse('STORED', stored, most_stored, 0) end
-  -- The generic cell rate algorithm. `at`: when all that was used so far is made good, at so many a minute.
+  -- The generic cell rate algorithm. `at`: the time at which everything used so far is available again.
   local function rate(at, per_minute, most, count)
     local before = math.max(at, now)
-    local after = before + span(count, per_minute)
-    local whole = span(most, per_minute)
+    local after = before + time_for(count, per_minute)
+    local whole = time_for(most, per_minute)
     local used = math.ceil((before - now) * per_minute / MINUTE)
-    local left = math.ceil((whole - after + now + 1) * per_minute / MINUTE) - 1 -- whose span is what is left, no more
+    -- The most whose time span fits into what is left.
+    local left = math.ceil((whole - after + now + 1) * per_minute / MINUTE) - 1
     return after, after - now - whole, used, left
   end
   local wait, used
@@ -108,16 +110,16 @@ if ARGV[14] ~= '' then
   if idempotency ~= '' then hold(ARGV[4], KEY, 'key:' .. id, now, ARGV[9]) end
   redis.call('PERSIST', TAG .. 'stored')
 end
--- The arrival is later than that of every live job, even if the clock went back.
+-- The arrival must be later than that of every live job, even if the clock went back.
 local order = now
 local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
 if #newest > 0 and tonumber(newest[2]) >= order then order = tonumber(newest[2]) + 1 end
-local job, names, rows = TAG .. 'job:' .. id, names_of(ARGV[16]), tonumber(ARGV[12])
+local job, names, rows = TAG .. 'job:' .. id, prefix_hashes_of(ARGV[16]), tonumber(ARGV[12])
 local deadline = ARGV[7] ~= '' and now + ARGV[7]
 
--- The parked worker that has most of the prefix in its cache, of these the one with most free rows; nil where there is
--- none, or one that is not parked has more of the prefix. And its claim, its free rows, and how many it has filled.
--- A claim that has its answer is not given another one. A batch job goes before no interactive one.
+-- The parked worker with the longest prefix in its cache, and among equals the one with the most free rows, and fields
+-- of its record. Nil if there is none, or if a worker that is not parked has a longer prefix. A claim is answered only
+-- once. A batch job never overtakes an interactive one.
 local function find_taker()
   if waiting > 0 or #ARGV[5] > MAX_HANDED then return end
   local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, digits(now), 'LIMIT', 0, MAX_PARKED)
@@ -140,12 +142,12 @@ local function find_taker()
   return best, field
 end
 
-local taker, its = find_taker()
+local taker, taker_fields = find_taker()
 redis.call('HSET', job, 'state', taker and 'running' or 'queued', 'model', model, 'class', class, 'tenant', ARGV[4],
   'request', ARGV[5], 'summary', ARGV[17], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
   unpack(taker and { 'worker', taker, 'started', digits(now) } or {}))
 if format ~= '1' then redis.call('HSET', job, 'format', format) end
-if taker and its[6] and its[6] ~= '' then redis.call('HSET', job, 'digest', its[6]) end
+if taker and taker_fields[6] and taker_fields[6] ~= '' then redis.call('HSET', job, 'digest', taker_fields[6]) end
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
 if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
 if ARGV[16] ~= '' then redis.call('HSET', job, 'prefix', ARGV[16]) end
@@ -160,10 +162,10 @@ end
 redis.call('ZADD', TAG .. 'live', order, id)
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 
--- Only now, since a server without memory refuses a script's first write, and no later one.
+-- Only now, because a server without memory refuses a script's first write only, so all later ones succeed.
 if taker then
-  local head = table.concat({ its[1], id, deadline and digits(deadline) or '-', digits(order + ARGV[11]) }, ' ')
-  if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process is gone
+  local head = table.concat({ taker_fields[1], id, deadline and digits(deadline) or '-', digits(order + ARGV[11]) }, ' ')
+  if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process has exited
     redis.call('HSET', job, 'state', 'queued', 'attempts', 0)
     redis.call('HDEL', job, 'worker', 'started', 'digest')
     taker = nil
@@ -172,8 +174,9 @@ end
 local place = taker
 if taker then
   redis.call('HSET', TAG .. 'running:' .. taker, id, 0)
-  redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', its[2] - rows, 'slots', its[3] + 1)
-  if #names > 0 then learn(taker, names, now) end
+  redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', taker_fields[2] - rows,
+    'slots', taker_fields[3] + 1)
+  if #names > 0 then remember_prefixes(taker, names, now) end
 else
   enqueue(id, class, model, order + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')

@@ -1,5 +1,5 @@
--- How much tenants have in work. ARGV: tenant*. Replies a list of {live jobs, queued jobs, bytes that wait, bytes that all
--- their jobs hold}, in their order. Writes nothing.
+-- What counts for tenants' limits. ARGV: tenant*. Replies a list of {live jobs, queued jobs, queued bytes, stored
+-- bytes}, in their order. Writes nothing.
 local reply = {}
 for _, name in ipairs(ARGV) do
   local has = redis.call('HMGET', TAG .. 'tenant:' .. name, 'live', 'queued', 'bytes')
