@@ -83,9 +83,9 @@ def inspect(
 ) -> ModelReport:
     """Return the report of a model file for a rule file.
 
-    `tokenizer` is a path if it is not part of the model. `cache_dtype` defaults to `dtype`. Raises CheckpointError,
-    RuleError and ConfigError as loading would. The report's `refusal` says if the plan cannot be carried out, the model
-    cannot be run or the tokenizer cannot be built.
+    `tokenizer` is a path if it is not part of the model. `cache_dtype` defaults to `dtype`. Raises CheckpointError and
+    RuleError as loading would. If the plan cannot be carried out, the model cannot be run or the tokenizer cannot be
+    built, the report's `refusal` says so instead.
     """
     prepared = prepare(path, rules=rules, device=device, dtype=dtype)
     refusal: KtqueueError | None = prepared.refusal

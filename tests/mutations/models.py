@@ -18,6 +18,16 @@ MODELS: dict[str, Mutation] = {
         "        return Path(rules)\n",
         ("tests/loading/test_rules.py::test_a_shipped_file_is_found_by_its_name",),
     ),
+    "a derived rule file has the options of its base": Mutation(
+        "a rule file can change the options of the file that it is based on",
+        "ktqueue/loading/rules.py",
+        "options=rule.options | values, ",
+        "options=rule.options, ",
+        (
+            "tests/loading/test_rules.py::test_a_file_changes_the_options_of_its_base",
+            "tests/loading/test_rules.py::test_the_other_shipped_files_change_the_default",
+        ),
+    ),
     "a download starts again": Mutation(
         "an interrupted download continues where it stopped",
         "ktqueue/loading/huggingface/hub.py",
