@@ -14,9 +14,8 @@ namespace {
 
 // ---- panels of BF16
 //
-// A slab of a panel is one tile as it is stored, and so are
-// 32 columns of 16 rows of x. A pass takes two panels and 32 tokens: four sums, and four loads for four products per
-// slab.
+// A slab of a panel is one tile as it is stored, and so are 32 columns of 16 rows of x. A pass takes two panels and 32
+// tokens: four sums, and four loads for four products per slab.
 
 constexpr size_t kTileTokens = 16;   // rows of the tiles that hold x and sums
 constexpr size_t kTileBytes = 1024;  // 16 rows of 64
