@@ -1,6 +1,6 @@
-"""The engine on a GPU says what the CPU's engine says: greedy and drawn tokens, with graphs and without, by every path.
+"""The engine on a GPU gives the tokens of the CPU's engine: greedy and sampled, with and without graphs, on every path.
 
-Each test runs on CPU tensors too, where the kernels' twins compute and captured steps are called again.
+Each test also runs on CPU tensors, with the kernels' twins; captured steps are then called again instead of replayed.
 """
 
 import gc
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 
 
 class Plenty:
-    """The memory of a CPU in a GPU's place."""
+    """Memory that never runs out, for tests on CPU tensors."""
 
     total = 4 << 30
 
@@ -59,7 +59,7 @@ class Plenty:
 
 @pytest.fixture(autouse=True)
 def there(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip what needs a GPU where there is none; never leave torch's debugging on."""
+    """Skip tests that need a GPU if there is none, and turn torch's sync debugging off afterwards."""
     native.set_threads()
     if "cuda" in request.node.name and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Rules that put GpuDecoder in on whatever device."""
+    """Rules that use GpuDecoder on any device."""
     rules = tmp_path_factory.mktemp("rules") / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     return str(rules)
@@ -99,7 +99,7 @@ def settings_for(device: str, **given: Any) -> EngineConfig:
 
 
 def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
-    """An engine with the parts of a device, also where that is a CPU."""
+    """An engine with the parts of a GPU, on any device."""
     memory: DeviceMemory = CudaMemory(config.device) if config.device == "cuda" else Plenty()
     layout = model.kv_layout(config.page_size, cache_dtype(config, model.dtype))
     gpu = prepare_gpu(model, layout, config, memory)
@@ -110,7 +110,7 @@ def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
 
 
 def requests(vocabulary: int, count: int, seed: int = 1) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of random lengths; every third is drawn by temperature and top_p, every third by other filters."""
+    """Prompts of random lengths. A third is greedy, a third sampled with top_p, a third with other filters."""
     noise = random.Random(seed)
     made = []
     for i in range(count):
@@ -124,7 +124,7 @@ def requests(vocabulary: int, count: int, seed: int = 1) -> list[tuple[list[int]
 def serve(
     engine: Engine, asked: list[tuple[list[int], SamplingParams]], together: int = 7, go_on: bool = False
 ) -> list[list[int]]:
-    """Tokens of all requests, a few of which come with every step; pages must be back at the end."""
+    """The tokens of all requests. `together` of them arrive before each step. All pages must be free at the end."""
     found: list[list[int]] = [[] for _ in asked]
     waiting = list(enumerate(asked))
     while waiting or engine.has_work:
@@ -142,7 +142,7 @@ def serve(
 
 @pytest.fixture(scope="module")
 def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
-    """What the CPU's own engine says, by name of the model."""
+    """The tokens of the CPU's engine, by model name."""
     known: dict[str, list[list[int]]] = {}
 
     def of(name: str) -> list[list[int]]:
@@ -161,7 +161,7 @@ def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
 @pytest.mark.parametrize("path", ["decoder", "modules"])
 @pytest.mark.parametrize("name", ["demo", "dense", "experts"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_are_the_cpu_s(
+def test_tokens_equal_the_cpu_s(
     device: str,
     name: str,
     path: str,
@@ -229,7 +229,7 @@ def test_few_pages_and_aborts_change_nothing(
 def test_a_decode_step_waits_once(
     device: str, rows: int, models: dict[str, str], by_decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises for every wait that it knows of but the one for the tokens."""
+    """torch raises for every sync that it knows of, except the one for the tokens."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, enable_prefix_caching=False))
     fetches = []
@@ -263,17 +263,17 @@ def test_a_decode_step_waits_once(
 
 @pytest.mark.parametrize("pages", [200, 16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_that_are_prepared_change_nothing(
+def test_prepared_steps_change_nothing(
     device: str, pages: int, models: dict[str, str], by_decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows end at different lengths, so that some of what was prepared is dropped."""
+    """Rows end at different lengths, so some prepared steps are dropped."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     asked = [(ids, replace(one, max_tokens=3 + 3 * i)) for i, (ids, one) in enumerate(requests(512, 16))]
     answers = []
     for ahead, early in ((False, False), (True, False), (True, True)):
         engine = on_device(model, settings_for(device, num_pages=pages))
         if not ahead:
-            monkeypatch.setattr(engine, "_prepare", lambda: None)
+            monkeypatch.setattr(engine, "_prepare_next_step", lambda: None)
         answers.append(serve(engine, asked, go_on=early))
         assert (engine.stats().prepared_steps > 20) == ahead
         engine.close()
@@ -281,10 +281,10 @@ def test_steps_that_are_prepared_change_nothing(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_aborted_while_a_step_is_under_way(
+def test_aborts_during_a_step_change_nothing(
     device: str, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
 ) -> None:
-    """Steps that were launched early write to pages that are given back meanwhile and go to others."""
+    """Steps that were launched early write to pages that are freed and used again in the meantime."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
     engine = on_device(model, settings_for(device, num_pages=40))
     asked = requests(512, 16)
@@ -302,9 +302,9 @@ def test_aborted_while_a_step_is_under_way(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_nothing_is_lost_on_cuda(kv_cache_dtype: str) -> None:
-    """The whole composition, in bfloat16: 64 requests of random shapes, then all memory is where it was.
+    """A whole worker's engine in bfloat16: after 64 requests of random shapes, three times, no memory is lost.
 
-    How much long steps stream is learned from how long they take, and changes the rounding, so tokens may differ.
+    The share that long steps stream is learned from their times and changes the rounding, so tokens may differ.
     """
     config = settings_for("cuda", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     built = build(config)
@@ -321,7 +321,7 @@ def test_nothing_is_lost_on_cuda(kv_cache_dtype: str) -> None:
 
 
 @pytest.mark.gpu
-def test_pages_fill_what_is_left_on_cuda() -> None:
+def test_pages_fill_the_remaining_memory_on_cuda() -> None:
     built = build(EngineConfig(device="cuda", gpu_memory_utilization=0.5, max_num_seqs=4))
     free, total = torch.cuda.mem_get_info()
     assert 0.35 * total < total - free < 0.52 * total
@@ -329,7 +329,7 @@ def test_pages_fill_what_is_left_on_cuda() -> None:
 
 
 @pytest.mark.gpu
-def test_dense_weights_that_do_not_fit_are_told_on_cuda() -> None:
+def test_dense_weights_that_do_not_fit_are_an_error_on_cuda() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # what other tests left would be enough
     _, total = torch.cuda.mem_get_info()

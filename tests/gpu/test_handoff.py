@@ -1,4 +1,4 @@
-"""The hand-off on a GPU: both methods, eager and in CUDA graphs, against the layers themselves."""
+"""The hand-off on a GPU: both methods, eager and in CUDA graphs, compared with the layers themselves."""
 
 import subprocess
 import sys
@@ -61,8 +61,10 @@ def forward(layer: native.ExpertLayer, x: torch.Tensor, ids: torch.Tensor, weigh
 
 
 def submit(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Enqueue copies of the rows to where the CPU reads them, then the request; where its result will be. Copies to
-    pinned memory that do not block keep the stream's order, and can be captured."""
+    """Enqueue copies of the rows to the buffers, then the request. Returns the memory of the result.
+
+    Asynchronous copies to pinned memory keep the stream's order and can be captured.
+    """
     buffers = handoff.buffers(len(x))
     for target, source in zip(buffers[:3], (x, ids, weights), strict=True):
         target.copy_(source, non_blocking=True)
@@ -71,17 +73,17 @@ def submit(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, wei
 
 
 def finish(handoff: Handoff, layer: int, result: torch.Tensor) -> torch.Tensor:
-    """Enqueue the wait for the task and a copy of its result, which is given, [tokens, hidden] on the device."""
+    """Enqueue the wait for the task and a copy of its result. Returns the copy, [tokens, hidden] on the device."""
     handoff.wait(layer, len(result))
     return result.to("cuda", non_blocking=True)
 
 
 def run(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Enqueue a task from its beginning to its end."""
+    """Enqueue a whole task."""
     return finish(handoff, layer, submit(handoff, layer, x, ids, weights))
 
 
-def test_auto_takes_flags() -> None:
+def test_auto_uses_flags() -> None:
     handoff = Handoff(HIDDEN, K, MOST, "cuda")
     assert handoff.method == "flags"
     handoff.close()
@@ -100,7 +102,7 @@ def test_eager_equals_the_layer(handoff: Handoff, layers: list[native.ExpertLaye
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_a_graph_replayed_200_times(handoff: Handoff, layers: list[native.ExpertLayer], tokens: int) -> None:
-    """Three layers one after the other, each on its own rows; every replay sees new rows."""
+    """Three layers one after the other, each with its own rows. Every replay has new rows."""
     numbers = [handoff.add_layer(layer) for layer in layers]
     given = inputs(tokens, 0)
     kept = [torch.zeros(tokens, HIDDEN, device="cuda") for _ in layers]
@@ -136,11 +138,9 @@ def test_a_graph_replayed_200_times(handoff: Handoff, layers: list[native.Expert
 
 
 @pytest.mark.parametrize("tokens", [1, 8, MOST])
-def test_kernels_that_use_the_buffers_themselves(
-    handoff: Handoff, layers: list[native.ExpertLayer], tokens: int
-) -> None:
-    """As a decoder does it: the norm writes x, the router ids and weights, the next norm reads the result; replayed in
-    a graph. Each replay sees new rows and the result of no other one."""
+def test_kernels_read_and_write_the_buffers(handoff: Handoff, layers: list[native.ExpertLayer], tokens: int) -> None:
+    """As in a decoder: the norm writes x, the router ids and weights, the next norm reads the result, all in a graph.
+    Each replay has new rows and gets its own result."""
     numbers = [handoff.add_layer(layer) for layer in layers]
     ones = torch.ones(HIDDEN, device="cuda")
     start, logits = torch.zeros(tokens, HIDDEN, device="cuda"), torch.zeros(tokens, EXPERTS, device="cuda")
@@ -219,7 +219,7 @@ def test_errors_reach_check_and_nothing_hangs(handoff: Handoff, layers: list[nat
     handoff.check()
 
 
-def test_a_task_that_nobody_waited_for(handoff: Handoff, layers: list[native.ExpertLayer]) -> None:
+def test_the_next_task_waits_for_an_abandoned_one(handoff: Handoff, layers: list[native.ExpertLayer]) -> None:
     number = handoff.add_layer(layers[0])
     submit(handoff, number, *inputs(MOST, 1))
     given = inputs(2, 2)
@@ -270,7 +270,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_task_that_hangs_lets_the_stream_and_the_process_go() -> None:
+def test_a_hanging_task_blocks_neither_the_stream_nor_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
     # How it ends is open: CUDA may take the memory away under the thread that was left behind.
     assert "has not ended after 0.05" in ended.stdout, ended.stderr
