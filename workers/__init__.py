@@ -1,1 +1,1 @@
-"""The processes that do the work. The supervisor starts the gateway by command; nothing here imports its modules."""
+"""The processes that do the work. They start the gateway by its command and import none of its modules."""

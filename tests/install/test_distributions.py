@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_ktqueue_is_one_pure_package(wheel):
+def test_ktqueue_is_one_pure_package(wheel: Path) -> None:
     assert wheel.name == f"ktqueue-{__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < 1 << 20
     names = contents(wheel).keys()
@@ -42,7 +42,7 @@ def test_ktqueue_is_one_pure_package(wheel):
     assert {name for name in names if name.endswith((".so", ".gguf", ".cpp"))} == set()
 
 
-def test_every_source_file_of_the_package_is_in_the_wheel(wheel):
+def test_every_source_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "ktqueue", "workers", "rules"]
     tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = {name if name.startswith("ktqueue/") else f"ktqueue/{name}" for name in tracked if (ROOT / name).is_file()}
@@ -51,7 +51,7 @@ def test_every_source_file_of_the_package_is_in_the_wheel(wheel):
     assert wanted - contents(wheel).keys() == set()
 
 
-def test_the_extra_for_workers_asks_for_kernels_of_the_same_version(wheel):
+def test_the_extra_for_workers_asks_for_kernels_of_the_same_version(wheel: Path) -> None:
     metadata = contents(wheel)[f"ktqueue-{__version__}.dist-info/METADATA"]
     asked = map(Requirement, message_from_bytes(metadata).get_all("Requires-Dist", []))
     (kernels,) = [one for one in asked if one.name == "ktqueue-kernels"]
@@ -59,7 +59,7 @@ def test_the_extra_for_workers_asks_for_kernels_of_the_same_version(wheel):
     assert str(kernels.marker) == 'extra == "worker"'
 
 
-def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(wheel, tmp_path):
+def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     archive = build_sdist(ROOT, tmp_path / "sdist")
     with tarfile.open(archive) as sources:
         parts = [Path(name).parts for name in sources.getnames()]
@@ -67,7 +67,7 @@ def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(whee
     assert contents(build_wheel(archive, tmp_path / "wheel")) == contents(wheel)
 
 
-def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel, tmp_path):
+def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -84,7 +84,7 @@ def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel, tmp_path):
     assert (context / "csrc" / "LICENSE").is_file()
 
 
-def test_the_sources_of_the_kernels_are_whole(tmp_path):
+def test_the_sources_of_the_kernels_are_whole(tmp_path: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     tracked = subprocess.run(listed, cwd=ROOT / "csrc", capture_output=True, text=True, check=True).stdout.splitlines()
     with tarfile.open(build_sdist(ROOT / "csrc", tmp_path)) as sources:
@@ -95,14 +95,14 @@ def test_the_sources_of_the_kernels_are_whole(tmp_path):
         assert model is not None and model.read(4) == b"GGUF"
 
 
-def test_the_wheel_of_the_kernels_is_one_package_with_the_model(tmp_path):
+def test_the_wheel_of_the_kernels_is_one_package_with_the_model(tmp_path: Path) -> None:
     names = contents(build_wheel(ROOT / "csrc", tmp_path)).keys()
     assert {name.partition("/")[0] for name in names} == {"ktqueue_kernels", f"ktqueue_kernels-{__version__}.dist-info"}
     assert [name for name in names if name.endswith(".gguf")] == ["ktqueue_kernels/tale-teller-q4_0.gguf"]
     assert len([name for name in names if name.endswith(".so")]) == 1
 
 
-def test_kernels_of_another_version_are_refused():
+def test_kernels_of_another_version_are_refused() -> None:
     code = "import ktqueue_kernels; ktqueue_kernels.__version__ = '9.9'; import ktqueue.operators.native"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     wanted = f"ktqueue {__version__} needs ktqueue-kernels {__version__}, but 9.9 is installed"

@@ -170,7 +170,7 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (
             f"{LEASE}::test_released_jobs_keep_their_place_and_their_tries",
-            f"{GENERATION}::test_drain_gives_the_rest_back_without_using_a_try",
+            f"{GENERATION}::test_drain_returns_the_rest_without_using_an_attempt",
         ),
     ),
     "a dead worker keeps its jobs": Mutation(

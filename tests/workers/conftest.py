@@ -40,14 +40,15 @@ class Model:
         config: EngineConfig = ENGINE,
         module: Callable[..., Any] | None = None,
         planner: AttentionPlanner | None = None,
+        kind: type[Engine] = Engine,
     ) -> Engine:
-        """With a planner one with the parts of a device, which is the CPU here."""
+        """An engine of class `kind`. With a planner it has the parts for a device, which is the CPU here."""
         assert config.num_pages is not None
         assert config.max_model_len is not None
         layout = self.loaded.kv_layout(config.page_size)
         model = module or self.loaded.module
         pages, length = config.num_pages, config.max_model_len
-        return Engine(model, self.tokenizer, layout, config, pages, length, planner=planner)
+        return kind(model, self.tokenizer, layout, config, pages, length, planner=planner)
 
     def card(self, config: EngineConfig = ENGINE) -> ModelCard:
         return ModelCard(
@@ -61,7 +62,7 @@ class Model:
         )
 
     def undisturbed(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
-        """Token ids and text of each choice, from an engine that nobody disturbs."""
+        """Token ids and text of each choice, from an engine without other requests."""
         engine = self.engine()
         engine.add("one", self.tokenizer.encode_request(request), request.sampling)
         choices: list[tuple[list[int], str]] = [([], "") for _ in range(request.sampling.n)]
@@ -95,15 +96,15 @@ def hang() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def broker(redis_url: str, model: Model) -> AsyncIterator[Broker]:
-    """A broker that knows the model, so that jobs can be submitted before there is a worker."""
-    async with await Broker.open(BrokerConfig(url=redis_url, lease_seconds=LEASE_SECONDS)) as one:
-        await (await Lease.register(one, model.card())).close()
-        yield one
+    """A broker that knows the model, so that jobs can be submitted before a worker runs."""
+    async with await Broker.open(BrokerConfig(url=redis_url, lease_seconds=LEASE_SECONDS)) as opened:
+        await (await Lease.register(opened, model.card())).close()
+        yield opened
 
 
 @pytest.fixture
 def lose_lease(broker: Broker) -> Callable[[str], None]:
-    """Let a worker's lease lapse now, as if it had been away for too long."""
+    """Expire a worker's lease now, as if it had not renewed it."""
 
     def lose(lease_id: str) -> None:
         with redis.Redis.from_url(broker.config.url or "") as client:
@@ -114,7 +115,7 @@ def lose_lease(broker: Broker) -> Callable[[str], None]:
 
 @dataclass
 class Running:
-    """A worker at work, its engine, and the task that runs it."""
+    """A running worker, its engine, and the task that runs it."""
 
     worker: GenerationWorker
     engine: Engine
@@ -125,7 +126,7 @@ class Running:
         await self.task
 
     async def killed(self) -> None:
-        """Gone without a word, as after kill -9: its lease lapses."""
+        """End it without a drain, as after kill -9: its lease expires."""
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
@@ -136,7 +137,7 @@ StartWorker = Callable[..., AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def start_worker(model: Model, broker: Broker) -> StartWorker:
-    """`async with start_worker() as running:`; it is drained at the end unless it has ended before."""
+    """`async with start_worker() as running:` runs a worker. At the end it drains, unless it has ended."""
 
     @contextlib.asynccontextmanager
     async def start(

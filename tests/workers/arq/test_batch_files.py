@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import time
@@ -99,6 +100,16 @@ async def test_files_are_found_run_and_put_away(
     assert good == b"" or json.loads(good)["r"] == {"lines": 5, "answered": 5, "failed": 0}
 
 
+def is_in_the_future(worker: ControlWorker) -> bool:
+    """Whether the worker's first cron job waits for its next time."""
+    next_run = worker.cron_jobs[0].next_run
+    return next_run is not None and next_run > datetime.now(tz=worker.timezone)
+
+
+def has_lines(path: Path, count: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
 async def test_a_batch_that_was_interrupted_goes_on(
     broker: Broker, config: Config, folder: Path, start_worker: Any
 ) -> None:
@@ -108,7 +119,7 @@ async def test_a_batch_that_was_interrupted_goes_on(
         for answers in (1, 10):
             async with running(broker, config) as control:
                 await control.pool.enqueue_job("batches")
-                await until(lambda answers=answers: out.exists() and out.read_bytes().count(b"\n") >= answers)
+                await until(functools.partial(has_lines, out, answers))
         assert (folder / "in" / "long.jsonl").exists()
         async with running(broker, config):  # arq's queue has it still
             await until(lambda: (folder / "done" / "long.jsonl").exists())
@@ -148,9 +159,7 @@ async def test_retention_removes_what_is_old(broker: Broker, config: Config, fol
         (folder / name).write_text("")
         if "new" not in name:
             os.utime(folder / name, (old, old))
-    control = ControlWorker(broker, config, broker.config.url or "")
-    assert await control._files.purge({}) == 3
-    await control.leave()
+    assert await BatchFiles(broker, config.control).purge({}) == 3
     assert files(folder) == sorted([*names[:4], "out/new.jsonl"])
 
 
@@ -177,8 +186,7 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
             job.next_run = due  # one moment for both, as it is on the clock
         await until(lambda: not old.exists())
         await until(lambda: one.jobs_complete + other.jobs_complete == 1)
-        await until(lambda: one.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
-        await until(lambda: other.cron_jobs[0].next_run > datetime.now(tz=one.timezone))
+        await until(lambda: all(is_in_the_future(worker) for worker in (one, other)))
         async with asyncio.timeout(30.0):  # arq counts a job before it takes it out
             while await one.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
                 await asyncio.sleep(0.01)

@@ -32,8 +32,8 @@ from ktqueue.workers.arq.worker import HEALTH_SUFFIX
 ROOT = Path(__file__).resolve().parents[3]
 QUEUE = BridgeConfig().queue
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
-BODY = {"model": "demo", "prompt": "Once upon a time", "sampling": GREEDY}
-ENDLESS = {"model": "demo", "prompt": "Once", "sampling": {"max_tokens": 400, "ignore_eos": True}}
+BODY: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "sampling": GREEDY}
+ENDLESS: dict[str, Any] = {"model": "demo", "prompt": "Once", "sampling": {"max_tokens": 400, "ignore_eos": True}}
 
 
 def settings(url: str) -> RedisSettings:
@@ -114,6 +114,7 @@ async def test_a_plain_arq_client_gets_what_http_would(
             )
         )
     record = await broker.jobs.get("tale-1")
+    assert record.request is not None
     undisturbed = model.undisturbed(replace(record.request, prompt=BODY["prompt"]))
     assert [(one["token_ids"], one["text"]) for one in answer["choices"]] == undisturbed
     assert (answer["job_id"], answer["text"]) == ("tale-1", undisturbed[0][1])
@@ -133,7 +134,7 @@ async def test_by_default_the_bridge_leaves_the_jobs_of_others_alone(client: Any
 
 
 async def test_a_queue_that_another_arq_worker_serves_is_refused(client: Any, broker: Broker, config: Config) -> None:
-    async def send_mail(context: dict[str, Any]) -> str:
+    async def send_mail(ctx: dict[Any, Any], *arguments: Any, **fields: Any) -> str:
         return "sent"
 
     pool = await client()
@@ -372,6 +373,7 @@ async def test_kill_9_of_the_bridge_in_mid_job_costs_nothing(
             answer = await result(job, within=40)
         assert [one.id for one in await broker.jobs.list()] == ["survivor"]
         record = await broker.jobs.get("survivor")
+        assert record.request is not None
         undisturbed = model.undisturbed(replace(record.request, prompt=ENDLESS["prompt"]))
         assert (answer["token_ids"], answer["text"]) == undisturbed[0]
         job_info = await job.result_info()

@@ -27,9 +27,9 @@ from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config, ControlConfig, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import GenerationRequest, SamplingParams
-from ktqueue.core.webhook import Webhook
+from ktqueue.core.webhook import Webhook, is_public
 from ktqueue.workers.arq.control import ControlWorker
-from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, deliver, is_public, key_of, signed_headers
+from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, deliver, key_of, signed_headers
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "whsec_" + base64.b64encode(b"a key of twenty-four bytes").decode()

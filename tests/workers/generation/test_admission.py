@@ -58,7 +58,7 @@ async def test_large_prompts_leave_a_thread_to_the_others() -> None:
     tokeniser.close()
 
 
-async def test_who_waits_longest_is_not_overtaken_for_ever() -> None:
+async def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
     encoder = Encoder()
     tokeniser = TokeniserThreads(encoder)
     tasks = [

@@ -1,4 +1,4 @@
-"""The batching loop against a real engine and a real Redis."""
+"""The worker with a real engine and a real Redis."""
 
 import asyncio
 import threading
@@ -15,6 +15,8 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.workers.generation.heartbeat import EngineStalled
 
@@ -26,10 +28,10 @@ def ask(prompt: str = STORY, **sampling: Any) -> GenerationRequest:
     return GenerationRequest(model="demo", prompt=prompt, sampling=SamplingParams(**given))
 
 
-SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 
 
-async def test_many_jobs_stream_what_the_engine_alone_would_say(
+async def test_many_jobs_stream_the_same_text_as_the_engine_alone(
     model: Any, broker: Broker, start_worker: Any, finished: Any
 ) -> None:
     requests = [ask(f"{STORY} had {i} horses", max_tokens=8 + i, **(SEEDED if i % 2 else {})) for i in range(12)]
@@ -48,19 +50,19 @@ async def test_many_jobs_stream_what_the_engine_alone_would_say(
         assert running.engine.stats().running == running.engine.stats().waiting == 0
 
 
-async def test_a_device_s_steps_are_launched_before_their_turn(
-    model: Any, broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+async def test_steps_of_a_device_are_launched_ahead(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
 ) -> None:
-    """And nobody can tell, whoever comes or is cancelled meanwhile."""
-    engine = model.engine(planner=TorchPlanner(16))
-    step, launched = engine.step, []
+    """The texts stay the same, whichever jobs arrive or are cancelled in the meantime."""
+    launched: list[bool] = []
 
-    def counted(launch_next: Callable[[], bool]) -> Any:
-        outputs = step(launch_next)
-        launched.append(engine._prepared is not None and engine._prepared.logits is not None)
-        return outputs
+    class CountingEngine(Engine):
+        def step(self, *arguments: Any) -> list[SequenceOutput]:
+            outputs = super().step(*arguments)
+            launched.append(self._prepared is not None and self._prepared.logits is not None)
+            return outputs
 
-    monkeypatch.setattr(engine, "step", counted)
+    engine = model.engine(planner=TorchPlanner(16), kind=CountingEngine)
     requests = [ask(f"{STORY} had {i} cows", max_tokens=12 + 2 * i, **(SEEDED if i % 2 else {})) for i in range(12)]
     async with start_worker(engine):
         jobs = [await broker.jobs.submit(request) for request in requests]
@@ -163,17 +165,16 @@ async def test_cancel_in_the_queue_and_in_prefill(broker: Broker, start_worker: 
         assert_empty(running.engine)
 
 
-async def test_a_deadline_ends_the_job(
-    broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with start_worker() as running:
-        step = running.engine.step
+class SlowEngine(Engine):
+    """An engine whose steps take at least 10 ms."""
 
-        def slow_step(launch_next: Callable[[], bool]) -> Any:
-            time.sleep(0.01)
-            return step(launch_next)
+    def step(self, *arguments: Any) -> list[SequenceOutput]:
+        time.sleep(0.01)
+        return super().step(*arguments)
 
-        monkeypatch.setattr(running.engine, "step", slow_step)
+
+async def test_a_deadline_ends_the_job(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
+    async with start_worker(model.engine(kind=SlowEngine)) as running:
         job = await broker.jobs.submit(replace(ask(max_tokens=480), expires_in=0.5))
         one = await finished(job.id)
         assert one.state is JobState.EXPIRED
@@ -212,7 +213,7 @@ async def test_a_resumed_job_goes_on_as_if_nothing_had_happened(
     assert (await broker.jobs.get(job.id)).attempts == 2
 
 
-async def test_a_full_journal_only_needs_its_last_word(
+async def test_a_complete_journal_only_needs_its_last_event(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     request = ask(max_tokens=2)
@@ -247,7 +248,7 @@ async def test_drain_finishes_what_runs(broker: Broker, start_worker: Any, finis
         assert await broker.models.workers() == []
 
 
-async def test_a_job_that_comes_as_the_drain_begins_goes_back_at_once(
+async def test_a_job_that_arrives_as_the_drain_begins_is_returned_at_once(
     broker: Broker, start_worker: Any, finished: Any, redis_direct: str
 ) -> None:
     with redis.Redis.from_url(redis_direct) as raw:
@@ -268,7 +269,7 @@ async def test_a_job_that_comes_as_the_drain_begins_goes_back_at_once(
             assert (await finished(long.id)).state is JobState.DONE
 
 
-async def test_drain_gives_the_rest_back_without_using_a_try(
+async def test_drain_returns_the_rest_without_using_an_attempt(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     request = ask(max_tokens=150)
@@ -351,7 +352,7 @@ async def test_cancel_while_a_bad_prompt_is_tokenised(
     encode: Callable[..., list[int]] = model.tokenizer.encode_request
     monkeypatch.setattr(model.tokenizer, "encode_request", refuse_late)
     async with start_worker() as running:
-        other = await broker.jobs.submit(ask(max_tokens=400))  # a cancel is told as steps of others are committed
+        other = await broker.jobs.submit(ask(max_tokens=400))  # the cancellation arrives with the commits of its steps
         bad = await broker.jobs.submit(ask("bad"))
         assert await asyncio.to_thread(began.wait, 30)
         await broker.jobs.cancel(bad.id)

@@ -1,33 +1,36 @@
-"""Tokens a second, of counters that are read now and then."""
+"""Tokens per second, from counters that are read from time to time."""
 
 import pytest
 
 from ktqueue.workers.generation.engine_thread import TokenRates
 
 
-def told(generation: float, prompt: float = 0.0) -> dict[str, float]:
+def counters(generation: float, prompt: float = 0.0) -> dict[str, float]:
     return {"generation_tokens": generation, "prompt_tokens": prompt, "running": 3.0}
 
 
-def test_a_rate_is_that_of_the_last_seconds() -> None:
+def test_a_rate_covers_the_last_seconds() -> None:
     rates = TokenRates()
-    assert rates.update(100.0, told(50, 500)) == {"generation_tokens_per_second": 0.0, "prompt_tokens_per_second": 0.0}
-    assert rates.update(100.5, told(60, 501))["generation_tokens_per_second"] == pytest.approx(20)
+    assert rates.update(100.0, counters(50, 500)) == {
+        "generation_tokens_per_second": 0.0,
+        "prompt_tokens_per_second": 0.0,
+    }
+    assert rates.update(100.5, counters(60, 501))["generation_tokens_per_second"] == pytest.approx(20)
     for beat in range(1, 40):
-        rate = rates.update(100.5 + beat / 2, told(60 + 5 * beat, 501))
+        rate = rates.update(100.5 + beat / 2, counters(60 + 5 * beat, 501))
     assert rate == {"generation_tokens_per_second": pytest.approx(10), "prompt_tokens_per_second": 0}
 
 
-def test_rare_beats_are_windows_of_their_own() -> None:
+def test_rare_heartbeats_give_the_rate_between_two_of_them() -> None:
     rates = TokenRates()
-    rates.update(0.0, told(0))
-    rates.update(60.0, told(6000))
-    assert rates.update(120.0, told(6060))["generation_tokens_per_second"] == pytest.approx(1)
+    rates.update(0.0, counters(0))
+    rates.update(60.0, counters(6000))
+    assert rates.update(120.0, counters(6060))["generation_tokens_per_second"] == pytest.approx(1)
 
 
-def test_what_rests_comes_to_nothing() -> None:
+def test_a_counter_that_rests_has_rate_zero() -> None:
     rates = TokenRates()
-    rates.update(0.0, told(0))
+    rates.update(0.0, counters(0))
     for beat in range(1, 20):
-        rate = rates.update(beat / 2, told(100))
+        rate = rates.update(beat / 2, counters(100))
     assert rate["generation_tokens_per_second"] == 0
