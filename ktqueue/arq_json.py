@@ -1,9 +1,9 @@
-"""What arq's clients give as `job_serializer` and `job_deserializer`: arq's records as JSON, never pickle.
+"""The `job_serializer` and `job_deserializer` for arq's clients: arq's records as JSON instead of pickle.
 
     pool = await arq.create_pool(settings, job_serializer=dumps, job_deserializer=loads)
 
-A failed job's result is an exception, which JSON does not have: it travels as {"error": {"code", "message", ...}}, and
-`loads` makes the exception again. Knows arq's field names `s` (success) and `r` (result), not arq itself.
+A failed job's result is an exception, which becomes {"error": {"code", "message", ...}} in JSON; `loads` makes the
+exception again. Knows arq's field names `s` (success) and `r` (result), but does not import arq.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from typing import Any
 from ktqueue.core import codec
 from ktqueue.core.errors import ErrorInfo, KtqueueError, error_of
 
-ABORTED = "aborted"  # the code of a job that arq's `Job.abort` ended
+ABORTED = "aborted"  # error code of a job that arq's `Job.abort` ended
 
-_ERROR_FIELDS = frozenset(one.name for one in fields(ErrorInfo))
+_ERROR_FIELDS = frozenset(field.name for field in fields(ErrorInfo))
 
 
 def dumps(record: dict[str, Any]) -> bytes:
-    """A job or a result as arq hands it over. Raises TypeError for what JSON does not have."""
+    """Encode a job or a result of arq. Raises TypeError for values that JSON does not have."""
     fault = record.get("r")
     if isinstance(fault, BaseException):
         record = {**record, "r": {"error": _plain(fault)}}
@@ -27,10 +27,10 @@ def dumps(record: dict[str, Any]) -> bytes:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """Inverse of `dumps`. Raises CodecError, also for pickle, which is never read."""
+    """Decode what `dumps` encoded. Raises CodecError, also for pickle, which is never read."""
     record = codec.loads(data)
     if not isinstance(record, dict):
-        raise codec.CodecError("not a record of arq's: no JSON object")
+        raise codec.CodecError("not an arq record: no JSON object")
     result = record.get("r")
     if record.get("s") is False and isinstance(result, dict) and isinstance(result.get("error"), dict):
         record["r"] = _exception(result["error"])

@@ -1,6 +1,6 @@
-"""The Python API over Redis: submit jobs, stream their tokens, fetch results. Async, and a blocking face of it.
+"""The Python API over Redis: submit jobs, stream their tokens, fetch results. One async and one blocking client.
 
-Needs Redis alone: no gateway, no torch. Everything raises Unavailable when Redis is away.
+It needs only Redis: no gateway and no torch. Every call raises Unavailable if Redis does not answer.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ __all__ = ["Client", "Completion", "SyncClient"]
 
 Result = TypeVar("Result")
 
-_SAMPLING = frozenset(one.name for one in fields(SamplingParams))
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 _SUBMIT = frozenset({"job_id", "idempotency_key", "tenant"})
 
 
 def make_request(**settings: Any) -> GenerationRequest:
-    """A request from flat keywords: those of GenerationRequest and of SamplingParams together. Lists may be lists.
+    """Make a request from keywords of GenerationRequest and SamplingParams together. Lists become tuples.
 
     Raises InvalidRequest; TypeError for an unknown keyword.
     """
@@ -43,8 +43,8 @@ def make_request(**settings: Any) -> GenerationRequest:
 class Client:
     """`async with Client(url) as client:`, or `client = await Client.open(url)` and `await client.close()`.
 
-    Without a URL and a config: the Redis of KTQUEUE_BROKER_URL, else that of the `ktqueue up` which runs on the state
-    folder, `.ktqueue` in the current folder unless KTQUEUE_BROKER_STATE_DIR names another.
+    Without a URL and a config, it uses the Redis of KTQUEUE_BROKER_URL, else that of the `ktqueue up` which runs on the
+    state folder: `.ktqueue` in the current folder, unless KTQUEUE_BROKER_STATE_DIR names another.
     """
 
     def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
@@ -54,11 +54,11 @@ class Client:
 
     @classmethod
     async def open(cls, url: str | None = None, *, config: BrokerConfig | None = None) -> Self:
-        """A connected client. Raises Unavailable."""
+        """Make a connected client. Raises Unavailable."""
         return await cls(url, config=config).__aenter__()
 
     async def close(self) -> None:
-        """Drop the connections; jobs go on."""
+        """Close the connections. Jobs continue."""
         if self._broker is not None:
             await self._broker.close()
             self._broker = None
@@ -66,9 +66,8 @@ class Client:
     async def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
         """Queue a job: a request, or its fields and sampling parameters as keywords.
 
-        `job_id`, `idempotency_key` and `tenant` may be given beside them. Keywords without a `model` ask for the only
-        one that is served. Raises what `Jobs.submit` raises, and
-        InvalidRequest.
+        `job_id`, `idempotency_key` and `tenant` are further keywords. Without a `model`, the only served model is used.
+        Raises InvalidRequest and what `Jobs.submit` raises.
         """
         options = {key: settings.pop(key) for key in _SUBMIT & settings.keys()}
         if request is None:
@@ -80,18 +79,18 @@ class Client:
         return await self._open_broker().jobs.submit(request, **options)
 
     def stream(self, job_id: str, after: int = 0) -> AsyncGenerator[TokenEvent, None]:
-        """A job's events after seq `after`, as they come, to its end. Raises JobNotFound, JournalRegressed."""
+        """Yield a job's events after seq `after` until its end. Raises JobNotFound or JournalRegressed."""
         return self._open_broker().journal.follow(job_id, after)
 
     async def result(self, job_id: str) -> Completion:
-        """Wait for a job's end. Raises JobNotFound, or the error that the job ended with."""
+        """Wait for a job's end and return its completion. Raises JobNotFound, or the job's error."""
         broker = self._open_broker()
         record = await broker.jobs.get(job_id)
         events = [event async for event in broker.journal.follow(job_id)]
         return completion_of(job_id, record.readable_request().sampling.n, events)
 
     async def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:
-        """Submit and wait. Takes and raises what `submit` and `result` do."""
+        """Submit a job and wait for its completion. See `submit` and `result` for arguments and errors."""
         record = await self.submit(request, **settings)
         return await self.result(record.id)
 
@@ -100,11 +99,11 @@ class Client:
         return await self._open_broker().jobs.get(job_id)
 
     async def cancel(self, job_id: str) -> JobRecord:
-        """Stop a job; one that has ended stays as it is. Raises JobNotFound."""
+        """Cancel a job. A job that has ended stays as it is. Raises JobNotFound."""
         return await self._open_broker().jobs.cancel(job_id)
 
     async def retry(self, job_id: str) -> JobRecord:
-        """Send a failed job again as a new job. Raises JobNotFound, JobConflict, and what `submit` raises."""
+        """Submit a failed job again as a new job. Raises JobNotFound, JobConflict, and what `submit` raises."""
         return await self._open_broker().jobs.retry(job_id)
 
     def _open_broker(self) -> Broker:
@@ -123,12 +122,12 @@ class Client:
 
 
 class SyncClient:
-    """The same calls, blocking: `with SyncClient(url) as client:`. Safe to use from several threads."""
+    """A blocking client: `with SyncClient(url) as client:`. Several threads may share it."""
 
     def __init__(self, url: str | None = None, *, config: BrokerConfig | None = None) -> None:
         self._loop = asyncio.new_event_loop()
-        self._calls: set[asyncio.Task[Any]] = set()  # touched by the loop's thread only
-        self._gate = threading.Lock()  # a call is either handed over before the end begins, or refused
+        self._calls: set[asyncio.Task[Any]] = set()  # used by the event loop's thread only
+        self._gate = threading.Lock()  # so that a call is either scheduled before `close` or refused
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="ktqueue-client", daemon=True)
         self._thread.start()
@@ -141,11 +140,11 @@ class SyncClient:
 
     @classmethod
     def open(cls, url: str | None = None, *, config: BrokerConfig | None = None) -> Self:
-        """A connected client. Raises Unavailable."""
+        """Make a connected client. Raises Unavailable."""
         return cls(url, config=config)
 
     def close(self) -> None:
-        """Drop the connections; jobs go on. Calls under way in other threads, and later ones, raise Unavailable."""
+        """Close the connections. Jobs continue. Running calls of other threads, and later calls, raise Unavailable."""
         with self._gate:
             closed, self._closed = self._closed, True
         if not closed:
@@ -207,7 +206,7 @@ class SyncClient:
         def stop() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # interrupted before `begin` was handed over
+            else:  # interrupted before `begin` was scheduled
                 work.close()
                 ended.set()
 
@@ -218,7 +217,7 @@ class SyncClient:
                 else:
                     ended.set()
             ended.wait()
-        except BaseException:  # Ctrl-C: what the caller does next must find the work ended
+        except BaseException:  # Ctrl-C: the work must have ended before the caller continues
             self._loop.call_soon_threadsafe(stop)
             ended.wait()
             raise
@@ -226,7 +225,7 @@ class SyncClient:
             work.close()
             raise Unavailable("the client is closed")
         if tasks[0].cancelled():
-            raise Unavailable("the client was closed while the call was under way")
+            raise Unavailable("the client was closed during the call")
         return tasks[0].result()
 
     async def _end(self) -> None:

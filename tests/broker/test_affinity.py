@@ -2,47 +2,51 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.prefix_hashes import LENGTHS, prefix_hashes
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
 
 KIB = 1024
 OLD, NEW = "o" * (2 * KIB), "n" * (2 * KIB)
 
 
-def ids(claims):
+def ids(claims: Any) -> Any:
     return [claim.job_id for claim in claims]
 
 
-async def submit(broker, make_request, job_id, prompt, **fields):
+async def submit(broker: Any, make_request: Any, job_id: Any, prompt: Any, **fields: Any) -> Any:
     return await broker.jobs.submit(make_request(prompt, **fields), job_id=job_id)
 
 
-async def end(lease, *job_ids):
+async def end(lease: Any, *job_ids: Any) -> None:
     await lease.commit([(one, TokenEvent(seq=1, state=JobState.DONE)) for one in job_ids])
 
 
 @pytest.fixture
-def arrive(broker, raw):
+def arrive(broker: Broker, raw: Any) -> Any:
     """Set when a job came, in seconds from now: in the future it stays young however slow this machine is."""
 
-    def change(job_id, seconds):
+    def change(job_id: Any, seconds: Any) -> None:
         at = round((time.time() + seconds) * 1e6)
         raw.hset(f"{broker.keys.tag}:job:{job_id}", "order", at)
 
     return change
 
 
-def chat(*texts, **fields):
+def chat(*texts: Any, **fields: Any) -> Any:
     messages = tuple({"role": "user", "content": text} for text in texts)
     return GenerationRequest(model="tale", messages=messages, **fields)
 
 
-def test_names_are_shared_as_far_as_the_prompts_are_equal():
+def test_names_are_shared_as_far_as_the_prompts_are_equal() -> None:
     request = GenerationRequest(model="tale", prompt="a" * 5_000)
     longer = GenerationRequest(model="tale", prompt="a" * 5_000 + "b" * 100_000)
     assert len(prefix_hashes(request)) == 3
@@ -53,7 +57,7 @@ def test_names_are_shared_as_far_as_the_prompts_are_equal():
     assert prefix_hashes(GenerationRequest(model="tale", prompt="a" * 900)) == []
 
 
-def test_a_conversation_that_goes_on_shares_what_was_said():
+def test_a_conversation_that_goes_on_shares_what_was_said() -> None:
     turn = chat("x" * 3_000, "y" * 3_000)
     on = chat("x" * 3_000, "y" * 3_000, "z" * 3_000)
     assert prefix_hashes(on)[:3] == prefix_hashes(turn)[:3] != []
@@ -63,7 +67,9 @@ def test_a_conversation_that_goes_on_shares_what_was_said():
     assert len(prefix_hashes(by_ids)) == 2  # four bytes each
 
 
-async def test_a_warm_job_goes_before_those_that_came_just_before(broker, card, make_request):
+async def test_a_warm_job_goes_before_those_that_came_just_before(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     for job_class in JobClass:
         await submit(broker, make_request, f"{job_class}-first", OLD)
@@ -77,7 +83,9 @@ async def test_a_warm_job_goes_before_those_that_came_just_before(broker, card, 
     await lease.close()
 
 
-async def test_the_longest_prefix_decides_then_the_arrival(broker, card, make_request):
+async def test_the_longest_prefix_decides_then_the_arrival(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD * 4)
     await lease.claim(1)
@@ -87,7 +95,9 @@ async def test_the_longest_prefix_decides_then_the_arrival(broker, card, make_re
     await lease.close()
 
 
-async def test_no_job_goes_before_one_that_came_long_before(broker, card, make_request):
+async def test_no_job_goes_before_one_that_came_long_before(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD)
     await lease.claim(1)
@@ -97,7 +107,9 @@ async def test_no_job_goes_before_one_that_came_long_before(broker, card, make_r
     await lease.close()
 
 
-async def test_a_young_job_is_left_to_the_worker_that_knows_it(broker, card, make_request, arrive):
+async def test_a_young_job_is_left_to_the_worker_that_knows_it(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], arrive: Any
+) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD)
     assert ids(await there.claim(1)) == ["first"]
@@ -113,7 +125,9 @@ async def test_a_young_job_is_left_to_the_worker_that_knows_it(broker, card, mak
     await there.close()
 
 
-async def test_a_job_is_left_for_a_moment_only(broker, card, make_request, arrive):
+async def test_a_job_is_left_for_a_moment_only(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], arrive: Any
+) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD)
     await there.claim(1)
@@ -129,7 +143,14 @@ async def test_a_job_is_left_for_a_moment_only(broker, card, make_request, arriv
 
 
 @pytest.mark.parametrize("why", ["no row", "gone", "dead", "known here too", "other model"])
-async def test_no_job_is_left_to_a_worker_that_does_not_take_it(broker, card, make_request, arrive, outlive, why):
+async def test_no_job_is_left_to_a_worker_that_does_not_take_it(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    arrive: Any,
+    outlive: Callable[[], Awaitable[None]],
+    why: Any,
+) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
     for lease, name in ((there, "one"), (here, "two")):
         await submit(broker, make_request, name, OLD if lease is there or why == "known here too" else NEW)
@@ -152,7 +173,13 @@ async def test_no_job_is_left_to_a_worker_that_does_not_take_it(broker, card, ma
     await here.close()
 
 
-async def test_what_a_worker_knows_is_bounded_and_goes_with_it(broker, card, make_request, raw, outlive):
+async def test_what_a_worker_knows_is_bounded_and_goes_with_it(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     lease, dead = await Lease.register(broker, card), await Lease.register(broker, card)
     warm = f"{broker.keys.tag}:warm:"
     raw.zadd(warm + lease.id, {f"{number:016x}": number for number in range(1_024)})

@@ -5,8 +5,8 @@ import asyncio
 from ktqueue.broker.broker import Broker
 
 
-async def test_cancel_is_never_swallowed(broker: Broker):
-    async def call_for_ever():
+async def test_cancel_is_never_swallowed(broker: Broker) -> None:
+    async def call_for_ever() -> None:
         while True:
             await broker.models.cards()
 

@@ -2,22 +2,30 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import decode_event
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import TokenEvent
-from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 MIB = 1 << 20
 
 
-def ids(claims):
+def ids(claims: Any) -> Any:
     return [claim.job_id for claim in claims]
 
 
-async def test_a_job_takes_a_row_for_each_choice(broker, card, make_request):
+async def test_a_job_takes_a_row_for_each_choice(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     for job_id, n in (("a", 3), ("b", 1), ("c", 4), ("d", 1)):
         await broker.jobs.submit(make_request(sampling=SamplingParams(n=n)), job_id=job_id)
@@ -27,7 +35,9 @@ async def test_a_job_takes_a_row_for_each_choice(broker, card, make_request):
     await lease.close()
 
 
-async def test_only_interactive_jobs_go_beyond_the_free_rows(config, card, make_request):
+async def test_only_interactive_jobs_go_beyond_the_free_rows(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, batch_share=2)) as broker:
         lease = await Lease.register(broker, card)
         for name in ("b1", "b2", "b3"):
@@ -42,7 +52,9 @@ async def test_only_interactive_jobs_go_beyond_the_free_rows(config, card, make_
         await lease.close()
 
 
-async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(broker, card, make_request):
+async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await broker.jobs.submit(make_request(sampling=SamplingParams(n=3)), job_id="wide")
     assert ids(await lease.claim(0, 2)) == []
@@ -51,7 +63,9 @@ async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(broke
     await lease.close()
 
 
-async def test_a_worker_may_wait_for_interactive_work_alone(broker, card, make_request):
+async def test_a_worker_may_wait_for_interactive_work_alone(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await lease.wait_for_work(5)  # what there was before it subscribed it may have missed
     waiting = asyncio.create_task(lease.wait_for_work(30, interactive_only=True))
@@ -64,7 +78,9 @@ async def test_a_worker_may_wait_for_interactive_work_alone(broker, card, make_r
     await lease.close()
 
 
-async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(broker, card, make_request, proxy):
+async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], proxy: Any
+) -> None:
     wire, config = proxy
     async with await Broker.open(config) as cut:
         lease = await Lease.register(cut, card)
@@ -76,7 +92,9 @@ async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(broker,
         await lease.close()
 
 
-async def test_a_claim_ends_with_the_job_that_makes_it_heavy(broker, card, make_request):
+async def test_a_claim_ends_with_the_job_that_makes_it_heavy(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     """Redis writes the reply while all others wait. Either long prompts or what dead workers have said may be heavy."""
     lease = await Lease.register(broker, card)
     for job_id in ("a", "b", "c", "d"):
@@ -92,7 +110,9 @@ async def test_a_claim_ends_with_the_job_that_makes_it_heavy(broker, card, make_
     await lease.close()
 
 
-async def test_long_journals_are_decoded_with_breaths(broker, card, make_request, monkeypatch):
+async def test_long_journals_are_decoded_with_breaths(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a dead worker's jobs may take longer than a lease, which must be renewed meanwhile."""
     lease = await Lease.register(broker, card)
     for job_id in ("a", "b", "c"):

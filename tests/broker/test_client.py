@@ -1,22 +1,28 @@
 """The Python API, async and blocking, against a worker that answers by the protocol."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.client import Client, SyncClient
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Cancelled, EngineFailure, InvalidRequest, JobNotFound, Unavailable
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def echo_worker(config, card):
+async def echo_worker(config: BrokerConfig, card: ModelCard) -> Any:
     """Answers each job with the words of its prompt, a word an event, to every choice."""
 
-    async def work(broker):
+    async def work(broker: Any) -> None:
         lease = await Lease.register(broker, card)
         ready.set()
         while True:
@@ -51,11 +57,13 @@ async def echo_worker(config, card):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _numbered(event, seq):
+def _numbered(event: Any, seq: Any) -> Any:
     return replace(event, seq=seq)
 
 
-async def test_generate_stream_status_cancel(config, echo_worker, eventually):
+async def test_generate_stream_status_cancel(
+    config: BrokerConfig, echo_worker: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     async with Client(config=config) as client:
         answer = await client.generate(model="tale", prompt="a b c", n=2, temperature=0.5)
         assert answer.texts == ("a b c ", "a b c ")
@@ -68,7 +76,7 @@ async def test_generate_stream_status_cancel(config, echo_worker, eventually):
 
         record = await client.submit(model="tale", prompt="wait")
 
-        async def runs():
+        async def runs() -> Any:
             return (await client.status(record.id)).state is JobState.RUNNING
 
         await eventually(runs)
@@ -79,7 +87,9 @@ async def test_generate_stream_status_cancel(config, echo_worker, eventually):
             await client.generate(model="tale", prompt="fail")
 
 
-async def test_the_client_refuses_what_is_wrong(config, echo_worker, make_request):
+async def test_the_client_refuses_what_is_wrong(
+    config: BrokerConfig, echo_worker: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with Client(config=config) as client:
         with pytest.raises(InvalidRequest, match="temperature"):
             await client.submit(model="tale", prompt="a", temperature=-1)
@@ -93,8 +103,8 @@ async def test_the_client_refuses_what_is_wrong(config, echo_worker, make_reques
         await client.submit(model="tale", prompt="a")
 
 
-async def test_the_blocking_client(config, echo_worker):
-    def use():
+async def test_the_blocking_client(config: BrokerConfig, echo_worker: Any) -> None:
+    def use() -> None:
         with SyncClient(config=config) as client:
             record = client.submit(model="tale", prompt="a b", job_id="mine", stop=["."])
             assert record.id == "mine"
@@ -112,12 +122,12 @@ async def test_the_blocking_client(config, echo_worker):
     await asyncio.to_thread(use)
 
 
-def test_a_blocking_client_without_a_server_says_so(tmp_path):
+def test_a_blocking_client_without_a_server_says_so(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="away"):
         SyncClient(f"unix://{tmp_path}/nothing.sock")
 
 
-async def test_closing_ends_the_calls_of_other_threads(config, echo_worker):
+async def test_closing_ends_the_calls_of_other_threads(config: BrokerConfig, echo_worker: Any) -> None:
     client = await asyncio.to_thread(SyncClient, config=config)
     job = await asyncio.to_thread(client.submit, model="tale", prompt="wait")
     events = client.stream(job.id)

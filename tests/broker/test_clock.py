@@ -4,23 +4,27 @@ A step is what it leaves behind: times in Redis that are too far ahead (it went 
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import RateLimitExceeded
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.limits import TenantLimits
-from ktqueue.core.request import SamplingParams
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, SamplingParams
 
 HOUR = 3_600_000_000  # us
 
 
 @pytest.fixture
-def step(broker, raw):
+def step(broker: Broker, raw: Any) -> Any:
     """Let the clock step by so many us: all times in Redis are as much farther from now as it went."""
 
-    def move(by):
+    def move(by: Any) -> None:
         tag = broker.keys.tag
         for name in ("leases", "models:seen", "parked:tale"):
             for member, score in raw.zrange(f"{tag}:{name}", 0, -1, withscores=True):
@@ -40,7 +44,13 @@ def step(broker, raw):
     return move
 
 
-async def test_a_clock_that_goes_back_leaves_no_dead_workers_jobs_for_longer(broker, card, make_request, step, outlive):
+async def test_a_clock_that_goes_back_leaves_no_dead_workers_jobs_for_longer(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    step: Any,
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
@@ -50,11 +60,13 @@ async def test_a_clock_that_goes_back_leaves_no_dead_workers_jobs_for_longer(bro
     assert await broker.reaper().reap() == (1, 0)
 
 
-async def test_a_clock_that_was_ahead_leaves_no_rate_limit(broker, card, make_request, step):
+async def test_a_clock_that_was_ahead_leaves_no_rate_limit(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
+) -> None:
     lease = await Lease.register(broker, card)
     limits = TenantLimits(requests_per_minute=60, requests_burst=2, tokens_per_minute=60_000, tokens_burst=2_000)
 
-    async def submit():
+    async def submit() -> Any:
         request = make_request(None, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=999))
         return await broker.jobs.submit(request, tenant="acme", limits=limits)
 
@@ -72,7 +84,9 @@ async def test_a_clock_that_was_ahead_leaves_no_rate_limit(broker, card, make_re
     await lease.close()
 
 
-async def test_what_a_job_took_beyond_its_reservation_is_still_charged_after_a_step(broker, card, make_request, step):
+async def test_what_a_job_took_beyond_its_reservation_is_still_charged_after_a_step(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
+) -> None:
     lease = await Lease.register(broker, card)
     limits = TenantLimits(tokens_per_minute=60, tokens_burst=20)
     request = make_request(None, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9))
@@ -88,7 +102,9 @@ async def test_what_a_job_took_beyond_its_reservation_is_still_charged_after_a_s
     await lease.close()
 
 
-async def test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs(broker, card, make_request, step):
+async def test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
+) -> None:
     lease = await Lease.register(broker, card)
     await lease.beat({})
     job = await broker.jobs.submit(make_request())
@@ -102,7 +118,9 @@ async def test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs(b
     await lease.close()
 
 
-async def test_a_worker_that_was_parked_in_the_future_is_given_no_job(broker, card, make_request, step):
+async def test_a_worker_that_was_parked_in_the_future_is_given_no_job(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
+) -> None:
     silent = await Lease.register(broker, card)
     assert await silent.claim(1, wait=True) == []
     step(-40_000_000)

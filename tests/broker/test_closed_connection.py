@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 LEASE_SECONDS = 4.0
 WORKER = """
@@ -44,7 +47,7 @@ asyncio.run(main(sys.argv[1], float(sys.argv[2])))
 class Silence:
     """Looks at leases by the server's clock while reapers are at work."""
 
-    def __init__(self, broker: Broker, raw) -> None:
+    def __init__(self, broker: Broker, raw: Any) -> None:
         self._broker, self._raw = broker, raw
 
     def left(self, worker: str) -> float | None:
@@ -72,7 +75,7 @@ def config(broker_config: BrokerConfig) -> BrokerConfig:
 
 
 @pytest.fixture
-def silence(broker, raw):
+def silence(broker: Broker, raw: Any) -> Any:
     return Silence(broker, raw)
 
 
@@ -92,7 +95,9 @@ def worker(url: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(broker, card, make_request, silence):
+async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], silence: Any
+) -> None:
     await (await Lease.register(broker, card)).close()  # makes the model known
     job = await broker.jobs.submit(make_request())
     with worker(broker.config.url) as process:
@@ -103,7 +108,9 @@ async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(broker, 
     assert (after.state, after.attempts) == (JobState.QUEUED, 1)
 
 
-async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(broker, card, make_request, silence):
+async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], silence: Any
+) -> None:
     await (await Lease.register(broker, card)).close()
     job = await broker.jobs.submit(make_request())
     with worker(broker.config.url) as process:
@@ -114,7 +121,7 @@ async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(broker, ca
 
 
 @pytest.fixture
-async def far(config, card):
+async def far(config: BrokerConfig, card: ModelCard) -> Any:
     """A lease over connections of its own, and how to cut these for ever."""
     elsewhere = await Broker.open(config)
     lease = await Lease.register(elsewhere, card)
@@ -122,14 +129,14 @@ async def far(config, card):
     await elsewhere.close()
 
 
-async def test_nothing_is_taken_before_a_beat_is_missed(broker, far, silence):
+async def test_nothing_is_taken_before_a_beat_is_missed(broker: Broker, far: Any, silence: Any) -> None:
     lease, cut = far
     await lease.beat({})
     await cut()
     assert (await silence.until(lease.id, 0.7)) is not None
 
 
-async def test_who_beats_without_a_subscription_keeps_its_lease(far, silence):
+async def test_who_beats_without_a_subscription_keeps_its_lease(far: Any, silence: Any) -> None:
     lease, _ = far
     await lease.beat({})
     await lease._broker.hub.close()
@@ -138,7 +145,7 @@ async def test_who_beats_without_a_subscription_keeps_its_lease(far, silence):
     assert (await silence.until(lease.id, 0.5)) is not None
 
 
-async def test_a_server_that_was_away_knows_of_no_connection(broker, far, silence, raw):
+async def test_a_server_that_was_away_knows_of_no_connection(broker: Broker, far: Any, silence: Any, raw: Any) -> None:
     lease, cut = far
     await lease.beat({})
     raw.hset(f"{broker.keys.tag}:worker:{lease.id}", "home", "the server before")

@@ -2,20 +2,24 @@
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.request import JobClass
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
 
 A, B = "a" * 32, "b" * 32
 
 
 @pytest.fixture
-async def workers(broker, card):
+async def workers(broker: Broker, card: ModelCard) -> Any:
     """Two workers of one name with different weights."""
     leases = [await Lease.register(broker, replace(card, digest=digest)) for digest in (A, B)]
     yield leases
@@ -23,14 +27,16 @@ async def workers(broker, card):
         await lease.close()
 
 
-async def begin(lease, job):
+async def begin(lease: Any, job: Any) -> None:
     """Claim a job, the only one that waits, and show its first token."""
     (claim,) = await lease.claim(1)
     assert claim.job_id == job.id
     await lease.commit([(job.id, TokenEvent(seq=1, token_ids=(7,), text="x"))])
 
 
-async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(broker, card, workers, make_request):
+async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(
+    broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     ours, theirs = workers
     job = await broker.jobs.submit(make_request())
     await begin(ours, job)
@@ -46,7 +52,9 @@ async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(broker, card, w
     await twin.close()
 
 
-async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(broker, workers, make_request):
+async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(
+    broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     ours, theirs = workers
     job = await broker.jobs.submit(make_request())
     assert [claim.job_id for claim in await ours.claim(1)] == [job.id]
@@ -57,7 +65,9 @@ async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(broker, w
     assert await ours.claim(8) == []  # now it has begun
 
 
-async def test_a_dead_workers_jobs_wait_for_its_digest(broker, card, workers, make_request):
+async def test_a_dead_workers_jobs_wait_for_its_digest(
+    broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     ours, theirs = workers
     begun = await broker.jobs.submit(make_request())
     await begin(ours, begun)
@@ -70,7 +80,9 @@ async def test_a_dead_workers_jobs_wait_for_its_digest(broker, card, workers, ma
     await twin.close()
 
 
-async def test_what_was_handed_over_is_bound_too(broker, card, workers, make_request):
+async def test_what_was_handed_over_is_bound_too(
+    broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     ours, theirs = workers
     assert await ours.claim(8, wait=True) == []
     job = await broker.jobs.submit(make_request())
@@ -83,7 +95,9 @@ async def test_what_was_handed_over_is_bound_too(broker, card, workers, make_req
     assert await theirs.claim(8) == []
 
 
-async def test_jobs_of_both_kinds_are_claimed_in_one_order(broker, workers, make_request):
+async def test_jobs_of_both_kinds_are_claimed_in_one_order(
+    broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     """By arrival and priority, interactive ones first, as if they were in one queue."""
     ours, _ = workers
     jobs = [await broker.jobs.submit(make_request(job_class=JobClass.BATCH)) for _ in range(2)]
@@ -97,7 +111,12 @@ async def test_jobs_of_both_kinds_are_claimed_in_one_order(broker, workers, make
     assert claims == [asked.id, urgent.id, jobs[0].id, jobs[1].id, fresh.id]
 
 
-async def test_a_bound_job_can_be_cancelled_and_expires(broker, workers, make_request, eventually):
+async def test_a_bound_job_can_be_cancelled_and_expires(
+    broker: Broker,
+    workers: Any,
+    make_request: Callable[..., GenerationRequest],
+    eventually: Callable[..., Awaitable[None]],
+) -> None:
     ours, _ = workers
     jobs = [await broker.jobs.submit(make_request(expires_in=expires_in)) for expires_in in (None, 0.3)]
     await ours.claim(2)
@@ -106,7 +125,7 @@ async def test_a_bound_job_can_be_cancelled_and_expires(broker, workers, make_re
     assert [(one.digest, one.interactive) for one in await broker.jobs.bound()] == [(A, 2)]
     assert (await broker.jobs.cancel(jobs[0].id)).state is JobState.CANCELLED
 
-    async def expired():
+    async def expired() -> Any:
         await broker.reaper().reap()
         return (await broker.jobs.get(jobs[1].id)).state is JobState.EXPIRED
 
@@ -115,7 +134,9 @@ async def test_a_bound_job_can_be_cancelled_and_expires(broker, workers, make_re
     assert await ours.claim(8) == []
 
 
-async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(config, card, make_request, raw):
+async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     """Not before its time, and not while nobody serves the model at all."""
     async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
         reaper = broker.reaper()
@@ -145,7 +166,9 @@ async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(config, ca
         await theirs.close()
 
 
-async def test_what_an_older_reaper_put_back_is_still_bound(broker, workers, make_request, raw):
+async def test_what_an_older_reaper_put_back_is_still_bound(
+    broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     """The release before this one knows one queue for all, and looks into no other."""
     ours, theirs = workers
     job, other = await broker.jobs.submit(make_request()), await broker.jobs.submit(make_request())
@@ -163,7 +186,9 @@ async def test_what_an_older_reaper_put_back_is_still_bound(broker, workers, mak
     assert [claim.job_id for claim in await ours.claim(8)] == [job.id]
 
 
-async def test_jobs_and_workers_from_before_digests_go_on_as_they_did(broker, card, workers, make_request):
+async def test_jobs_and_workers_from_before_digests_go_on_as_they_did(
+    broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     ours, _ = workers
     old, twin = await Lease.register(broker, card), await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
@@ -176,14 +201,14 @@ async def test_jobs_and_workers_from_before_digests_go_on_as_they_did(broker, ca
         await lease.close()
 
 
-async def test_cards_and_workers_show_their_digests(broker, card, workers):
+async def test_cards_and_workers_show_their_digests(broker: Broker, card: ModelCard, workers: Any) -> None:
     (known,) = await broker.models.cards()
     assert known.digest in (A, B)
     assert known.short_digest == known.digest[:12]
     assert {one.digest for one in await broker.models.workers()} == {A, B}
 
 
-async def test_the_first_release_can_read_new_cards(broker, card, workers, raw):
+async def test_the_first_release_can_read_new_cards(broker: Broker, card: ModelCard, workers: Any, raw: Any) -> None:
     """It refuses a card with a field that it does not know."""
     stored = raw.hget(f"{broker.keys.tag}:models", "tale")
     first = ("v", "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs")

@@ -1,26 +1,31 @@
 """How jobs end: exactly once, with a last event, whoever ends them."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import LeaseLost
 from ktqueue.core.events import JobState, TokenEvent, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
 @pytest.fixture
-async def ended(broker):
+async def ended(broker: Broker) -> Any:
     """Assert how a job ended: its record, its journal, and the live view of it agree."""
 
-    async def check(job_id, state, code=None, seqs=None):
+    async def check(job_id: Any, state: Any, code: Any = None, seqs: Any = None) -> None:
         record = await broker.jobs.get(job_id)
         events = await broker.journal.replay(job_id)
         assert record.state is state
@@ -37,7 +42,9 @@ async def ended(broker):
     return check
 
 
-async def test_a_queued_job_is_cancelled_at_once(broker, lease, make_request, ended):
+async def test_a_queued_job_is_cancelled_at_once(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     record = await broker.jobs.cancel(job.id)
     assert (record.state, record.position, record.error.code) == (JobState.CANCELLED, None, "cancelled")
@@ -47,7 +54,9 @@ async def test_a_queued_job_is_cancelled_at_once(broker, lease, make_request, en
     await ended(job.id, JobState.CANCELLED, "cancelled", 1)
 
 
-async def test_a_running_job_is_cancelled_by_its_worker(broker, lease, make_request, ended):
+async def test_a_running_job_is_cancelled_by_its_worker(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     record = await broker.jobs.cancel(job.id)
@@ -60,7 +69,9 @@ async def test_a_running_job_is_cancelled_by_its_worker(broker, lease, make_requ
     await ended(job.id, JobState.CANCELLED, None, 2)
 
 
-async def test_a_finish_that_comes_before_the_cancel_wins(broker, lease, make_request, ended):
+async def test_a_finish_that_comes_before_the_cancel_wins(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE))])
@@ -69,7 +80,9 @@ async def test_a_finish_that_comes_before_the_cancel_wins(broker, lease, make_re
     await ended(job.id, JobState.DONE, None, 1)
 
 
-async def test_a_finish_in_the_step_that_would_have_told_of_the_cancel_wins(broker, lease, make_request, ended):
+async def test_a_finish_in_the_step_that_would_have_told_of_the_cancel_wins(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await broker.jobs.cancel(job.id)
@@ -77,11 +90,13 @@ async def test_a_finish_in_the_step_that_would_have_told_of_the_cancel_wins(brok
     await ended(job.id, JobState.DONE, None, 1)
 
 
-async def test_cancels_and_finishes_race(broker, card, make_request, ended):
+async def test_cancels_and_finishes_race(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     lease = await Lease.register(broker, card)
     jobs = [(await broker.jobs.submit(make_request())).id for _ in range(60)]
 
-    async def work():
+    async def work() -> None:
         open_jobs = {}
         while len(done) < len(jobs):
             for claim in await lease.claim(8):
@@ -102,7 +117,7 @@ async def test_cancels_and_finishes_race(broker, card, make_request, ended):
                 done.add(job_id)
             done.update(job.id for job in await broker.jobs.list(state=JobState.CANCELLED))
 
-    async def cancel():
+    async def cancel() -> None:
         for job_id in jobs[::2]:
             await broker.jobs.cancel(job_id)
             await asyncio.sleep(0.001)
@@ -119,7 +134,9 @@ async def test_cancels_and_finishes_race(broker, card, make_request, ended):
     await lease.close()
 
 
-async def test_a_queued_job_expires(broker, lease, make_request, ended):
+async def test_a_queued_job_expires(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.1))
     kept = await broker.jobs.submit(make_request(expires_in=60))
     assert await broker.reaper().reap() == (0, 0)
@@ -130,14 +147,18 @@ async def test_a_queued_job_expires(broker, lease, make_request, ended):
     assert [claim.job_id for claim in await lease.claim(4)] == [kept.id]
 
 
-async def test_a_job_that_is_too_late_is_not_claimed(broker, lease, make_request, ended):
+async def test_a_job_that_is_too_late_is_not_claimed(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.05))
     await asyncio.sleep(0.07)
     assert await lease.claim(4) == []
     await ended(job.id, JobState.EXPIRED, "deadline_exceeded", 1)
 
 
-async def test_a_running_job_expires_and_its_worker_is_told(broker, lease, make_request, ended):
+async def test_a_running_job_expires_and_its_worker_is_told(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.1))
     other = await broker.jobs.submit(make_request())
     claim, _ = await lease.claim(2)
@@ -153,7 +174,9 @@ async def test_a_running_job_expires_and_its_worker_is_told(broker, lease, make_
     assert [event.text for event in await broker.journal.replay(other.id)] == ["b"]
 
 
-async def test_an_expiry_is_told_although_the_job_has_no_events(broker, lease, make_request):
+async def test_an_expiry_is_told_although_the_job_has_no_events(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.05))
     await lease.claim(1)
     await asyncio.sleep(0.07)
@@ -162,7 +185,9 @@ async def test_an_expiry_is_told_although_the_job_has_no_events(broker, lease, m
     assert await lease.commit([]) == set()
 
 
-async def test_events_after_the_last_one_are_dropped(broker, lease, make_request, ended):
+async def test_events_after_the_last_one_are_dropped(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     last = TokenEvent(seq=1, state=JobState.DONE)
@@ -171,7 +196,13 @@ async def test_events_after_the_last_one_are_dropped(broker, lease, make_request
     await ended(job.id, JobState.DONE, None, 1)
 
 
-async def test_a_cancelled_job_does_not_run_again_when_its_worker_dies(broker, card, make_request, ended, outlive):
+async def test_a_cancelled_job_does_not_run_again_when_its_worker_dies(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    ended: Any,
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -184,7 +215,9 @@ async def test_a_cancelled_job_does_not_run_again_when_its_worker_dies(broker, c
         await lease.commit([])
 
 
-async def test_a_cancelled_job_ends_when_it_is_released(broker, lease, make_request, ended):
+async def test_a_cancelled_job_ends_when_it_is_released(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await broker.jobs.cancel(job.id)

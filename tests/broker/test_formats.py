@@ -1,6 +1,8 @@
 """Records and journals of a newer version: an older worker leaves them, an older reader says what it cannot read."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,24 +10,29 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core import codec
 from ktqueue.core.codec import NewerFormat
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-def newer(monkeypatch):
+def newer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is done in its block is done by a version that writes and reads format 2."""
 
     class Newer:
-        def __enter__(self):
+        def __enter__(self) -> None:
             monkeypatch.setattr(codec, "VERSION", 2)
 
-        def __exit__(self, *fault):
+        def __exit__(self, *fault: Any) -> None:
             monkeypatch.undo()
 
     return Newer()
 
 
-async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(broker, card, make_request, newer):
+async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
+) -> None:
     old = await Lease.register(broker, card)
     with newer:
         ahead = [await broker.jobs.submit(make_request()) for _ in range(300)]
@@ -41,7 +48,9 @@ async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(broker
         await lease.close()
 
 
-async def test_a_newer_worker_takes_jobs_of_both_formats_in_order(broker, card, make_request, newer):
+async def test_a_newer_worker_takes_jobs_of_both_formats_in_order(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
+) -> None:
     await (await Lease.register(broker, card)).close()
     first = await broker.jobs.submit(make_request())
     with newer:
@@ -54,7 +63,9 @@ async def test_a_newer_worker_takes_jobs_of_both_formats_in_order(broker, card, 
     await young.close()
 
 
-async def test_no_newer_job_is_handed_to_an_older_worker_that_waits(broker, card, make_request, newer):
+async def test_no_newer_job_is_handed_to_an_older_worker_that_waits(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
+) -> None:
     old = await Lease.register(broker, card)
     assert await old.claim(8, wait=True) == []
     with newer:
@@ -63,7 +74,9 @@ async def test_no_newer_job_is_handed_to_an_older_worker_that_waits(broker, card
     await old.close()
 
 
-async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(broker, card, make_request, newer, raw):
+async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any, raw: Any
+) -> None:
     old = await Lease.register(broker, card)
     strange = await broker.jobs.submit(make_request())
     raw.hset(f"{broker.keys.tag}:job:{strange.id}", "request", b'{"v":2,"model":"tale"}')
@@ -77,7 +90,9 @@ async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(b
     await old.close()
 
 
-async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(broker, card, make_request, newer):
+async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
+) -> None:
     card = replace(card, digest="d" * 32)
     job = None
     with newer:
@@ -98,7 +113,9 @@ async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(broke
         await lease.close()
 
 
-async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(config, card, make_request, newer, raw):
+async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any, raw: Any
+) -> None:
     async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
         old = await Lease.register(broker, card)
         with newer:
@@ -111,7 +128,9 @@ async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(config, ca
         await old.close()
 
 
-async def test_a_reader_says_what_it_cannot_read_and_a_lenient_one_goes_on(broker, card, make_request, newer):
+async def test_a_reader_says_what_it_cannot_read_and_a_lenient_one_goes_on(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
+) -> None:
     await (await Lease.register(broker, card)).close()
     job = await broker.jobs.submit(make_request())
     worker = await Lease.register(broker, card)

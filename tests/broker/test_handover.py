@@ -1,35 +1,39 @@
 """A job that comes while a worker waits is the worker's at once, no other's, and is not lost with its message."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.limits import TenantLimits
-from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 BIG = "x" * 70_000  # more than a message may have
 WARM = "Once upon a time there was a queue. " * 100
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
 @pytest.fixture
-async def other(broker, card):
+async def other(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
-async def given(lease) -> list[Claim]:
+async def given(lease: Any) -> list[Claim]:
     """What the worker is told of, while it waits."""
     async with asyncio.timeout(10):
         while not (claims := await lease.wait_for_work(10)):
@@ -37,13 +41,15 @@ async def given(lease) -> list[Claim]:
         return claims
 
 
-async def lose_messages(lease) -> None:
+async def lose_messages(lease: Any) -> None:
     """Whatever was published to the worker is gone."""
     while (await lease._mailbox.take(0.2)).messages:
         pass
 
 
-async def test_a_worker_that_waits_is_given_the_job(broker, lease, other, make_request):
+async def test_a_worker_that_waits_is_given_the_job(
+    broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     assert await lease.claim(4, wait=True) == []
     record = await broker.jobs.submit(make_request(priority=3, expires_in=60))
     assert (record.state, record.worker_id, record.position) == (JobState.RUNNING, lease.id, None)
@@ -57,7 +63,9 @@ async def test_a_worker_that_waits_is_given_the_job(broker, lease, other, make_r
     assert (await broker.jobs.get(record.id)).state is JobState.DONE
 
 
-async def test_what_is_given_is_what_a_claim_gives(broker, lease, make_request):
+async def test_what_is_given_is_what_a_claim_gives(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     request = make_request(expires_in=60, sampling=SamplingParams(seed=1, n=2), metadata={"a": "b"})
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(request)
@@ -67,13 +75,17 @@ async def test_what_is_given_is_what_a_claim_gives(broker, lease, make_request):
     assert by_claim == by_message
 
 
-async def test_only_who_said_so_is_given_jobs(broker, lease, make_request):
+async def test_only_who_said_so_is_given_jobs(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     assert await lease.claim(4, wait=True) == []
     assert await lease.claim(4) == []
     assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
 
 
-async def test_one_job_for_one_claim(broker, lease, make_request):
+async def test_one_job_for_one_claim(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     records = [await broker.jobs.submit(make_request()) for _ in range(3)]
     assert [record.state for record in records] == [JobState.RUNNING, JobState.QUEUED, JobState.QUEUED]
@@ -82,7 +94,9 @@ async def test_one_job_for_one_claim(broker, lease, make_request):
     assert [claim.job_id for claim in (first, *rest)] == [record.id for record in records]
 
 
-async def test_a_lost_message_costs_a_claim(broker, lease, make_request):
+async def test_a_lost_message_costs_a_claim(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request())
     await lose_messages(lease)
@@ -91,7 +105,9 @@ async def test_a_lost_message_costs_a_claim(broker, lease, make_request):
     assert await lease.claim(4) == []
 
 
-async def test_a_message_after_the_claim_says_nothing_new(broker, lease, make_request):
+async def test_a_message_after_the_claim_says_nothing_new(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request())
     (claim,) = await lease.claim(4, wait=True)
@@ -102,7 +118,9 @@ async def test_a_message_after_the_claim_says_nothing_new(broker, lease, make_re
     assert [one.job_id for one in await given(lease)] == [again.id]
 
 
-async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(broker, lease, make_request):
+async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request(expires_in=0.001))
     await lose_messages(lease)
@@ -113,7 +131,14 @@ async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(broker, le
     assert (await broker.jobs.get(later.id)).worker_id == lease.id
 
 
-async def test_a_worker_that_is_gone_is_given_nothing(broker, config, lease, card, raw, make_request):
+async def test_a_worker_that_is_gone_is_given_nothing(
+    broker: Broker,
+    config: BrokerConfig,
+    lease: Lease,
+    card: ModelCard,
+    raw: Any,
+    make_request: Callable[..., GenerationRequest],
+) -> None:
     async with await Broker.open(config) as elsewhere:
         gone = await Lease.register(elsewhere, replace(card, max_num_seqs=64))
         await gone.claim(64, wait=True)
@@ -124,7 +149,9 @@ async def test_a_worker_that_is_gone_is_given_nothing(broker, config, lease, car
     assert [claim.job_id for claim in await lease.claim(4)] == [record.id]
 
 
-async def test_a_cut_connection_loses_no_job(broker, lease, raw, make_request):
+async def test_a_cut_connection_loses_no_job(
+    broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     got = []
     for _ in range(10):
         while claims := await lease.claim(4, wait=True):
@@ -136,7 +163,9 @@ async def test_a_cut_connection_loses_no_job(broker, lease, raw, make_request):
     assert len(got) == 10
 
 
-async def test_a_worker_that_stands_still_is_given_nothing(broker, lease, raw, make_request):
+async def test_a_worker_that_stands_still_is_given_nothing(
+    broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     seconds, microseconds = raw.time()
     raw.zadd(f"{broker.keys.tag}:parked:tale", {lease.id: (seconds - 1) * 1_000_000 + microseconds - 1})
@@ -144,7 +173,9 @@ async def test_a_worker_that_stands_still_is_given_nothing(broker, lease, raw, m
 
 
 @pytest.mark.parametrize("job_class", list(JobClass))
-async def test_nothing_goes_before_what_waits(broker, lease, make_request, job_class):
+async def test_nothing_goes_before_what_waits(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], job_class: Any
+) -> None:
     await lease.claim(4, wait=True)
     big = await broker.jobs.submit(make_request(BIG))
     small = await broker.jobs.submit(make_request(job_class=job_class))
@@ -153,13 +184,17 @@ async def test_nothing_goes_before_what_waits(broker, lease, make_request, job_c
     assert {claim.job_id for claim in claims} == {big.id, small.id}
 
 
-async def test_a_job_needs_its_rows(broker, lease, make_request):
+async def test_a_job_needs_its_rows(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     assert (await broker.jobs.submit(make_request(sampling=SamplingParams(n=5)))).state is JobState.QUEUED
 
 
-async def test_the_warmest_worker_then_the_idlest(broker, lease, other, make_request):
-    async def ran(worker, request, rows):
+async def test_the_warmest_worker_then_the_idlest(
+    broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
+    async def ran(worker: Any, request: Any, rows: Any) -> Any:
         await worker.claim(rows, wait=True)
         record = await broker.jobs.submit(request)
         (claim,) = await given(worker)
@@ -178,7 +213,9 @@ async def test_the_warmest_worker_then_the_idlest(broker, lease, other, make_req
     assert (await broker.jobs.submit(make_request())).worker_id == other.id
 
 
-async def test_a_cold_worker_is_not_given_what_a_warm_one_could_take(broker, lease, other, make_request):
+async def test_a_cold_worker_is_not_given_what_a_warm_one_could_take(
+    broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(2, wait=True)
     warm = await broker.jobs.submit(make_request(WARM))
     await given(lease)  # it knows the prefix, has a row left and does not wait now
@@ -188,7 +225,9 @@ async def test_a_cold_worker_is_not_given_what_a_warm_one_could_take(broker, lea
     assert [claim.job_id for claim in await lease.claim(1)] == [again.id]
 
 
-async def test_a_claim_for_no_row_ends_the_wait(broker, lease, make_request):
+async def test_a_claim_for_no_row_ends_the_wait(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     assert await lease.claim(0) == []
     assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
@@ -199,7 +238,9 @@ async def test_a_claim_for_no_row_ends_the_wait(broker, lease, make_request):
     assert [claim.job_id for claim in await lease.claim(0)] == [record.id]
 
 
-async def test_who_leaves_gives_back_what_it_was_given(broker, lease, other, make_request):
+async def test_who_leaves_gives_back_what_it_was_given(
+    broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request())
     await lease.close()
@@ -208,7 +249,9 @@ async def test_who_leaves_gives_back_what_it_was_given(broker, lease, other, mak
     assert [claim.job_id for claim in await other.claim(4)] == [record.id]
 
 
-async def test_a_job_that_was_given_never_waited(broker, lease, raw, make_request):
+async def test_a_job_that_was_given_never_waited(
+    broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request(), tenant="acme", limits=TenantLimits())
     (load,) = await broker.jobs.tenant_loads(["acme"])
@@ -219,7 +262,9 @@ async def test_a_job_that_was_given_never_waited(broker, lease, raw, make_reques
     assert (load.live, load.queued) == (1, 1)
 
 
-async def test_a_submission_sent_twice_is_one_job(broker, lease, make_request):
+async def test_a_submission_sent_twice_is_one_job(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     await lease.claim(4, wait=True)
     first = await broker.jobs.submit(make_request(), idempotency_key="k")
     (claim,) = await given(lease)

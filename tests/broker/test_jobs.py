@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.process_name import process_name
 from ktqueue.core.codec import NewerFormat
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -22,17 +26,20 @@ from ktqueue.core.errors import (
     Unavailable,
 )
 from ktqueue.core.events import JobState
-from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
-async def test_a_model_must_be_known(broker, card, make_request):
+async def test_a_model_must_be_known(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     with pytest.raises(Unavailable) as caught:
         await broker.jobs.submit(make_request())
     assert caught.value.retry_after
@@ -44,7 +51,9 @@ async def test_a_model_must_be_known(broker, card, make_request):
     await broker.jobs.submit(make_request())  # still known after its worker left
 
 
-async def test_a_model_is_forgotten_after_its_ttl(config, card, make_request):
+async def test_a_model_is_forgotten_after_its_ttl(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, model_ttl=0.2)) as broker:
         lease = await Lease.register(broker, card)
         await asyncio.sleep(0.1)
@@ -58,7 +67,9 @@ async def test_a_model_is_forgotten_after_its_ttl(config, card, make_request):
             await broker.jobs.submit(make_request())
 
 
-async def test_submitting_twice_under_one_id_makes_one_job(broker, lease, make_request):
+async def test_submitting_twice_under_one_id_makes_one_job(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     first = await broker.jobs.submit(make_request(), job_id="a")
     again = await broker.jobs.submit(make_request(), job_id="a")
     assert again == first  # the seed that it was given included
@@ -69,7 +80,9 @@ async def test_submitting_twice_under_one_id_makes_one_job(broker, lease, make_r
         await broker.jobs.submit(make_request(), job_id="no spaces")
 
 
-async def test_an_idempotency_key_belongs_to_its_tenant_and_request(broker, lease, make_request):
+async def test_an_idempotency_key_belongs_to_its_tenant_and_request(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     first = await broker.jobs.submit(make_request(), idempotency_key="k", tenant="t")
     assert (await broker.jobs.submit(make_request(), idempotency_key="k", tenant="t")).id == first.id
     assert (await broker.jobs.submit(make_request(), idempotency_key="k", tenant="u")).id != first.id
@@ -78,7 +91,9 @@ async def test_an_idempotency_key_belongs_to_its_tenant_and_request(broker, leas
     assert caught.value.status == 422
 
 
-async def test_a_key_whose_job_is_forgotten_is_not_used_again(config, card, make_request):
+async def test_a_key_whose_job_is_forgotten_is_not_used_again(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, job_ttl=0.05)) as broker:
         lease = await Lease.register(broker, card)
         job = await broker.jobs.submit(make_request(), idempotency_key="k")
@@ -89,7 +104,9 @@ async def test_a_key_whose_job_is_forgotten_is_not_used_again(config, card, make
         await lease.close()
 
 
-async def test_a_submit_whose_reply_was_lost_makes_one_job(broker, lease, proxy, make_request):
+async def test_a_submit_whose_reply_was_lost_makes_one_job(
+    broker: Broker, lease: Lease, proxy: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     wire, config = proxy
     async with await Broker.open(config) as cut:
         wire.lose_reply_to("Once")
@@ -98,7 +115,9 @@ async def test_a_submit_whose_reply_was_lost_makes_one_job(broker, lease, proxy,
     assert [job.id for job in await broker.jobs.list()] == [record.id]
 
 
-async def test_a_seed_is_made_once_and_kept(broker, lease, make_request):
+async def test_a_seed_is_made_once_and_kept(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     record = await broker.jobs.submit(make_request())
     seed = record.request.sampling.seed
     assert seed is not None
@@ -107,7 +126,9 @@ async def test_a_seed_is_made_once_and_kept(broker, lease, make_request):
     assert given.request.sampling.seed == 7
 
 
-async def test_queues_have_caps_by_class(config, card, make_request):
+async def test_queues_have_caps_by_class(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, max_queued_interactive=2, max_queued_batch=1)) as broker:
         lease = await Lease.register(broker, card)
         places = [(await broker.jobs.submit(make_request())).position for _ in range(2)]
@@ -124,21 +145,25 @@ async def test_queues_have_caps_by_class(config, card, make_request):
         await lease.close()
 
 
-async def test_a_request_has_a_largest_size(config, card, make_request):
+async def test_a_request_has_a_largest_size(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, max_request_bytes=2_000)) as broker:
         with pytest.raises(RequestTooLarge) as caught:
             await broker.jobs.submit(make_request("x" * 2_000))
         assert caught.value.limit == 2_000
 
 
-async def test_unknown_jobs(broker):
+async def test_unknown_jobs(broker: Broker) -> None:
     with pytest.raises(JobNotFound):
         await broker.jobs.get("none")
     with pytest.raises(JobNotFound):
         await broker.jobs.cancel("none")
 
 
-async def test_listing_is_newest_first_and_by_state(broker, lease, make_request):
+async def test_listing_is_newest_first_and_by_state(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     ids = [(await broker.jobs.submit(make_request())).id for _ in range(4)]
     await broker.jobs.cancel(ids[1])
     (claim,) = await lease.claim(1)
@@ -151,7 +176,9 @@ async def test_listing_is_newest_first_and_by_state(broker, lease, make_request)
     assert [job.position for job in await broker.jobs.list(state=JobState.QUEUED)] == [2, 1]
 
 
-async def test_one_record_of_another_version_does_not_hide_the_others(broker, lease, make_request, raw):
+async def test_one_record_of_another_version_does_not_hide_the_others(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     strange, good = [(await broker.jobs.submit(make_request())).id for _ in range(2)]
     raw.hset(f"{broker.keys.tag}:job:{strange}", "request", b'{"v":99}')
     assert [(job.id, job.request is None) for job in await broker.jobs.list()] == [(good, False), (strange, True)]
@@ -162,14 +189,18 @@ async def test_one_record_of_another_version_does_not_hide_the_others(broker, le
     assert (await broker.jobs.cancel(strange)).state is JobState.CANCELLED
 
 
-async def test_depth_counts_by_model_and_class(broker, lease, make_request):
+async def test_depth_counts_by_model_and_class(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     for job_class in (JobClass.INTERACTIVE, JobClass.BATCH, JobClass.BATCH):
         await broker.jobs.submit(make_request(job_class=job_class))
     await lease.claim(1)
     assert await broker.jobs.depth() == [QueueDepth("tale", 0, 2, 1)]
 
 
-async def test_workers_tell_what_they_are(broker, card, make_request):
+async def test_workers_tell_what_they_are(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -184,7 +215,7 @@ async def test_workers_tell_what_they_are(broker, card, make_request):
     assert await broker.models.workers() == []
 
 
-async def test_a_wrong_server_is_refused(config, raw):
+async def test_a_wrong_server_is_refused(config: BrokerConfig, raw: Any) -> None:
     raw.config_set("maxmemory-policy", "allkeys-lru")
     try:
         with pytest.raises(Unavailable, match="noeviction"):
@@ -193,14 +224,16 @@ async def test_a_wrong_server_is_refused(config, raw):
         raw.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_no_server_at_all(config, tmp_path):
+async def test_no_server_at_all(config: BrokerConfig, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="away"):
         await Broker.open(replace(config, url=f"unix://{tmp_path}/none.sock"))
     with pytest.raises(Unavailable, match="ktqueue up"):
         await Broker.open(replace(config, url=None, state_dir=str(tmp_path)))
 
 
-async def test_a_full_memory_is_told(broker, lease, raw, make_request):
+async def test_a_full_memory_is_told(
+    broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     raw.config_set("maxmemory", 1)
     try:
         with pytest.raises(Unavailable, match="memory"):

@@ -1,25 +1,30 @@
 """Readers: each event once and in order, over gaps, lost connections and slow hands."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import encode_event
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def job(broker, card, make_request):
+async def job(broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]) -> Any:
     """A running job, and a function that commits its next events."""
 
     class Running:
-        def __init__(self, lease, job_id):
+        def __init__(self, lease: Any, job_id: Any) -> None:
             self.lease, self.id, self.seq = lease, job_id, 0
 
-        async def write(self, count=1, *, size=1, end=False):
+        async def write(self, count: Any = 1, *, size: Any = 1, end: Any = False) -> None:
             for k in range(count):
                 self.seq += 1
                 state = JobState.DONE if end and k == count - 1 else None
@@ -32,11 +37,11 @@ async def job(broker, card, make_request):
     await lease.close()
 
 
-async def seqs(broker, job_id, after=0):
+async def seqs(broker: Any, job_id: Any, after: Any = 0) -> Any:
     return [event.seq async for event in broker.journal.follow(job_id, after)]
 
 
-async def test_follow_replays_then_goes_on_live(broker, job):
+async def test_follow_replays_then_goes_on_live(broker: Broker, job: Any) -> None:
     await job.write(5)
     early, late = asyncio.create_task(seqs(broker, job.id)), asyncio.create_task(seqs(broker, job.id, 3))
     await asyncio.sleep(0.05)
@@ -47,7 +52,7 @@ async def test_follow_replays_then_goes_on_live(broker, job):
     assert await seqs(broker, job.id, 24) == [25]
 
 
-async def test_live_events_come_without_waiting(broker, job):
+async def test_live_events_come_without_waiting(broker: Broker, job: Any) -> None:
     loop = asyncio.get_running_loop()
     events = broker.journal.follow(job.id)
     first = asyncio.create_task(anext(events))
@@ -59,7 +64,7 @@ async def test_live_events_come_without_waiting(broker, job):
     await events.aclose()
 
 
-async def test_a_long_journal_is_replayed_in_pages(broker, job):
+async def test_a_long_journal_is_replayed_in_pages(broker: Broker, job: Any) -> None:
     await job.lease.commit([(job.id, TokenEvent(seq=seq)) for seq in range(1, 2_345)])
     job.seq = 2_344
     await job.write(end=True)
@@ -67,7 +72,7 @@ async def test_a_long_journal_is_replayed_in_pages(broker, job):
     assert [event.seq for event in await broker.journal.replay(job.id, 1_000)] == list(range(1_001, 2_346))
 
 
-async def test_a_page_has_no_more_bytes_than_a_mailbox(config, job):
+async def test_a_page_has_no_more_bytes_than_a_mailbox(config: BrokerConfig, job: Any) -> None:
     await job.write(120, size=500)
     await job.write(3, size=9_000)
     await job.write(5, end=True)
@@ -75,7 +80,7 @@ async def test_a_page_has_no_more_bytes_than_a_mailbox(config, job):
         pages: list[int] = []
         call = narrow.scripts.call
 
-        async def counted(name, *arguments, **settings):
+        async def counted(name: Any, *arguments: Any, **settings: Any) -> Any:
             reply = await call(name, *arguments, **settings)
             pages.append(sum(len(fields[1]) for _, fields in reply[2]) if len(reply[2]) > 2 else 0)
             return reply
@@ -86,7 +91,7 @@ async def test_a_page_has_no_more_bytes_than_a_mailbox(config, job):
     assert 3_000 < max(pages) <= 4_000
 
 
-async def test_unknown_and_regressed(broker, job, raw):
+async def test_unknown_and_regressed(broker: Broker, job: Any, raw: Any) -> None:
     with pytest.raises(JobNotFound):
         await seqs(broker, "none")
     with pytest.raises(JobNotFound):
@@ -108,7 +113,7 @@ async def test_unknown_and_regressed(broker, job, raw):
         await seqs(broker, job.id)
 
 
-async def test_a_reader_sees_that_the_journal_got_shorter(broker, job, raw):
+async def test_a_reader_sees_that_the_journal_got_shorter(broker: Broker, job: Any, raw: Any) -> None:
     await job.write(5)
     events = broker.journal.follow(job.id)
     for _ in range(5):
@@ -121,7 +126,7 @@ async def test_a_reader_sees_that_the_journal_got_shorter(broker, job, raw):
             await anext(events)
 
 
-async def test_a_reader_sees_that_the_journal_has_other_events_by_now(broker, job, raw):
+async def test_a_reader_sees_that_the_journal_has_other_events_by_now(broker: Broker, job: Any, raw: Any) -> None:
     await job.write(5)
     events = broker.journal.follow(job.id)
     for _ in range(5):
@@ -135,7 +140,7 @@ async def test_a_reader_sees_that_the_journal_has_other_events_by_now(broker, jo
             await anext(events)
 
 
-async def test_a_lost_message_is_repaired_from_the_journal(broker, job, raw):
+async def test_a_lost_message_is_repaired_from_the_journal(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
@@ -148,7 +153,7 @@ async def test_a_lost_message_is_repaired_from_the_journal(broker, job, raw):
         assert await reader == [1, 2, 3, 4, 5]
 
 
-async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker, job, raw):
+async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
@@ -158,7 +163,7 @@ async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker, job,
         assert await reader == [1, 2]
 
 
-async def test_nothing_is_published_that_the_journal_did_not_take(broker, job, raw):
+async def test_nothing_is_published_that_the_journal_did_not_take(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     await job.write(2)
     raw.xadd(key, {"e": encode_event(TokenEvent(seq=9))}, id="9-0")  # by nobody that we know
@@ -168,14 +173,14 @@ async def test_nothing_is_published_that_the_journal_did_not_take(broker, job, r
         with pytest.raises(LeaseLost):
             await job.write()
         raw.publish(key, "over")
-        told = []
+        told: list[Any] = []
         while not told or told[-1] != b"over":
             message = channel.get_message(timeout=5)
             told += [message["data"]] if message else []
         assert told == [b"over"]
 
 
-async def test_a_message_seen_twice_is_told_once(broker, job, raw):
+async def test_a_message_seen_twice_is_told_once(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
@@ -187,7 +192,7 @@ async def test_a_message_seen_twice_is_told_once(broker, job, raw):
         assert await reader == [1, 2, 3, 4]
 
 
-async def test_readers_survive_cut_connections(broker, job, raw):
+async def test_readers_survive_cut_connections(broker: Broker, job: Any, raw: Any) -> None:
     readers = [asyncio.create_task(seqs(broker, job.id)) for _ in range(5)]
     await asyncio.sleep(0.05)
     for _ in range(8):
@@ -201,7 +206,7 @@ async def test_readers_survive_cut_connections(broker, job, raw):
             assert await reader == list(range(1, 50))
 
 
-async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config, job):
+async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config: BrokerConfig, job: Any) -> None:
     async with await Broker.open(config, max_mailbox_bytes=4_000) as narrow:
         events = narrow.journal.follow(job.id)
         await job.write(1)
@@ -219,7 +224,9 @@ async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config, 
     assert all(len(event.text) in (1, 500) for event in got)
 
 
-async def test_closing_a_reader_unsubscribes(broker, job, raw, eventually):
+async def test_closing_a_reader_unsubscribes(
+    broker: Broker, job: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     key = broker.keys.journal_channel(job.id)
     await job.write(1)
     readers = [broker.journal.follow(job.id) for _ in range(3)]
@@ -231,13 +238,15 @@ async def test_closing_a_reader_unsubscribes(broker, job, raw, eventually):
     assert raw.pubsub_numsub(key) == [(key.encode(), 1)]
     await readers[2].aclose()
 
-    async def gone():
+    async def gone() -> Any:
         return raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub._topics
 
     await eventually(gone)
 
 
-async def test_readers_come_and_go_quickly(broker, job, raw, eventually):
+async def test_readers_come_and_go_quickly(
+    broker: Broker, job: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     await job.write(1)
     for _ in range(30):
         reader = broker.journal.follow(job.id)
@@ -252,25 +261,29 @@ async def test_readers_come_and_go_quickly(broker, job, raw, eventually):
         assert (await waiting).seq == 2
     await reader.aclose()
 
-    async def empty():
+    async def empty() -> Any:
         return not any(":journal:" in channel for channel in broker.hub._topics)
 
     await eventually(empty)
 
 
-async def test_a_cancelled_reader_leaves_nothing(broker, job, eventually):
+async def test_a_cancelled_reader_leaves_nothing(
+    broker: Broker, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
 
-    async def gone():
+    async def gone() -> Any:
         return broker.keys.journal_channel(job.id) not in broker.hub._topics
 
     await eventually(gone)
 
 
-async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, raw):
+async def test_two_hundred_readers_of_as_many_jobs(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     lease = await Lease.register(broker, card)
     ids = [(await broker.jobs.submit(make_request())).id for _ in range(200)]
     await lease.claim(200)
@@ -288,7 +301,7 @@ async def test_two_hundred_readers_of_as_many_jobs(broker, card, make_request, r
     await lease.close()
 
 
-async def test_what_came_while_the_connection_was_lost_is_read_at_once(broker, job, raw):
+async def test_what_came_while_the_connection_was_lost_is_read_at_once(broker: Broker, job: Any, raw: Any) -> None:
     events = broker.journal.follow(job.id)
     first = asyncio.create_task(anext(events))
     await asyncio.sleep(0.05)

@@ -1,19 +1,28 @@
 """What a lease allows, and that it allows nothing once it has lapsed."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import encode_event
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.request import JobClass
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
 
 
-async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker, card, make_request, outlive):
+async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -36,7 +45,9 @@ async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(broker,
     assert (await broker.jobs.get(waiting.id)).state is JobState.QUEUED
 
 
-async def test_a_job_that_is_no_record_fails_alone(broker, card, make_request, raw):
+async def test_a_job_that_is_no_record_fails_alone(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     lease = await Lease.register(broker, card)
     strange, good = [await broker.jobs.submit(make_request()) for _ in range(2)]
     cancelled = await broker.jobs.submit(make_request())
@@ -56,7 +67,9 @@ async def test_a_job_that_is_no_record_fails_alone(broker, card, make_request, r
     await lease.close()
 
 
-async def test_a_beat_keeps_the_lease(broker, card, make_request):
+async def test_a_beat_keeps_the_lease(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -67,7 +80,12 @@ async def test_a_beat_keeps_the_lease(broker, card, make_request):
     await lease.close()
 
 
-async def test_the_old_holder_cannot_touch_what_another_runs_now(broker, card, make_request, outlive):
+async def test_the_old_holder_cannot_touch_what_another_runs_now(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     old = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await old.claim(1)
@@ -87,7 +105,9 @@ async def test_the_old_holder_cannot_touch_what_another_runs_now(broker, card, m
     await new.close()
 
 
-async def test_a_living_lease_cannot_touch_another_workers_job(broker, card, make_request):
+async def test_a_living_lease_cannot_touch_another_workers_job(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     mine, other = await Lease.register(broker, card), await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     assert len(await mine.claim(1)) == 1
@@ -101,7 +121,9 @@ async def test_a_living_lease_cannot_touch_another_workers_job(broker, card, mak
     await mine.close()
 
 
-async def test_two_workers_never_get_the_same_job(broker, card, make_request):
+async def test_two_workers_never_get_the_same_job(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     leases = [await Lease.register(broker, card) for _ in range(4)]
     ids = {(await broker.jobs.submit(make_request())).id for _ in range(100)}
     claims = await asyncio.gather(*(lease.claim(3) for lease in leases for _ in range(9)))
@@ -111,7 +133,9 @@ async def test_two_workers_never_get_the_same_job(broker, card, make_request):
         await lease.close()
 
 
-async def test_a_worker_gets_jobs_of_its_model_only(broker, card, make_request):
+async def test_a_worker_gets_jobs_of_its_model_only(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     tale, novel = await Lease.register(broker, card), await Lease.register(broker, replace(card, name="novel"))
     await broker.jobs.submit(make_request(model="novel"))
     assert await tale.claim(4) == []
@@ -120,7 +144,9 @@ async def test_a_worker_gets_jobs_of_its_model_only(broker, card, make_request):
     await novel.close()
 
 
-async def test_a_commit_whose_reply_was_lost_happens_once(broker, card, proxy, make_request):
+async def test_a_commit_whose_reply_was_lost_happens_once(
+    broker: Broker, card: ModelCard, proxy: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     wire, config = proxy
     async with await Broker.open(config) as cut:
         lease = await Lease.register(cut, card)
@@ -136,7 +162,9 @@ async def test_a_commit_whose_reply_was_lost_happens_once(broker, card, proxy, m
         await lease.close()
 
 
-async def test_a_cancel_is_told_again_when_the_reply_was_lost(broker, card, proxy, make_request):
+async def test_a_cancel_is_told_again_when_the_reply_was_lost(
+    broker: Broker, card: ModelCard, proxy: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     wire, config = proxy
     async with await Broker.open(config) as cut:
         lease = await Lease.register(cut, card)
@@ -151,7 +179,9 @@ async def test_a_cancel_is_told_again_when_the_reply_was_lost(broker, card, prox
         await lease.close()
 
 
-async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(broker, card, proxy, make_request):
+async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(
+    broker: Broker, card: ModelCard, proxy: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     wire, config = proxy
     async with await Broker.open(config) as cut:
         lease = await Lease.register(cut, card)
@@ -166,7 +196,9 @@ async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(broker, card, pr
         await lease.close()
 
 
-async def test_a_hole_in_a_journal_loses_the_lease(broker, card, make_request):
+async def test_a_hole_in_a_journal_loses_the_lease(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     other = await broker.jobs.submit(make_request())
@@ -176,7 +208,9 @@ async def test_a_hole_in_a_journal_loses_the_lease(broker, card, make_request):
     assert await broker.journal.replay(other.id) == []  # all or nothing
 
 
-async def test_a_lost_step_loses_the_lease(broker, card, make_request, raw):
+async def test_a_lost_step_loses_the_lease(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -186,7 +220,9 @@ async def test_a_lost_step_loses_the_lease(broker, card, make_request, raw):
         await lease.commit([(job.id, TokenEvent(seq=2))])
 
 
-async def test_many_events_of_many_choices_in_one_commit(broker, card, make_request):
+async def test_many_events_of_many_choices_in_one_commit(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -197,7 +233,9 @@ async def test_many_events_of_many_choices_in_one_commit(broker, card, make_requ
     await lease.close()
 
 
-async def test_interactive_goes_first_but_batch_has_its_share(config, card, make_request):
+async def test_interactive_goes_first_but_batch_has_its_share(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, batch_share=4)) as broker:
         lease = await Lease.register(broker, card)
         for _ in range(8):
@@ -209,7 +247,9 @@ async def test_interactive_goes_first_but_batch_has_its_share(config, card, make
         await lease.close()
 
 
-async def test_old_batch_work_does_not_hold_up_interactive_work(config, card, make_request):
+async def test_old_batch_work_does_not_hold_up_interactive_work(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, batch_share=1_000)) as broker:
         lease = await Lease.register(broker, card)
         for _ in range(20):
@@ -220,7 +260,9 @@ async def test_old_batch_work_does_not_hold_up_interactive_work(config, card, ma
         await lease.close()
 
 
-async def test_released_jobs_keep_their_place_and_their_tries(broker, card, make_request):
+async def test_released_jobs_keep_their_place_and_their_tries(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     ids = [(await broker.jobs.submit(make_request())).id for _ in range(3)]
     await lease.claim(2)
@@ -235,7 +277,9 @@ async def test_released_jobs_keep_their_place_and_their_tries(broker, card, make
     assert [job.position for job in await broker.jobs.list()] == [3, 2, 1]
 
 
-async def test_arrival_is_the_order_even_within_one_microsecond(broker, card, make_request, raw):
+async def test_arrival_is_the_order_even_within_one_microsecond(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     lease = await Lease.register(broker, card)
     first = await broker.jobs.submit(make_request(), job_id="z")
     for key in ("queue:interactive:tale", "live"):
@@ -247,7 +291,9 @@ async def test_arrival_is_the_order_even_within_one_microsecond(broker, card, ma
     await lease.close()
 
 
-async def test_new_work_wakes_an_idle_worker(broker, card, make_request):
+async def test_new_work_wakes_an_idle_worker(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     loop = asyncio.get_running_loop()
     waiting = asyncio.create_task(lease.wait_for_work(5))
@@ -267,7 +313,9 @@ async def test_new_work_wakes_an_idle_worker(broker, card, make_request):
     await lease.close()
 
 
-async def test_the_script_itself_tells_a_repeated_step(broker, card, make_request):
+async def test_the_script_itself_tells_a_repeated_step(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)

@@ -3,8 +3,10 @@
 import asyncio
 import math
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,11 @@ from ktqueue.broker.jobs import TenantLoad
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.limits import Cost
 from ktqueue.core.codec import encode_request
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import QueueFull, RateLimitExceeded, RequestTooLarge, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.limits import TenantLimits
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 TENANT = "acme"
@@ -23,17 +27,17 @@ SLOW = 1  # tokens or requests a minute: so few that a test's own time changes n
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
 @pytest.fixture
-def submit(broker, make_request):
+def submit(broker: Broker, make_request: Callable[..., GenerationRequest]) -> Any:
     """Submit for the tenant. `tokens`: what the job reserves, of which one is the prompt's."""
 
-    async def make(limits, *, tokens=11, prompt=(7,), **fields):
+    async def make(limits: Any, *, tokens: Any = 11, prompt: Any = (7,), **fields: Any) -> Any:
         request = make_request(None, sampling=SamplingParams(max_tokens=tokens - 1), prompt_token_ids=prompt)
         options = {key: fields.pop(key) for key in ("job_id", "idempotency_key") if key in fields}
         return await broker.jobs.submit(replace(request, **fields), tenant=TENANT, limits=limits, **options)
@@ -42,24 +46,24 @@ def submit(broker, make_request):
 
 
 @pytest.fixture
-def load(broker):
-    async def look():
+def load(broker: Broker) -> Any:
+    async def look() -> Any:
         (load,) = await broker.jobs.tenant_loads([TENANT])
         return load
 
     return look
 
 
-def record_of(broker, raw):
+def record_of(broker: Any, raw: Any) -> Any:
     return {key.decode(): int(value) for key, value in raw.hgetall(f"{broker.keys.tag}:tenant:{TENANT}").items()}
 
 
-def done(tokens, seq=1):
+def done(tokens: Any, seq: Any = 1) -> Any:
     usage = Usage(prompt_tokens=1, completion_tokens=tokens - 1)
     return TokenEvent(seq=seq, state=JobState.DONE, usage=usage)
 
 
-async def test_live_and_queued_jobs_have_limits(broker, lease, submit, load):
+async def test_live_and_queued_jobs_have_limits(broker: Broker, lease: Lease, submit: Any, load: Any) -> None:
     limits = TenantLimits(max_live_jobs=3, max_queued_jobs=2)
     for _ in range(2):
         await submit(limits)
@@ -84,7 +88,7 @@ async def test_live_and_queued_jobs_have_limits(broker, lease, submit, load):
     assert await load() == TenantLoad(TENANT, 2, 2, (await load()).queued_bytes)
 
 
-async def test_bytes_that_wait_have_a_limit(broker, lease, submit, load):
+async def test_bytes_that_wait_have_a_limit(broker: Broker, lease: Lease, submit: Any, load: Any) -> None:
     first = await submit(None)
     size = len(encode_request(first.request))
     limits = TenantLimits(max_queued_bytes=3 * size)
@@ -102,7 +106,9 @@ async def test_bytes_that_wait_have_a_limit(broker, lease, submit, load):
     await submit(limits, prompt=(7,) * size)
 
 
-async def test_all_that_waits_has_a_limit_in_bytes(config, card, make_request, raw):
+async def test_all_that_waits_has_a_limit_in_bytes(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     settings = replace(config, max_request_bytes=2_000, max_queued_bytes=3_000)
     async with await Broker.open(settings) as broker:
         lease = await Lease.register(broker, card)
@@ -123,7 +129,7 @@ async def test_all_that_waits_has_a_limit_in_bytes(config, card, make_request, r
         assert not raw.exists(f"{broker.keys.tag}:waiting")
 
 
-async def test_requests_come_at_a_rate(broker, lease, submit, raw):
+async def test_requests_come_at_a_rate(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
     limits = TenantLimits(requests_per_minute=SLOW, requests_burst=3)
     lefts = []
     for _ in range(3):
@@ -145,10 +151,10 @@ async def test_requests_come_at_a_rate(broker, lease, submit, raw):
     await submit(limits)  # the wait that was told is enough
 
 
-async def test_tokens_are_reserved_and_settled(broker, lease, submit, load, raw):
+async def test_tokens_are_reserved_and_settled(broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
 
-    async def left():
+    async def left() -> Any:
         """Tokens that are free now, by asking for one and giving it back."""
         asked = await submit(limits, tokens=2)
         await broker.jobs.cancel(asked.id)
@@ -172,13 +178,15 @@ async def test_tokens_are_reserved_and_settled(broker, lease, submit, load, raw)
     assert (await load()).live == 0
 
 
-async def test_a_job_that_never_ran_gives_everything_back(broker, lease, submit, raw, eventually):
+async def test_a_job_that_never_ran_gives_everything_back(
+    broker: Broker, lease: Lease, submit: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     for _ in range(4):
         await broker.jobs.cancel((await submit(limits, tokens=100)).id)
     await submit(limits, tokens=100, expires_in=0.05)
 
-    async def settled():
+    async def settled() -> Any:
         await broker.reaper().reap()
         return not raw.exists(f"{broker.keys.tag}:tenant:{TENANT}")
 
@@ -189,7 +197,9 @@ async def test_a_job_that_never_ran_gives_everything_back(broker, lease, submit,
     assert await settled()
 
 
-async def test_a_job_whose_worker_died_is_charged_for_what_it_said(config, card, submit, broker, outlive, raw):
+async def test_a_job_whose_worker_died_is_charged_for_what_it_said(
+    config: BrokerConfig, card: ModelCard, submit: Any, broker: Broker, outlive: Callable[[], Awaitable[None]], raw: Any
+) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     lease = await Lease.register(broker, card)
     job = await submit(limits, tokens=100)
@@ -203,7 +213,7 @@ async def test_a_job_whose_worker_died_is_charged_for_what_it_said(config, card,
     assert 15 < (record_of(broker, raw)["tokens"] / 1e6 - now) / 60 <= 21
 
 
-async def test_more_than_was_reserved_is_charged_too(broker, lease, submit, raw):
+async def test_more_than_was_reserved_is_charged_too(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=50)
     job = await submit(limits, tokens=10)
     (claim,) = await lease.claim(1)
@@ -214,7 +224,9 @@ async def test_more_than_was_reserved_is_charged_too(broker, lease, submit, raw)
     assert await broker.jobs.submit(job.request, tenant=TENANT)  # who is trusted waits for nobody
 
 
-async def test_a_submission_sent_twice_counts_once(broker, lease, submit, load, raw):
+async def test_a_submission_sent_twice_counts_once(
+    broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any
+) -> None:
     limits = TenantLimits(requests_per_minute=SLOW, tokens_per_minute=SLOW, tokens_burst=100, max_live_jobs=1)
     first = await submit(limits, job_id="a", idempotency_key="k")
     before = record_of(broker, raw)
@@ -223,7 +235,7 @@ async def test_a_submission_sent_twice_counts_once(broker, lease, submit, load, 
     assert record_of(broker, raw) == before
 
 
-async def test_an_end_counts_once(broker, lease, submit, load, raw):
+async def test_an_end_counts_once(broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     await submit(limits, tokens=5)
     job = await submit(limits, tokens=50)
@@ -238,7 +250,7 @@ async def test_an_end_counts_once(broker, lease, submit, load, raw):
     assert (await load()).live == 1
 
 
-async def test_a_refusal_writes_nothing(broker, lease, submit, raw):
+async def test_a_refusal_writes_nothing(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
     limits = TenantLimits(requests_per_minute=SLOW, tokens_per_minute=SLOW, tokens_burst=20)
     await submit(limits, tokens=15)
     before = record_of(broker, raw), raw.dbsize()
@@ -247,7 +259,9 @@ async def test_a_refusal_writes_nothing(broker, lease, submit, raw):
     assert (record_of(broker, raw), raw.dbsize()) == before
 
 
-async def test_the_record_goes_when_its_rates_are_full(broker, lease, submit, load, raw):
+async def test_the_record_goes_when_its_rates_are_full(
+    broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any
+) -> None:
     limits = TenantLimits(requests_per_minute=6_000, tokens_per_minute=60_000, tokens_burst=100_000)
     key = f"{broker.keys.tag}:tenant:{TENANT}"
     job = await submit(limits, tokens=50_000)
@@ -262,15 +276,15 @@ async def test_the_record_goes_when_its_rates_are_full(broker, lease, submit, lo
     assert await load() == TenantLoad(TENANT, 0, 0, 0)
 
 
-async def test_what_can_never_fit_is_refused_for_good(lease, submit):
+async def test_what_can_never_fit_is_refused_for_good(lease: Lease, submit: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     with pytest.raises(RequestTooLarge) as caught:
         await submit(limits, tokens=101)
     assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_tokens", 100, 101)
 
 
-def test_costs():
-    def cost(**fields):
+def test_costs() -> None:
+    def cost(**fields: Any) -> Any:
         return Cost.of(GenerationRequest(model="m", **fields))
 
     sampling = SamplingParams(max_tokens=10, n=3)
@@ -286,24 +300,26 @@ def test_costs():
 class Bucket:
     """A token bucket, which the algorithm should equal: it holds `burst`, and fills up evenly. Times in us, exact."""
 
-    def __init__(self, per_minute, burst):
+    def __init__(self, per_minute: Any, burst: Any) -> None:
         self.rate, self.burst = Fraction(per_minute, 60_000_000), burst
         self.level, self.at = Fraction(burst), 0
 
-    def add(self, now, count):
+    def add(self, now: Any, count: Any) -> None:
         """Fill up to `now`, then put so many in, or take them out."""
         self.level = min(self.burst, self.level + (now - self.at) * self.rate)
         self.level = min(self.burst, self.level + count)
         self.at = now
 
-    def wait(self, now, count):
+    def wait(self, now: Any, count: Any) -> Any:
         """us until so many can be taken; not above 0: at once."""
         level = min(self.burst, self.level + (now - self.at) * self.rate)
         return (count - level) / self.rate
 
 
 @pytest.mark.parametrize(("per_minute", "burst"), [(7, 5), (60, 60), (600, 50), (90_000, 400)])
-async def test_random_histories_equal_a_bucket(broker, lease, submit, raw, per_minute, burst):
+async def test_random_histories_equal_a_bucket(
+    broker: Broker, lease: Lease, submit: Any, raw: Any, per_minute: Any, burst: Any
+) -> None:
     """Submissions and ends of all kinds. Time passes by moving the stored times back; the server tells its own."""
     rng = random.Random(per_minute)
     limits = TenantLimits(tokens_per_minute=per_minute, tokens_burst=burst)

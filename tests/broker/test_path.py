@@ -1,18 +1,25 @@
 """The straight path: submit, claim, commit, follow."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.events import JobState, TokenEvent, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
-async def test_a_job_goes_all_the_way(broker, card, make_request):
+async def test_a_job_goes_all_the_way(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     record = await broker.jobs.submit(make_request())
     assert (record.state, record.position) == (JobState.QUEUED, 1)
     assert record.request.sampling.seed is not None
 
-    async def read():
+    async def read() -> Any:
         return [event async for event in broker.journal.follow(record.id)]
 
     reader = asyncio.create_task(read())

@@ -1,6 +1,7 @@
 """Priority: the order inside a class, worth so many seconds of waiting and no more."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,15 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.client import Client
 from ktqueue.core.codec import decode_request, dumps, encode_request, loads
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
-from ktqueue.core.request import JobClass
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
 
 
-async def test_lower_goes_first_and_equals_go_by_arrival(broker, card, make_request):
+async def test_lower_goes_first_and_equals_go_by_arrival(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     for job_id, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -100), ("f", 100)):
         record = await broker.jobs.submit(make_request(priority=priority), job_id=job_id)
@@ -24,7 +29,9 @@ async def test_lower_goes_first_and_equals_go_by_arrival(broker, card, make_requ
     await lease.close()
 
 
-async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(config, card, make_request):
+async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, priority_seconds=0.02)) as broker:
         lease = await Lease.register(broker, card)
         await broker.jobs.submit(make_request(priority=2), job_id="patient")
@@ -35,7 +42,13 @@ async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(config, card, 
         await lease.close()
 
 
-async def test_a_job_that_comes_back_keeps_its_place(broker, card, make_request, outlive, eventually):
+async def test_a_job_that_comes_back_keeps_its_place(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    outlive: Callable[[], Awaitable[None]],
+    eventually: Callable[..., Awaitable[None]],
+) -> None:
     lease = await Lease.register(broker, card)
     first = await broker.jobs.submit(make_request(), job_id="first")
     await broker.jobs.submit(make_request(priority=3), job_id="last")
@@ -52,7 +65,9 @@ async def test_a_job_that_comes_back_keeps_its_place(broker, card, make_request,
     await heir.close()
 
 
-async def test_the_class_comes_before_the_priority(broker, card, make_request):
+async def test_the_class_comes_before_the_priority(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     await broker.jobs.submit(make_request(priority=-100, job_class=JobClass.BATCH), job_id="batch")
     await broker.jobs.submit(make_request(priority=100), job_id="interactive")
@@ -60,7 +75,9 @@ async def test_the_class_comes_before_the_priority(broker, card, make_request):
     await lease.close()
 
 
-async def test_the_listing_and_the_record_go_by_arrival(broker, card, make_request):
+async def test_the_listing_and_the_record_go_by_arrival(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     records = [await broker.jobs.submit(make_request(priority=step)) for step in (50, 0, -50)]
     assert [job.id for job in await broker.jobs.list()] == [job.id for job in reversed(records)]
@@ -69,7 +86,7 @@ async def test_the_listing_and_the_record_go_by_arrival(broker, card, make_reque
     await lease.close()
 
 
-async def test_a_client_says_it_by_keyword(broker, config, card):
+async def test_a_client_says_it_by_keyword(broker: Broker, config: BrokerConfig, card: ModelCard) -> None:
     lease = await Lease.register(broker, card)
     async with Client(config=config) as client:
         record = await client.submit(model="tale", prompt="Once", priority=-7)
@@ -77,12 +94,12 @@ async def test_a_client_says_it_by_keyword(broker, config, card):
     await lease.close()
 
 
-def test_a_request_without_priority_has_none(make_request):
+def test_a_request_without_priority_has_none(make_request: Callable[..., GenerationRequest]) -> None:
     older = loads(encode_request(make_request(priority=9)))
     del older["priority"]
     assert decode_request(dumps(older)).priority == 0
 
 
-def test_the_worth_of_a_step_is_checked(config):
+def test_the_worth_of_a_step_is_checked(config: BrokerConfig) -> None:
     with pytest.raises(ConfigError, match=r"broker\.priority_seconds"):
         replace(config, priority_seconds=-1.0)

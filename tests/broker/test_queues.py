@@ -1,23 +1,29 @@
 """What the queues and workers tell of themselves: how much waits, how long it has waited, who runs what."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.request import JobClass
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     opened = await Lease.register(broker, card)
     yield opened
     await opened.close()
 
 
-async def test_running_jobs_are_counted_by_class(broker, lease, make_request):
+async def test_running_jobs_are_counted_by_class(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     for job_class in (JobClass.BATCH, JobClass.INTERACTIVE, JobClass.BATCH, JobClass.BATCH):
         await broker.jobs.submit(make_request(job_class=job_class))
     claims = await lease.claim(3)
@@ -29,7 +35,9 @@ async def test_running_jobs_are_counted_by_class(broker, lease, make_request):
     assert (depth.running, depth.batch_running) == (2, 1)
 
 
-async def test_the_oldest_wait_of_each_class_is_told(broker, lease, make_request, raw):
+async def test_the_oldest_wait_of_each_class_is_told(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     (depth,) = await broker.jobs.depth()
     assert (depth.interactive_wait, depth.batch_wait) == (None, None)
     first = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
@@ -45,7 +53,9 @@ async def test_the_oldest_wait_of_each_class_is_told(broker, lease, make_request
     assert again.batch_wait >= depth.batch_wait
 
 
-async def test_a_model_whose_name_has_colons_is_counted(broker, card, make_request):
+async def test_a_model_whose_name_has_colons_is_counted(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, replace(card, name="org/a:b:c"))
     await broker.jobs.submit(make_request(model="org/a:b:c"))
     await lease.claim(1)
@@ -54,7 +64,9 @@ async def test_a_model_whose_name_has_colons_is_counted(broker, card, make_reque
     await lease.close()
 
 
-async def test_jobs_are_listed_by_what_they_are(broker, card, lease, make_request):
+async def test_jobs_are_listed_by_what_they_are(
+    broker: Broker, card: ModelCard, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     other = await Lease.register(broker, replace(card, name="other"))
     wanted = {}
     for model in ("tale", "other"):
@@ -74,7 +86,9 @@ async def test_jobs_are_listed_by_what_they_are(broker, card, lease, make_reques
     await other.close()
 
 
-async def test_a_worker_tells_its_lease_and_its_last_step(broker, lease, make_request):
+async def test_a_worker_tells_its_lease_and_its_last_step(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     (worker,) = await broker.models.workers()
     assert 0 < worker.lease_left <= broker.config.lease_seconds
     assert worker.step_age is None

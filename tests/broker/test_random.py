@@ -8,16 +8,20 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.request import JobClass
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
 
 JOBS, HOLDERS = 200, 3
 
@@ -25,16 +29,16 @@ JOBS, HOLDERS = 200, 3
 class Holder:
     """A worker without a model: a token a job a step, each naming the one before."""
 
-    def __init__(self, broker, card, rng, stalls):
+    def __init__(self, broker: Any, card: Any, rng: Any, stalls: Any) -> None:
         self.broker, self.card, self.rng, self.stalls = broker, card, rng, stalls
         self.incarnations = 0
 
-    async def run(self):
+    async def run(self) -> None:
         while True:
             with contextlib.suppress(LeaseLost):
                 await self.incarnation()
 
-    async def incarnation(self):
+    async def incarnation(self) -> None:
         lease = await Lease.register(self.broker, self.card)
         self.incarnations += 1
         jobs, beat = {}, 0.0
@@ -86,9 +90,9 @@ class Holder:
             await self.broker.hub.unsubscribe(lease._mailbox)
 
 
-async def reader(broker, job_id, rng):
+async def reader(broker: Any, job_id: Any, rng: Any) -> Any:
     """Reads to the end, dropping off now and then and coming back with the last seq it saw."""
-    seen = []
+    seen: list[Any] = []
     while not seen or seen[-1].state is None:
         events = broker.journal.follow(job_id, seen[-1].seq if seen else 0)
         async with contextlib.aclosing(events):
@@ -100,7 +104,14 @@ async def reader(broker, job_id, rng):
 
 
 @pytest.mark.parametrize(("seed", "stalls"), [(1, False), (2, True), (3, True)])
-async def test_two_hundred_jobs_three_holders(config, card, make_request, raw, seed, stalls):
+async def test_two_hundred_jobs_three_holders(
+    config: BrokerConfig,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+    seed: int,
+    stalls: Any,
+) -> None:
     rng = random.Random(seed)
     settings = replace(config, lease_seconds=0.4, max_attempts=40)
     async with contextlib.AsyncExitStack() as stack:
@@ -111,7 +122,7 @@ async def test_two_hundred_jobs_three_holders(config, card, make_request, raw, s
         tasks = [asyncio.create_task(holder.run()) for holder in holders]
         tasks += [asyncio.create_task(broker.reaper().run()) for broker in brokers[::2]]
 
-        async def client(k):
+        async def client(k: Any) -> Any:
             await asyncio.sleep(rng.random() * 2)
             job_class = rng.choice(list(JobClass))
             # Some can never be done in time, whatever the machine; others may or may not.
@@ -124,16 +135,16 @@ async def test_two_hundred_jobs_three_holders(config, card, make_request, raw, s
                 background.append(asyncio.create_task(cancel_later(first.id, rng.random() ** 4)))
             return first.id, await reader(front, first.id, rng)
 
-        async def cancel_later(job_id, seconds):
+        async def cancel_later(job_id: Any, seconds: Any) -> None:
             await asyncio.sleep(seconds)
             await front.jobs.cancel(job_id)
 
-        async def cutter():
+        async def cutter() -> None:
             while True:
                 await asyncio.sleep(rng.uniform(0.2, 0.6))
                 raw.client_kill_filter(_type="pubsub")
 
-        background = []
+        background: list[Any] = []
         tasks.append(asyncio.create_task(cutter()))
         try:
             async with asyncio.timeout(60):

@@ -2,26 +2,33 @@
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ktqueue.broker import keys
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def reaping(broker):
+async def reaping(broker: Broker) -> Any:
     task = asyncio.create_task(broker.reaper().run())
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(broker, card, make_request, reaping):
+async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], reaping: Any
+) -> None:
     loop = asyncio.get_running_loop()
     dead, alive = await Lease.register(broker, card), await Lease.register(broker, card)
     jobs = [await broker.jobs.submit(make_request()) for _ in range(2)]
@@ -41,7 +48,9 @@ async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(
     await alive.close()
 
 
-async def test_a_living_workers_job_is_never_taken(broker, card, make_request, reaping):
+async def test_a_living_workers_job_is_never_taken(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], reaping: Any
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -53,7 +62,9 @@ async def test_a_living_workers_job_is_never_taken(broker, card, make_request, r
     await lease.close()
 
 
-async def test_after_an_outage_everybody_gets_one_more_lease(broker, card, make_request):
+async def test_after_an_outage_everybody_gets_one_more_lease(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -66,7 +77,9 @@ async def test_after_an_outage_everybody_gets_one_more_lease(broker, card, make_
 
 
 @pytest.mark.parametrize("first", ["beat", "commit", "claim", "release"])
-async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(broker, card, make_request, first):
+async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], first: Any
+) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -83,7 +96,9 @@ async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(broker, c
     await lease.close()
 
 
-async def test_a_death_that_was_seen_needs_no_lapse(broker, card, make_request, raw):
+async def test_a_death_that_was_seen_needs_no_lapse(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     dead, other = await Lease.register(broker, card), await Lease.register(broker, card)
     jobs = [await broker.jobs.submit(make_request()) for _ in range(3)]
     assert len(await dead.claim(2)) == 2
@@ -99,7 +114,12 @@ async def test_a_death_that_was_seen_needs_no_lapse(broker, card, make_request, 
     await other.close()
 
 
-async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(broker, card, make_request, outlive):
+async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
@@ -108,7 +128,12 @@ async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(broker, 
     assert await broker.reaper().reap() == (1, 0)
 
 
-async def test_a_dead_worker_is_taken_one_lease_after_the_outage(broker, card, make_request, outlive):
+async def test_a_dead_worker_is_taken_one_lease_after_the_outage(
+    broker: Broker,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
@@ -118,7 +143,7 @@ async def test_a_dead_worker_is_taken_one_lease_after_the_outage(broker, card, m
     assert await broker.reaper().reap() == (1, 0)
 
 
-def unknown_keys(tag, names):
+def unknown_keys(tag: Any, names: Any) -> Any:
     """Keys that the table in keys.py does not have."""
     rows = re.findall(r"^\| ([^|]+?) +\| (?:hash|zset|stream|string)", keys.__doc__, re.MULTILINE)
     patterns = []
@@ -128,7 +153,13 @@ def unknown_keys(tag, names):
     return [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
-async def test_every_key_is_in_the_table_and_none_is_left(config, card, make_request, raw, eventually):
+async def test_every_key_is_in_the_table_and_none_is_left(
+    config: BrokerConfig,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+    eventually: Callable[..., Awaitable[None]],
+) -> None:
     short = replace(config, job_ttl=0.6, journal_ttl=0.3, idempotency_ttl=0.6, model_ttl=0.6, lease_seconds=0.2)
     async with await Broker.open(short) as broker:
         lease, dead = await Lease.register(broker, card), await Lease.register(broker, card)
@@ -147,7 +178,7 @@ async def test_every_key_is_in_the_table_and_none_is_left(config, card, make_req
         await lease.commit([(job.id, TokenEvent(seq=1, text="x")) for job in jobs[1:5]])
         open_jobs = {job.id: 1 for job in jobs[1:5]}
 
-        async def all_ended():
+        async def all_ended() -> Any:
             await lease.beat({})
             for claim in await lease.claim(8):
                 open_jobs[claim.job_id] = len(claim.events)
@@ -163,7 +194,7 @@ async def test_every_key_is_in_the_table_and_none_is_left(config, card, make_req
         without_ttl = [name for name in raw.keys("*") if raw.pttl(name) == -1]
         assert without_ttl == []
 
-        async def nothing_left():
+        async def nothing_left() -> Any:
             return raw.keys("*") == []
 
         await eventually(nothing_left, 8)
@@ -171,7 +202,9 @@ async def test_every_key_is_in_the_table_and_none_is_left(config, card, make_req
             await broker.jobs.get(jobs[0].id)
 
 
-async def test_the_listing_forgets_what_has_expired(config, card, make_request):
+async def test_the_listing_forgets_what_has_expired(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, job_ttl=0.2)) as short, await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)
         first = await broker.jobs.submit(make_request())

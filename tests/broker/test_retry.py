@@ -1,28 +1,34 @@
 """A failed job is sent again as a new one, once."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.client import Client
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, PoisonJob, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.limits import TenantLimits
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
 @pytest.fixture
-def fail(broker, lease, make_request):
-    async def submit_and_fail(job_id, error=None, **options):
+def fail(broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]) -> Any:
+    async def submit_and_fail(job_id: Any, error: Any = None, **options: Any) -> None:
         await broker.jobs.submit(make_request(job_id), job_id=job_id, **options)
         await claim_and_fail(job_id, error)
 
-    async def claim_and_fail(job_id, error=None):
+    async def claim_and_fail(job_id: Any, error: Any = None) -> None:
         assert [claim.job_id for claim in await lease.claim(1)] == [job_id]
         last = TokenEvent(seq=2, state=JobState.FAILED, error=(error or PoisonJob("again and again")).info())
         await lease.commit([(job_id, TokenEvent(seq=1, text="a")), (job_id, last)])
@@ -31,7 +37,9 @@ def fail(broker, lease, make_request):
     return submit_and_fail
 
 
-async def test_a_failed_job_is_sent_again_once(broker, lease, fail, make_request, raw):
+async def test_a_failed_job_is_sent_again_once(
+    broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     await fail("a", tenant="acme")
     before = await broker.jobs.get("a")
     async with Client(config=broker.config) as client:
@@ -54,7 +62,9 @@ async def test_a_failed_job_is_sent_again_once(broker, lease, fail, make_request
     assert (claim.job_id, claim.events, claim.request) == ("a-r3", [], before.request)
 
 
-async def test_what_cannot_be_sent_again_is_said(broker, lease, fail, make_request):
+async def test_what_cannot_be_sent_again_is_said(
+    broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     await broker.jobs.submit(make_request(), job_id="cancelled")
     await broker.jobs.cancel("cancelled")
     with pytest.raises(JobConflict, match="only failed jobs"):
@@ -66,7 +76,9 @@ async def test_what_cannot_be_sent_again_is_said(broker, lease, fail, make_reque
         await broker.jobs.retry("nobody")
 
 
-async def test_a_retry_has_its_tenants_limits(broker, lease, fail, make_request):
+async def test_a_retry_has_its_tenants_limits(
+    broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest]
+) -> None:
     limits = TenantLimits(max_live_jobs=1)
     await fail("a", tenant="acme", limits=limits)
     busy = await broker.jobs.submit(make_request(), tenant="acme", limits=limits)
@@ -76,7 +88,7 @@ async def test_a_retry_has_its_tenants_limits(broker, lease, fail, make_request)
     assert (await broker.jobs.retry("a", limits=limits)).id == "a-r2"
 
 
-async def test_a_long_id_gets_a_short_one(broker, fail):
+async def test_a_long_id_gets_a_short_one(broker: Broker, fail: Any) -> None:
     await fail("x" * 128)
     again = await broker.jobs.retry("x" * 128)
     assert len(again.id) < 60

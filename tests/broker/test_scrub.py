@@ -3,6 +3,8 @@
 import contextlib
 import random
 from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -11,14 +13,16 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.limits import TenantLimits
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 from ktqueue.core.webhook import Webhook
 
 HOOK = Webhook(url="https://example.org/hook")
 
 
 @pytest.fixture
-def scrub(broker: Broker):
-    async def one_pass():
+def scrub(broker: Broker) -> Any:
+    async def one_pass() -> None:
         while not await broker.reaper().scrub(keys=7, pause=0):
             pass
 
@@ -26,14 +30,14 @@ def scrub(broker: Broker):
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     with contextlib.suppress(LeaseLost):
         await lease.close()
 
 
-def everything(broker, raw):
+def everything(broker: Any, raw: Any) -> Any:
     """All keys and what is in them, but for the place of the scrub and the memory that the reaper saw."""
     found = {}
     for key in raw.keys("*"):
@@ -51,7 +55,7 @@ def everything(broker, raw):
     return found
 
 
-async def a_bit_of_all(broker, lease, make_request):
+async def a_bit_of_all(broker: Any, lease: Any, make_request: Any) -> None:
     limits = TenantLimits(requests_per_minute=6_000)
     for k in range(8):
         await broker.jobs.submit(
@@ -68,7 +72,9 @@ async def a_bit_of_all(broker, lease, make_request):
     await broker.jobs.cancel((await broker.jobs.list(state=JobState.QUEUED))[0].id)
 
 
-async def test_what_fits_is_left_as_it_is(broker, lease, make_request, raw, scrub):
+async def test_what_fits_is_left_as_it_is(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any
+) -> None:
     await a_bit_of_all(broker, lease, make_request)
     before = everything(broker, raw)
     await scrub()
@@ -79,7 +85,9 @@ async def test_what_fits_is_left_as_it_is(broker, lease, make_request, raw, scru
     "name",
     ("queue:interactive:tale", "live", "deadlines", "backlog", "waiting", "stored", "ended", "webhooks"),
 )
-async def test_a_list_that_was_deleted_is_made_anew(broker, lease, make_request, raw, scrub, name):
+async def test_a_list_that_was_deleted_is_made_anew(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any, name: Any
+) -> None:
     await a_bit_of_all(broker, lease, make_request)
     before = everything(broker, raw)
     assert raw.delete(f"{broker.keys.tag}:{name}") == 1
@@ -88,7 +96,16 @@ async def test_a_list_that_was_deleted_is_made_anew(broker, lease, make_request,
 
 
 @pytest.mark.parametrize("name", ["running:{}", "leases", "worker:{}"])
-async def test_jobs_that_nobody_holds_wait_again(broker, lease, card, make_request, raw, scrub, outlive, name):
+async def test_jobs_that_nobody_holds_wait_again(
+    broker: Broker,
+    lease: Lease,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+    scrub: Any,
+    outlive: Callable[[], Awaitable[None]],
+    name: Any,
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1, text="a"))])
@@ -110,7 +127,9 @@ async def test_jobs_that_nobody_holds_wait_again(broker, lease, card, make_reque
     await heir.close()
 
 
-async def test_a_cancel_is_not_forgotten(broker, lease, make_request, raw, scrub):
+async def test_a_cancel_is_not_forgotten(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await broker.jobs.cancel(job.id)
@@ -120,7 +139,14 @@ async def test_a_cancel_is_not_forgotten(broker, lease, make_request, raw, scrub
     assert await lease.commit([]) == {job.id}
 
 
-async def test_a_record_that_was_deleted_stops_nothing(broker, lease, make_request, raw, scrub, outlive):
+async def test_a_record_that_was_deleted_stops_nothing(
+    broker: Broker,
+    lease: Lease,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+    scrub: Any,
+    outlive: Callable[[], Awaitable[None]],
+) -> None:
     gone, kept = [await broker.jobs.submit(make_request(expires_in=0.3)) for _ in range(2)]
     waits = await broker.jobs.submit(make_request())
     await lease.claim(1)
@@ -134,7 +160,9 @@ async def test_a_record_that_was_deleted_stops_nothing(broker, lease, make_reque
         await broker.jobs.get(gone.id)
 
 
-async def test_a_journal_without_its_beginning_is_gone_on_from_by_nobody(broker, lease, make_request, raw):
+async def test_a_journal_without_its_beginning_is_gone_on_from_by_nobody(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1, text="a"))])
@@ -151,11 +179,11 @@ async def test_a_journal_without_its_beginning_is_gone_on_from_by_nobody(broker,
 class Worker:
     """A worker without a model: one token a job a step, and about four tokens a job."""
 
-    def __init__(self, broker, card, rng):
+    def __init__(self, broker: Any, card: Any, rng: Any) -> None:
         self.broker, self.card, self.rng = broker, card, rng
         self.lease, self.jobs = None, {}
 
-    async def step(self):
+    async def step(self) -> None:
         try:
             if self.lease is None:
                 self.lease, self.jobs = await Lease.register(self.broker, self.card), {}
@@ -177,7 +205,9 @@ class Worker:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_deletions_end_with_every_job_in_one_state(broker, card, make_request, raw, scrub, seed):
+async def test_random_deletions_end_with_every_job_in_one_state(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any, seed: int
+) -> None:
     rng = random.Random(seed)
     workers = [Worker(broker, card, rng) for _ in range(2)]
     await workers[0].step()

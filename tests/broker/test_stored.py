@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -14,25 +16,28 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import InvalidRequest, KtqueueError, PoisonJob, TenantLimitReached, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.limits import TenantLimits
-from ktqueue.core.request import DROPPED, SamplingParams
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import DROPPED, GenerationRequest, SamplingParams
 
 NO_LIMITS = TenantLimits()
 MIB = 1 << 20
 
 
 @pytest.fixture
-async def lease(broker, card):
+async def lease(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease
     await lease.close()
 
 
-def failed(seq, error):
+def failed(seq: Any, error: Any) -> Any:
     return TokenEvent(seq=seq, state=JobState.FAILED, error=error.info())
 
 
 @pytest.mark.parametrize("end", ["done", "cancelled", "expired", "failed by its own fault"])
-async def test_an_ended_job_keeps_nothing_of_its_prompt(broker, lease, make_request, raw, end):
+async def test_an_ended_job_keeps_nothing_of_its_prompt(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, end: Any
+) -> None:
     request = make_request(
         "x" * 100_000, sampling=SamplingParams(n=2, logprobs=1), metadata={"a": "b"}, user="u", priority=3,
         expires_in=0.05 if end == "expired" else None,
@@ -58,14 +63,18 @@ async def test_an_ended_job_keeps_nothing_of_its_prompt(broker, lease, make_requ
     assert (await broker.jobs.submit(request, job_id=job.id)).state is record.state  # it still knows what it was
 
 
-async def test_a_job_of_an_older_version_ends_as_it_is(broker, lease, make_request, raw):
+async def test_a_job_of_an_older_version_ends_as_it_is(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     job = await broker.jobs.submit(make_request("what it was"))
     raw.hdel(f"{broker.keys.tag}:job:{job.id}", "summary")
     record = await broker.jobs.cancel(job.id)
     assert (record.state, record.request.prompt, record.request_dropped) == (JobState.CANCELLED, "what it was", False)
 
 
-async def test_a_failed_job_keeps_its_request_while_there_is_room(config, card, make_request, raw):
+async def test_a_failed_job_keeps_its_request_while_there_is_room(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     settings = replace(config, max_failed_bytes=25_000, failed_ttl=1_000, job_ttl=10)
     async with await Broker.open(settings) as broker:
         lease = await Lease.register(broker, card)
@@ -80,15 +89,17 @@ async def test_a_failed_job_keeps_its_request_while_there_is_room(config, card, 
         await lease.close()
 
 
-def measured(raw, names):
+def measured(raw: Any, names: Any) -> Any:
     return sum(raw.memory_usage(name, samples=0) for name in names)
 
 
-def stored(broker, raw, tenant="acme"):
+def stored(broker: Any, raw: Any, tenant: Any = "acme") -> Any:
     return int(raw.hget(f"{broker.keys.tag}:stored", tenant) or 0)
 
 
-async def test_what_a_tenant_has_stored_counts_until_it_is_gone(config, card, make_request, raw):
+async def test_what_a_tenant_has_stored_counts_until_it_is_gone(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
     settings = replace(config, job_ttl=0.3, journal_ttl=0.2, failed_ttl=0.4, idempotency_ttl=0.5)
     async with await Broker.open(settings) as broker:
         lease = await Lease.register(broker, card)
@@ -110,7 +121,9 @@ async def test_what_a_tenant_has_stored_counts_until_it_is_gone(config, card, ma
         await lease.close()
 
 
-async def test_a_tenant_has_a_limit_of_what_is_stored(broker, lease, make_request):
+async def test_a_tenant_has_a_limit_of_what_is_stored(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
     limits = TenantLimits(max_stored_bytes=200_000)
     with pytest.raises(TenantLimitReached) as caught:
         for _ in range(100):
@@ -122,21 +135,23 @@ async def test_a_tenant_has_a_limit_of_what_is_stored(broker, lease, make_reques
 
 
 @pytest.fixture(scope="module")
-def small_server(tmp_path_factory):
+def small_server(tmp_path_factory: Any) -> Any:
     server = PrivateServer()
     yield server.start(tmp_path_factory.mktemp("small"), max_memory=64 * MIB)
     server.stop()
 
 
 @pytest.fixture
-def small(small_server):
+def small(small_server: Any) -> Any:
     with redis.Redis.from_url(small_server) as client:
         client.config_set("maxmemory", 64 * MIB)
         client.execute_command("FLUSHALL", "SYNC")
         yield client, BrokerConfig(url=small_server, lease_seconds=60)
 
 
-async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, card, make_request):
+async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(
+    small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     client, config = small
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)
@@ -161,7 +176,9 @@ async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(small, c
 
 
 @pytest.mark.parametrize(("size", "filled"), [(100, 0.85), (200_000, 0.6)])
-async def test_clients_leave_workers_their_part_of_the_memory(small, card, make_request, size, filled):
+async def test_clients_leave_workers_their_part_of_the_memory(
+    small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest], size: Any, filled: Any
+) -> None:
     client, config = small
     client.setrange("others", 20 * MIB, "x")
     most = int(client.info("memory")["used_memory"] / filled)
@@ -178,7 +195,9 @@ async def test_clients_leave_workers_their_part_of_the_memory(small, card, make_
         await lease.close()
 
 
-async def test_workers_write_on_in_a_full_server(small, card, make_request):
+async def test_workers_write_on_in_a_full_server(
+    small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     client, config = small
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)

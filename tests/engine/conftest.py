@@ -24,7 +24,7 @@ EOS = 96
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_cpus():
+def shared_cpus() -> None:
     """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
     native.set_threads()
 
@@ -187,7 +187,7 @@ def parts() -> str:
 
 
 @pytest.fixture
-def make_engine(parts) -> Callable[..., Engine]:
+def make_engine(parts: str) -> Callable[..., Engine]:
     """Engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
 
     def make(

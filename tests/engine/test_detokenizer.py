@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -42,7 +43,7 @@ def run(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool, Detoken
 @example("🜂é€x".encode(), list(range(11)))
 @example(b"\xe2\x82", [1])
 @example(b"\xf0\x9f\x98\xe2\x82\xac\xff", [1, 2, 3, 4, 5, 6])
-def test_any_cut_gives_the_whole_text(data, cuts):
+def test_any_cut_gives_the_whole_text(data: Any, cuts: Any) -> None:
     out, _, one = run(pieces_of(data, cuts), [])
     assert "".join(out) == data.decode("utf-8", errors="replace")
     assert one.emitted == sum(map(len, out))
@@ -56,13 +57,13 @@ def test_any_cut_gives_the_whole_text(data, cuts):
 )
 @example("ababac", [1, 2, 3, 4, 5], ["ababac"])
 @example("aabaab", [3], ["abaac", "baab", "ab"])
-def test_any_cut_finds_the_same_stop(text, cuts, stops):
+def test_any_cut_finds_the_same_stop(text: Any, cuts: Any, stops: Any) -> None:
     pieces = pieces_of(text.encode(), cuts)
     out, stopped, _ = run(pieces, stops)
     assert ("".join(out), stopped) == reference(text, stops)
 
 
-def test_every_stop_position_and_length():
+def test_every_stop_position_and_length() -> None:
     text = "Once upon a tïme, in a 🜂 wood, in a wood."
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
@@ -74,22 +75,22 @@ def test_every_stop_position_and_length():
                 assert stopped and "".join(out) == text[: text.find(stop)]
 
 
-def test_nothing_is_emitted_that_might_be_a_stop():
+def test_nothing_is_emitted_that_might_be_a_stop() -> None:
     out, _, _ = run([b"on", b"e E", b"N", b"x", b" EN", b"D"], ["END"])
     assert out == ["on", "e ", "", "ENx", " ", ""]
 
 
-def test_text_that_is_decided_is_not_held_back():
+def test_text_that_is_decided_is_not_held_back() -> None:
     out, _, _ = run([b"a", b"b", b"c", b"d"], ["abX"])
     assert out == ["", "", "abc", "d", ""]
 
 
-def test_half_characters_wait_and_wrong_bytes_do_not():
+def test_half_characters_wait_and_wrong_bytes_do_not() -> None:
     out, _, _ = run([b"\xe2", b"\x82", b"\xac", b"\xff", b"\xe2", b"a", b"\xf0\x9f"], [])
     assert out == ["", "", "€", "\ufffd", "", "\ufffda", "", "\ufffd"]
 
 
-def test_tokens_before_the_least_length_do_not_stop():
+def test_tokens_before_the_least_length_do_not_stop() -> None:
     pieces = [b"a", b"b", b"a", b"b", b"c"]
     one = Detokenizer(pieces.__getitem__, StopStrings(["ab"]))
     assert [one.push(0, may_stop=False), one.push(1, may_stop=False)] == ["", "ab"]
@@ -103,7 +104,7 @@ def test_tokens_before_the_least_length_do_not_stop():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_resume_at_every_token(seed):
+def test_resume_at_every_token(seed: int) -> None:
     noise = random.Random(seed)
     pieces = [noise.choice([b"a", b"b", b"ab", b"\xe2\x82", b"\xac", b"\xff", b"", b"c "]) for _ in range(25)]
     stops = ["abab", "bac", "€b"]
@@ -127,7 +128,7 @@ def test_resume_at_every_token(seed):
         assert journaled + rest == undisturbed and new.stopped == stopped
 
 
-def test_long_stop_strings_are_cheap():
+def test_long_stop_strings_are_cheap() -> None:
     """16 stop strings of 1,024 characters that all but match: no work that grows with their length."""
     import time
 

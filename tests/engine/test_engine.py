@@ -1,25 +1,32 @@
 """The engine over a model that reads its whole context back from the cache."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 
 @pytest.fixture(params=["host", "device"])
-def parts(request):
+def parts(request: Any) -> Any:
     """Every test here with the parts of the host and of a device."""
     return request.param
 
 
 @pytest.mark.parametrize("budget", [2, 3, 16, 512])
 @pytest.mark.parametrize("caching", [True, False])
-def test_greedy_in_any_chunks(model, vocabulary, make_engine, run, greedy, budget, caching):
+def test_greedy_in_any_chunks(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, budget: int, caching: bool
+) -> None:
     engine = make_engine(
         model, vocabulary, max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=caching
     )
@@ -35,7 +42,9 @@ def test_greedy_in_any_chunks(model, vocabulary, make_engine, run, greedy, budge
     assert max(tokens for _, tokens in model.steps) <= budget
 
 
-def test_prefix_is_reused_but_never_the_last_token(model, vocabulary, make_engine, run, greedy):
+def test_prefix_is_reused_but_never_the_last_token(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary)
     prompt = PROMPT[:8]  # exactly two pages
     for name, cached in (("first", 0), ("again", 4)):
@@ -52,7 +61,9 @@ def test_prefix_is_reused_but_never_the_last_token(model, vocabulary, make_engin
     assert result.usage.cached_tokens == 8  # 10 were computed: two full pages
 
 
-def test_equal_pages_of_different_prefixes_are_different(model, vocabulary, make_engine, run, greedy):
+def test_equal_pages_of_different_prefixes_are_different(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     one, other = PROMPT[:4], PROMPT[4:8]
     engine = make_engine(model, vocabulary)
     for i, prompt in enumerate(([*one, *other, 7], [*other, *one, 7], [*one, *one, 7], [*other, *other, 7])):
@@ -63,7 +74,9 @@ def test_equal_pages_of_different_prefixes_are_different(model, vocabulary, make
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("length", [1, 4, 7, 8])
-def test_choices_share_the_prompt(model, vocabulary, make_engine, run, caching, length):
+def test_choices_share_the_prompt(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, caching: bool, length: Any
+) -> None:
     engine = make_engine(model, vocabulary, enable_prefix_caching=caching, max_num_batched_tokens=8)
     sampling = SamplingParams(temperature=1.0, seed=7, n=5, max_tokens=6)
     engine.add("many", PROMPT[:length], sampling)
@@ -76,7 +89,9 @@ def test_choices_share_the_prompt(model, vocabulary, make_engine, run, caching, 
     assert (usage.prompt_tokens, usage.completion_tokens) == (length, 30)
 
 
-def test_choices_with_few_pages_are_what_they_are_with_many(make_model, vocabulary, make_engine, run):
+def test_choices_with_few_pages_are_what_they_are_with_many(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     answers = []
     for pages, caching in ((200, False), (11, False), (11, True)):
         engine = make_engine(make_model(), vocabulary, num_pages=pages, enable_prefix_caching=caching)
@@ -88,7 +103,7 @@ def test_choices_with_few_pages_are_what_they_are_with_many(make_model, vocabula
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_seeded_choices_repeat(make_model, vocabulary, make_engine, run):
+def test_seeded_choices_repeat(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any) -> None:
     alone = make_engine(make_model(), vocabulary)
     alone.add("x", PROMPT, SamplingParams(seed=-5, max_tokens=20, top_p=0.9, temperature=0.8))
     expected = run(alone)["x", 0]
@@ -101,19 +116,23 @@ def test_seeded_choices_repeat(make_model, vocabulary, make_engine, run):
     assert found.token_ids == expected.token_ids and found.text == expected.text
 
 
-def test_a_seed_is_drawn_when_none_is_given(model, vocabulary, make_engine, run):
+def test_a_seed_is_drawn_when_none_is_given(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     engine = make_engine(model, vocabulary)
     for i in range(3):
         engine.add(f"r{i}", PROMPT, SamplingParams(max_tokens=20))
     assert len({tuple(result.token_ids) for result in run(engine).values()}) == 3
 
 
-def test_end_token(model, vocabulary, make_engine, run, greedy, scores):
+def test_end_token(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, scores: Any
+) -> None:
     expected = greedy(PROMPT, 20)
     end = expected[6]
     first = expected.index(end)
 
-    def with_end(context):
+    def with_end(context: Any) -> Any:
         row = scores(context)
         if int(np.argmax(row)) == end:
             row[-1] = 99.0
@@ -144,7 +163,9 @@ def test_end_token(model, vocabulary, make_engine, run, greedy, scores):
     assert len(result.token_ids) == 20 and not {96, end} & set(result.token_ids)
 
 
-def test_stop_string_and_min_tokens(model, vocabulary, make_engine, run, greedy):
+def test_stop_string_and_min_tokens(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     text = "".join(vocabulary.token_bytes(t).decode() for t in greedy(PROMPT, 20))
     stop = text[4:7]
     assert text.find(stop) == 4
@@ -159,10 +180,12 @@ def test_stop_string_and_min_tokens(model, vocabulary, make_engine, run, greedy)
     assert results["z", 0].text == text and results["z", 0].finish_reason is FinishReason.LENGTH
 
 
-def test_penalties_count_what_was_generated(model, vocabulary, make_engine, run, scores):
+def test_penalties_count_what_was_generated(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, scores: Any
+) -> None:
     model.scores = lambda context: scores(context[-1:])  # without penalties the same tokens come round again
 
-    def expected(count):
+    def expected(count: Any) -> Any:
         context = list(PROMPT)
         for _ in range(count):
             row = model.scores(context)
@@ -184,7 +207,9 @@ def test_penalties_count_what_was_generated(model, vocabulary, make_engine, run,
     assert len(set(results["plain", 0].token_ids)) < len(set(expected(40)))
 
 
-def test_held_back_text_comes_out_at_the_end(model, make_vocabulary, make_engine, run, greedy):
+def test_held_back_text_comes_out_at_the_end(
+    model: Any, make_vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     """A possible stop string and half a character are decided when the choice ends, by length or by an end token."""
     expected = greedy(PROMPT, 7)
     assert len(set(expected)) == 7
@@ -201,7 +226,9 @@ def test_held_back_text_comes_out_at_the_end(model, make_vocabulary, make_engine
     assert results["ended", 0].text == "abENcE" and results["ended", 0].finish_reason is FinishReason.STOP
 
 
-def test_context_length_ends_a_choice(model, vocabulary, make_engine, run, greedy):
+def test_context_length_ends_a_choice(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_model_len=20)
     engine.add("x", PROMPT, SamplingParams(temperature=0.0))
     engine.add("y", PROMPT, SamplingParams(temperature=0.0, max_tokens=1000))
@@ -212,7 +239,7 @@ def test_context_length_ends_a_choice(model, vocabulary, make_engine, run, greed
     assert {results[name, 0].finish_reason for name in "xyz"} == {FinishReason.LENGTH}
 
 
-def test_refusals_change_nothing(model, vocabulary, make_engine, run):
+def test_refusals_change_nothing(model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any) -> None:
     engine = make_engine(model, vocabulary, max_model_len=20, max_num_seqs=4)
     for prompt, sampling, kind, param in (
         ([1] * 20, SamplingParams(), ContextLengthExceeded, "prompt"),
@@ -234,7 +261,9 @@ def test_refusals_change_nothing(model, vocabulary, make_engine, run):
     assert run(engine)["good", 0].finish_reason is FinishReason.LENGTH
 
 
-def test_logits_that_are_not_finite_end_one_sequence(model, vocabulary, make_engine, run, greedy):
+def test_logits_that_are_not_finite_end_one_sequence(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     other = [1, 2, 3]
     model.poison = lambda context: context[: len(PROMPT)] == PROMPT and len(context) == len(PROMPT) + 4
     engine = make_engine(model, vocabulary)
@@ -253,7 +282,9 @@ def test_logits_that_are_not_finite_end_one_sequence(model, vocabulary, make_eng
     assert all(results["shared", i].error is not None for i in range(3))
 
 
-def test_a_sequence_that_can_never_fit_fails_alone(model, vocabulary, make_engine, run, greedy):
+def test_a_sequence_that_can_never_fit_fails_alone(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, num_pages=5, max_num_batched_tokens=8)  # 20 tokens
     engine.add("grows", PROMPT, SamplingParams(temperature=0.0, max_tokens=100))
     engine.add("small", [1, 2], SamplingParams(temperature=0.0, max_tokens=17))
@@ -267,12 +298,14 @@ def test_a_sequence_that_can_never_fit_fails_alone(model, vocabulary, make_engin
     assert all(results["huge", i].error.value == 30 for i in range(3))
 
 
-def test_abort_gives_everything_back_at_once(model, vocabulary, make_engine, run, greedy, gather_outputs):
+def test_abort_gives_everything_back_at_once(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, gather_outputs: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=6, max_num_batched_tokens=6)
     engine.add("a", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
     engine.add("b", PROMPT * 3, SamplingParams(n=3))
     engine.add("c", PROMPT, SamplingParams(n=4))
-    results = {}
+    results: dict[Any, Any] = {}
     gather_outputs(results, engine.step())
     gather_outputs(results, engine.step())
     for name in ("b", "c", "never", "b"):
@@ -289,7 +322,9 @@ def test_abort_gives_everything_back_at_once(model, vocabulary, make_engine, run
     assert engine.step() == []
 
 
-def test_logprobs_are_of_the_raw_distribution(model, vocabulary, make_engine, run, scores):
+def test_logprobs_are_of_the_raw_distribution(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, scores: Any
+) -> None:
     engine = make_engine(model, vocabulary)
     sampling = SamplingParams(
         seed=5, temperature=0.7, max_tokens=8, logprobs=4, logit_bias={7: 50.0}, repetition_penalty=2.0
@@ -310,8 +345,10 @@ def test_logprobs_are_of_the_raw_distribution(model, vocabulary, make_engine, ru
     assert [one.top for one in results["zero", 0].logprobs] == [(), ()]
 
 
-def test_a_forward_that_fails_reaches_the_caller(model, vocabulary, make_engine):
-    def broken(context):
+def test_a_forward_that_fails_reaches_the_caller(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
+    def broken(context: Any) -> None:
         raise RuntimeError("device lost")
 
     model.scores = broken
@@ -321,7 +358,9 @@ def test_a_forward_that_fails_reaches_the_caller(model, vocabulary, make_engine)
         engine.step()
 
 
-def test_columns_beyond_the_vocabulary_are_never_chosen(model, make_vocabulary, make_engine, run):
+def test_columns_beyond_the_vocabulary_are_never_chosen(
+    model: Any, make_vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     small = make_vocabulary([bytes([65 + i]) for i in range(20)] + [b""])
     engine = make_engine(model, small)
     for i in range(10):
@@ -329,7 +368,9 @@ def test_columns_beyond_the_vocabulary_are_never_chosen(model, make_vocabulary, 
     assert all(max(result.token_ids) <= 20 for result in run(engine).values())
 
 
-def test_profile_writes_a_line_a_step(model, vocabulary, make_engine, run, tmp_path):
+def test_profile_writes_a_line_a_step(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
+) -> None:
     from ktqueue.core.codec import loads
     from ktqueue.engine.step_profile import Profile
 

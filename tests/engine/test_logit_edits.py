@@ -1,6 +1,7 @@
 """Edits of logits against a plain reference."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from ktqueue.engine.logit_edits import LogitEdits, edit, flat_edits
 VOCAB = 50
 
 
-def reference(logits, sampling, prompt, output, end_ids):
+def reference(logits: Any, sampling: Any, prompt: Any, output: Any, end_ids: Any) -> Any:
     row = [float(value) for value in logits]
     for token, bias in sampling.logit_bias.items():
         row[token] = float(np.float32(row[token]) + np.float32(bias))
@@ -29,7 +30,7 @@ def reference(logits, sampling, prompt, output, end_ids):
     return row
 
 
-def test_equals_the_reference():
+def test_equals_the_reference() -> None:
     noise = np.random.default_rng(0)
     for _ in range(30):
         logits = noise.normal(size=(6, VOCAB)).astype(np.float32) * 5
@@ -57,7 +58,7 @@ def test_equals_the_reference():
         assert (found[[1, 3]] == logits[[1, 3]]).all()
 
 
-def test_only_what_edits_is_asked_for():
+def test_only_what_edits_is_asked_for() -> None:
     assert not LogitEdits.needed(SamplingParams(temperature=0.3, top_k=4, top_p=0.2, stop=("x",), seed=1))
     for name, value in (
         ("min_tokens", 1),
@@ -69,7 +70,7 @@ def test_only_what_edits_is_asked_for():
         assert LogitEdits.needed(SamplingParams(**{name: value}))
 
 
-def test_the_mask_ends_with_min_tokens():
+def test_the_mask_ends_with_min_tokens() -> None:
     edits = LogitEdits(SamplingParams(min_tokens=2), np.array([1], dtype=np.int32), {3, 5}, VOCAB)
     for _ in range(2):
         assert edits.masked_ids.tolist() == [3, 5]

@@ -93,7 +93,7 @@ TestPages = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_idle_pages_go_least_recently_used_first():
+def test_idle_pages_go_least_recently_used_first() -> None:
     pages = Pages(4, lambda source, target: None)
     held = [pages.allocate() for _ in range(4)]
     for i, page in enumerate(held):
@@ -107,7 +107,7 @@ def test_idle_pages_go_least_recently_used_first():
     assert pages.find_prefix([bytes([0])]) == []
 
 
-def test_free_pages_go_before_idle_ones():
+def test_free_pages_go_before_idle_ones() -> None:
     pages = Pages(2, lambda source, target: None)
     named, plain = pages.allocate(), pages.allocate()
     pages.register(named, b"x")
@@ -117,7 +117,7 @@ def test_free_pages_go_before_idle_ones():
     assert pages.find_prefix([b"x"]) == [named]
 
 
-def test_first_page_of_a_name_keeps_it():
+def test_first_page_of_a_name_keeps_it() -> None:
     pages = Pages(2, lambda source, target: None)
     first, second = pages.allocate(), pages.allocate()
     pages.register(first, b"x")
@@ -128,7 +128,7 @@ def test_first_page_of_a_name_keeps_it():
     assert pages.allocate() == second
 
 
-def test_find_ends_at_the_first_gap():
+def test_find_ends_at_the_first_gap() -> None:
     pages = Pages(3, lambda source, target: None)
     a, b = pages.allocate(), pages.allocate()
     pages.register(a, b"a")
@@ -136,7 +136,7 @@ def test_find_ends_at_the_first_gap():
     assert pages.find_prefix([b"a", b"b", b"c"]) == [a]
 
 
-def test_digest_names_the_whole_prefix():
+def test_digest_names_the_whole_prefix() -> None:
     one, two = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
     root = page_digest(b"", one)
     assert page_digest(root, two) == page_digest(page_digest(b"", one.copy()), two.copy())

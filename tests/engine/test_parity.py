@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import attention
 from ktqueue.operators.kv_cache import KVLayout
+
+# The first test of each model waits for the answers of transformers, one request after the other. On a busy machine
+# this takes longer than the usual limit of two minutes, which includes fixtures.
+pytestmark = pytest.mark.timeout(600)
 
 EXACT_RULES = Path(__file__).parents[2] / "rules" / "exact.yaml"  # activations stay float32
 REQUESTS = 64
@@ -90,7 +95,9 @@ def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) ->
     return found
 
 
-def check_parity(model, vocabulary, layout, prompts, answers, *, budget: int, caching: bool, pages: int) -> None:
+def check_parity(
+    model: Any, vocabulary: Any, layout: Any, prompts: Any, answers: Any, *, budget: int, caching: bool, pages: int
+) -> None:
     """The engine's greedy tokens are `answers`, with steps of `budget` tokens; few pages preempt, reuse is seen."""
     config = EngineConfig(
         max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
@@ -103,7 +110,7 @@ def check_parity(model, vocabulary, layout, prompts, answers, *, budget: int, ca
 
 
 @pytest.fixture(scope="module")
-def random_model():
+def random_model() -> Any:
     """A random Qwen3-MoE in float32, prompts and transformers' answers."""
     config = Qwen3MoeConfig(
         vocab_size=512,
@@ -127,7 +134,7 @@ def random_model():
 
 
 @pytest.fixture(scope="module", params=["modules of transformers", "CpuDecoder"])
-def tiny(request, random_model, tmp_path_factory):
+def tiny(request: Any, random_model: Any, tmp_path_factory: Any) -> Any:
     """The random model on paged attention, or as one operator; its vocabulary, layout, prompts and answers."""
     model, prompts, answers = random_model
     if request.param == "CpuDecoder":
@@ -146,12 +153,12 @@ def tiny(request, random_model, tmp_path_factory):
 @pytest.mark.parametrize("pages", [46, 2000])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [16, 64, 512])
-def test_tiny_random_model(tiny, budget, caching, pages):
+def test_tiny_random_model(tiny: Any, budget: int, caching: bool, pages: int) -> None:
     check_parity(*tiny, budget=budget, caching=caching, pages=pages)
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory):
+def latent(tmp_path_factory: Any) -> Any:
     """As `tiny`, of a random DeepSeek-V2 with all that the family has, loaded by the default rules."""
     config = DeepseekV2Config(
         **LATENT_SIZES | {"q_lora_rank": 48},
@@ -177,7 +184,7 @@ def latent(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000)])
-def test_latent_attention(latent, budget, caching, pages):
+def test_latent_attention(latent: Any, budget: int, caching: bool, pages: int) -> None:
     check_parity(*latent, budget=budget, caching=caching, pages=pages)
 
 
@@ -195,13 +202,13 @@ def run_all(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]
     return found
 
 
-def test_seeded_alone_in_a_crowd_and_after_preemption(tiny):
+def test_seeded_alone_in_a_crowd_and_after_preemption(tiny: Any) -> None:
     """The same tokens though the batches differ: of this model at these seeds no draw falls into the float noise."""
     model, vocabulary, layout, prompts, _ = tiny
     mine = {f"mine {i}": (prompts[8 + i], dataclasses.replace(SEEDED, seed=i)) for i in range(8)}
     others = {f"other {i}": (prompts[16 + i], dataclasses.replace(SEEDED, seed=90 + i)) for i in range(24)}
     config = EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, page_size=PAGE_SIZE)
-    alone = {}
+    alone: dict[Any, Any] = {}
     for name, request in mine.items():
         alone |= run_all(Engine(model, vocabulary, layout, config, 2000, 1024), {name: request})
     crowd = Engine(model, vocabulary, layout, config, 2000, 1024)
@@ -213,7 +220,7 @@ def test_seeded_alone_in_a_crowd_and_after_preemption(tiny):
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS), SEEDED])
-def test_resumed_at_every_token(tiny, sampling):
+def test_resumed_at_every_token(tiny: Any, sampling: Any) -> None:
     model, vocabulary, layout, prompts, _ = tiny
     config = EngineConfig(max_num_seqs=32, max_num_batched_tokens=64, page_size=PAGE_SIZE)
     prompt = prompts[5] + prompts[4]
@@ -236,7 +243,7 @@ rode by he saw her, and asked her name, and she told him all that had happened. 
 they came to a castle of glass, where a wolf lay at the gate and twelve ravens sat upon the roof. """
 
 
-def make_texts(tokenizer) -> list[list[int]]:
+def make_texts(tokenizer: Any) -> list[list[int]]:
     """64 prompts of 1 to 700 tokens from a tale; those that begin at the same word share a prefix."""
     noise = random.Random(64)
     words = TALE.split(" ")
@@ -251,7 +258,7 @@ def make_texts(tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def demo():
+def demo() -> Any:
     """The demo model from its file, its tokenizer, prompts, and transformers' first answers on dequantised weights."""
     checkpoint = open_checkpoint("demo")
     twin = Qwen3MoeForCausalLM(Qwen3MoeConfig(**checkpoint.config())).eval().float()
@@ -271,14 +278,14 @@ def demo():
     return load_model("demo", rules=str(EXACT_RULES)), tokenizer, prompts, first_answers
 
 
-def check_demo(demo, count: int, budget: int, caching: bool, pages: int) -> None:
+def check_demo(demo: Any, count: int, budget: int, caching: bool, pages: int) -> None:
     model, tokenizer, prompts, first_answers = demo
     served = model.module, tokenizer, model.kv_layout(PAGE_SIZE), prompts[:count], first_answers(count)
     check_parity(*served, budget=budget, caching=caching, pages=pages)
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 2000)])
-def test_demo_model(demo, budget, caching, pages):
+def test_demo_model(demo: Any, budget: int, caching: bool, pages: int) -> None:
     check_demo(demo, FEW, budget, caching, pages)
 
 
@@ -287,5 +294,5 @@ def test_demo_model(demo, budget, caching, pages):
 @pytest.mark.parametrize("pages", [46, 2000])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [16, 64, 512])
-def test_demo_model_whole_matrix(demo, budget, caching, pages):
+def test_demo_model_whole_matrix(demo: Any, budget: int, caching: bool, pages: int) -> None:
     check_demo(demo, REQUESTS, budget, caching, pages)

@@ -1,25 +1,28 @@
 """Steps that are prepared while the device is at the one before: when they are, and that nobody can tell."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 
 @pytest.fixture
-def parts():
+def parts() -> Any:
     return "device"
 
 
-def greedily(count, **more):
+def greedily(count: Any, **more: Any) -> Any:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
 
 
-def prepared(engine, steps=1):
+def prepared(engine: Any, steps: Any = 1) -> Any:
     """How many of the next steps were prepared."""
     before = engine.stats().prepared_steps
     for _ in range(steps):
@@ -27,7 +30,7 @@ def prepared(engine, steps=1):
     return engine.stats().prepared_steps - before
 
 
-def random_sampling(noise, name):
+def random_sampling(noise: Any, name: Any) -> Any:
     """Any mix of what may end, edit, fork or tell of a choice."""
     given = {"temperature": noise.choice([0.0, 0.7, 1.0]), "max_tokens": noise.randint(3, 20), "seed": name}
     for chance, more in (
@@ -46,7 +49,7 @@ def random_sampling(noise, name):
     return SamplingParams(**given)
 
 
-def workload(seed):
+def workload(seed: Any) -> Any:
     """What happens before each step: names to abort, requests to add. In bursts, resumed ones among them."""
     noise = random.Random(seed)
     stems = [[noise.randrange(96) for _ in range(25)] for _ in range(3)]
@@ -65,7 +68,7 @@ def workload(seed):
     return turns
 
 
-def lives(engine, turns, go_on=lambda: False):
+def lives(engine: Any, turns: Any, go_on: Any = lambda: False) -> Any:
     """Every step's outputs."""
     told = []
     turns = list(turns)
@@ -83,10 +86,10 @@ def lives(engine, turns, go_on=lambda: False):
 
 
 @pytest.fixture
-def make_crowded(make_model, vocabulary, make_engine):
+def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> Any:
     """An engine for a workload, over a model that gives some of its contexts no numbers."""
 
-    def make(seed, pages):
+    def make(seed: Any, pages: Any) -> Any:
         model = make_model()
         model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
         return make_engine(
@@ -105,7 +108,7 @@ def make_crowded(make_model, vocabulary, make_engine):
 
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_can_tell(make_crowded, monkeypatch, seed, pages):
+def test_nobody_can_tell(make_crowded: Any, monkeypatch: pytest.MonkeyPatch, seed: int, pages: int) -> None:
     """Step by step the same tokens, text, log probabilities and ends, in the same order."""
     answers = []
     for ahead in (True, False):
@@ -122,13 +125,15 @@ def test_nobody_can_tell(make_crowded, monkeypatch, seed, pages):
 
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", [0, 1, 3])  # those with graphs
-def test_steps_that_are_launched_early_give_the_same(make_crowded, gather_outputs, seed, pages):
+def test_steps_that_are_launched_early_give_the_same(
+    make_crowded: Any, gather_outputs: Any, seed: int, pages: int
+) -> None:
     """Who comes meanwhile joins a step later, so steps differ; what each request gets does not."""
     turns = workload(seed)
     aborted = {name for aborts, _ in turns for name in aborts}
     noise, answers = random.Random(seed), []
     for go_on in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
-        results = {}
+        results: dict[Any, Any] = {}
         for outputs in lives(make_crowded(seed, pages), turns, go_on):
             gather_outputs(results, outputs)
         answers.append(
@@ -142,7 +147,14 @@ def test_steps_that_are_launched_early_give_the_same(make_crowded, gather_output
     assert any(one[-1] is not None for one in answers[0].values())
 
 
-def test_all_steps_that_only_decode_are_prepared(model, vocabulary, make_engine, monkeypatch, run, greedy):
+def test_all_steps_that_only_decode_are_prepared(
+    model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Any,
+    greedy: Any,
+) -> None:
     """Also that behind a prefill, and those that take new pages, be they free or kept for later; none in vain."""
     engine = make_engine(model, vocabulary, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16)
     made = []
@@ -157,7 +169,9 @@ def test_all_steps_that_only_decode_are_prepared(model, vocabulary, make_engine,
     assert stats.steps == 60 and stats.prepared_steps == stats.replayed_steps == len(made) == 57
 
 
-def test_who_comes_or_goes_changes_the_next_step(model, vocabulary, make_engine, run, greedy):
+def test_who_comes_or_goes_changes_the_next_step(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4)
     engine.add("a", PROMPT, greedily(30))
     engine.add("b", PROMPT[:5], greedily(30))
@@ -175,7 +189,9 @@ def test_who_comes_or_goes_changes_the_next_step(model, vocabulary, make_engine,
     assert results["c", 0].token_ids == greedy(PROMPT[:3], 30)[-len(results["c", 0].token_ids) :]
 
 
-def test_a_stop_string_ends_a_row_that_was_prepared(model, vocabulary, make_engine, run, greedy):
+def test_a_stop_string_ends_a_row_that_was_prepared(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     text = "".join(vocabulary.token_bytes(token).decode() for token in greedy(PROMPT, 9))
     engine = make_engine(model, vocabulary)
     engine.add("ends", PROMPT, greedily(30, stop=(text[6:9],)))
@@ -186,7 +202,9 @@ def test_a_stop_string_ends_a_row_that_was_prepared(model, vocabulary, make_engi
     assert engine.stats().prepared_steps == 12 - 1 - 1  # not the prompts', not the one behind the stop
 
 
-def test_who_waits_for_a_seat_holds_nothing_up(model, vocabulary, make_engine, run):
+def test_who_waits_for_a_seat_holds_nothing_up(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=2)
     for i in range(4):
         engine.add(f"r{i}", [i], greedily(9))
@@ -195,7 +213,9 @@ def test_who_waits_for_a_seat_holds_nothing_up(model, vocabulary, make_engine, r
     run(engine)
 
 
-def test_what_needs_more_than_a_free_page_is_not_prepared(model, vocabulary, make_engine, run, greedy):
+def test_what_needs_more_than_a_free_page_is_not_prepared(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     """Two rows have all pages; then one has to give way, which only the scheduler itself decides."""
     engine = make_engine(model, vocabulary, num_pages=6, enable_prefix_caching=False)
     for i in range(2):
@@ -206,14 +226,18 @@ def test_what_needs_more_than_a_free_page_is_not_prepared(model, vocabulary, mak
 
 
 @pytest.mark.parametrize("parts", ["host"])
-def test_the_host_s_parts_prepare_nothing(model, vocabulary, make_engine, run, parts):
+def test_the_host_s_parts_prepare_nothing(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, parts: str
+) -> None:
     engine = make_engine(model, vocabulary)
     engine.add("x", PROMPT, greedily(9))
     run(engine)
     assert engine.stats().prepared_steps == 0
 
 
-def test_a_step_that_is_launched_early_goes_on_without_those_who_left(model, vocabulary, make_engine, run, greedy):
+def test_a_step_that_is_launched_early_goes_on_without_those_who_left(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4)
     for i in range(3):
         engine.add(f"r{i}", PROMPT[: 3 + i], greedily(20, logprobs=1))
@@ -232,7 +256,9 @@ def test_a_step_that_is_launched_early_goes_on_without_those_who_left(model, voc
     assert len(results["late", 0].token_ids) == 20 and len(results["r0", 0].token_ids) == 17
 
 
-def test_a_step_that_everybody_left_is_forgotten(model, vocabulary, make_engine, run, greedy):
+def test_a_step_that_everybody_left_is_forgotten(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary)
     engine.add("x", PROMPT, greedily(20))
     engine.step(lambda: True)
@@ -246,7 +272,9 @@ def test_a_step_that_everybody_left_is_forgotten(model, vocabulary, make_engine,
     engine.close()
 
 
-def test_a_step_that_follows_an_end_is_not_launched_early(model, vocabulary, make_engine, greedy):
+def test_a_step_that_follows_an_end_is_not_launched_early(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any
+) -> None:
     end = greedy(PROMPT, 9)[-1]
     engine = make_engine(model, vocabulary)
     engine.add("ends", PROMPT, greedily(30, stop_token_ids=(end,)))
@@ -257,7 +285,7 @@ def test_a_step_that_follows_an_end_is_not_launched_early(model, vocabulary, mak
     assert 20 < tokens <= 29 and model.computed_tokens == len(PROMPT) + 4 + tokens - 2, "nothing is computed in vain"
 
 
-def test_nothing_is_launched_that_takes_time(model, vocabulary, make_engine):
+def test_nothing_is_launched_that_takes_time(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
     """An eager step is prepared, but the caller would have to wait for its launch."""
     engine = make_engine(model, vocabulary, cuda_graphs=False)
     engine.add("x", PROMPT, greedily(20))

@@ -1,9 +1,13 @@
 """A request that an earlier worker began goes on at the exact next token, text and limits included."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
@@ -24,14 +28,16 @@ RESUMED = SamplingParams(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_resume_at_every_token(make_model, vocabulary, make_engine, run, gather_outputs, caching):
+def test_resume_at_every_token(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, gather_outputs: Any, caching: bool
+) -> None:
     whole = make_engine(make_model(), vocabulary)
     whole.add("x", PROMPT, RESUMED)
     expected = run(whole)
     for cut in range(19):
         first = make_engine(make_model(), vocabulary)
         first.add("x", PROMPT, RESUMED)
-        journal = {}
+        journal: dict[Any, Any] = {}
         for _ in range(cut):
             gather_outputs(journal, first.step())
         emitted = []
@@ -59,7 +65,9 @@ def test_resume_at_every_token(make_model, vocabulary, make_engine, run, gather_
         assert usage.completion_tokens == sum(len(expected["x", i].token_ids) for i in range(2))
 
 
-def test_resume_with_uneven_choices(make_model, vocabulary, make_engine, run):
+def test_resume_with_uneven_choices(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     sampling = SamplingParams(seed=2, n=4, max_tokens=10)
     whole = make_engine(make_model(), vocabulary)
     whole.add("x", PROMPT, sampling)
@@ -87,7 +95,9 @@ def test_resume_with_uneven_choices(make_model, vocabulary, make_engine, run):
         assert usage.completion_tokens == 40
 
 
-def test_resumed_choice_that_had_ended_without_saying_so(model, vocabulary, make_engine, run):
+def test_resumed_choice_that_had_ended_without_saying_so(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     engine = make_engine(model, vocabulary)
     sampling = SamplingParams(temperature=0.0, max_tokens=3, n=2)
     full = EmittedChoice(token_ids=(1, 2, 3), text_length=2)
@@ -100,7 +110,9 @@ def test_resumed_choice_that_had_ended_without_saying_so(model, vocabulary, make
     assert [results["x", i].usage is not None for i in range(2)] == [False, True]
 
 
-def test_a_named_page_is_not_written_by_a_sibling(make_model, vocabulary, make_engine, run):
+def test_a_named_page_is_not_written_by_a_sibling(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     """The first choice ends, and its sibling goes on within a page that the first had filled and named."""
     sampling = SamplingParams(seed=2, n=2, max_tokens=10, ignore_eos=True)
     whole = make_engine(make_model(), vocabulary, page_size=16)

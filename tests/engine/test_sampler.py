@@ -1,5 +1,7 @@
 """The sampler against a plain reference, its distributions, and its noise."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,12 +11,12 @@ from ktqueue.engine.sampler import Sampler, SamplingRows, greedy
 sample = Sampler().sample
 
 
-def streams(seeds, indices):
+def streams(seeds: Any, indices: Any) -> Any:
     return np.array([stream(int(seed), int(index)) for seed, index in zip(seeds, indices, strict=True)], np.uint64)
 
 
-def make_rows(count, **columns):
-    def column(name, default, kind):
+def make_rows(count: Any, **columns: Any) -> Any:
+    def column(name: Any, default: Any, kind: Any) -> Any:
         return np.broadcast_to(np.array(columns.get(name, default), dtype=kind), count).copy()
 
     return SamplingRows(
@@ -27,7 +29,7 @@ def make_rows(count, **columns):
     )
 
 
-def reference_kept(logits, temperature, top_k, top_p, min_p):
+def reference_kept(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     """Weights of one row after the filters, in the order of the definition, one token at a time."""
     scaled = (logits - logits.max()) * np.float32(1.0 / temperature)
     weights = [float(w) for w in np.exp(scaled)]
@@ -48,7 +50,7 @@ def reference_kept(logits, temperature, top_k, top_p, min_p):
     return weights
 
 
-def reference_draw(weights, noise):
+def reference_draw(weights: Any, noise: Any) -> Any:
     target, passed = noise * sum(weights), 0.0
     for token, weight in enumerate(weights):
         passed += weight
@@ -59,7 +61,7 @@ def reference_draw(weights, noise):
 
 @pytest.mark.parametrize("vocab", [5, 100, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
-def test_equals_the_reference(vocab, scale):
+def test_equals_the_reference(vocab: Any, scale: Any) -> None:
     noise = np.random.default_rng(vocab + int(10 * scale))
     for _ in range(8):
         count = 24
@@ -86,7 +88,7 @@ def test_equals_the_reference(vocab, scale):
 
 
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99999])
-def test_many_unlikely_tokens_hold_most_of_the_weight(top_p):
+def test_many_unlikely_tokens_hold_most_of_the_weight(top_p: Any) -> None:
     noise = np.random.default_rng(1)
     logits = np.full((200, 3000), -7.5, dtype=np.float32) + noise.normal(size=3000).astype(np.float32) / 10
     logits[:, 1234] = 0.0
@@ -100,7 +102,9 @@ def test_many_unlikely_tokens_hold_most_of_the_weight(top_p):
 @pytest.mark.parametrize(
     ("settings", "first"), [({"top_k": 3}, 70), ({"top_k": 2}, 130), ({"top_p": 0.7}, 130), ({"min_p": 0.5}, 130)]
 )
-def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, settings, first):
+def test_the_ends_of_the_noise_never_choose_what_was_filtered(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, first: Any
+) -> None:
     logits = np.full((4, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
@@ -112,7 +116,7 @@ def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, setti
     assert set(sample(logits, make_rows(4)).tolist()) == {1}
 
 
-def test_a_row_does_not_depend_on_the_others():
+def test_a_row_does_not_depend_on_the_others() -> None:
     noise = np.random.default_rng(3)
     logits = (noise.normal(size=(64, 777)) * 4).astype(np.float32)
     rows = make_rows(
@@ -139,7 +143,7 @@ def test_a_row_does_not_depend_on_the_others():
         {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
     ],
 )
-def test_distribution(settings):
+def test_distribution(settings: Any) -> None:
     """A chi-squared test of 40,000 draws at fixed seeds (99.9 % quantile, so a right sampler passes for good)."""
     logits = np.array([0.1, 2.0, -1.0, 1.5, 1.4, -3.0, 0.7, 0.0], dtype=np.float32)
     draws = 40_000
@@ -155,7 +159,7 @@ def test_distribution(settings):
     assert statistic < quantiles[max(int(kept.sum()) - 2, 0)]
 
 
-def test_noise_is_uniform_and_independent():
+def test_noise_is_uniform_and_independent() -> None:
     steps = np.arange(50_000)
     zero = np.zeros_like(steps)
     every = [
@@ -175,7 +179,7 @@ def test_noise_is_uniform_and_independent():
             assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-def test_noise_never_changes():
+def test_noise_never_changes() -> None:
     """Journals outlive versions: a resumed job must draw as the one before would have."""
     found = uniform(streams([0, 1, -1, 2**63 - 1], [0, 0, 3, 127]), np.array([0, 1, 2, 4096]))
     assert found.tolist() == PINNED
@@ -184,7 +188,7 @@ def test_noise_never_changes():
 PINNED = [0.13870941014555427, 0.42321144819582723, 0.8857738890608448, 0.1792350175977745]
 
 
-def test_greedy_and_what_is_not_finite():
+def test_greedy_and_what_is_not_finite() -> None:
     logits = np.array(
         [[0, 2, 2], [-np.inf, -5, -np.inf], [np.nan, 1, 2], [1, np.inf, 0], [-np.inf] * 3, [1, 2, np.nan]],
         dtype=np.float32,
@@ -194,7 +198,7 @@ def test_greedy_and_what_is_not_finite():
     assert finite.tolist() == [True, True, False, False, False, False]
 
 
-def test_extreme_logits_and_temperatures_do_not_overflow():
+def test_extreme_logits_and_temperatures_do_not_overflow() -> None:
     logits = np.array([[3e38, -3e38, 0.0], [1e30, 1e30, -1e30], [1e-30, 0.0, -1e-30]], dtype=np.float32)
     rows = make_rows(3, temperature=[1e-5, 1.0, 100.0], top_p=[0.5, 0.9, 1.0])
     chosen = sample(logits, rows)

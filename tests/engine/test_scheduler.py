@@ -1,11 +1,14 @@
 """The scheduler under random arrivals and aborts, and its rules one by one."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.engine import Engine
 
 BATCH, INTERACTIVE = JobClass.BATCH, JobClass.INTERACTIVE
 
@@ -18,7 +21,7 @@ class Clock:
         return self.now
 
 
-def continue_greedily(scores, prompt, count):
+def continue_greedily(scores: Any, prompt: Any, count: Any) -> Any:
     context = list(prompt)
     for _ in range(count):
         context.append(int(np.argmax(scores(context))))
@@ -26,7 +29,15 @@ def continue_greedily(scores, prompt, count):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_lives(make_model, vocabulary, make_engine, run, gather_outputs, scores, seed):
+def test_random_lives(
+    make_model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    gather_outputs: Any,
+    scores: Any,
+    seed: int,
+) -> None:
     """Random requests, classes, aborts, small caches: everybody who stays gets exactly the right tokens."""
     noise = random.Random(seed)
     clock = Clock()
@@ -89,11 +100,13 @@ def test_random_lives(make_model, vocabulary, make_engine, run, gather_outputs, 
                 assert result.token_ids == continue_greedily(scores, prompt, count)
 
 
-def names(outputs):
+def names(outputs: Any) -> Any:
     return {one.request_id for one in outputs if one.token_ids}
 
 
-def test_decode_rows_are_never_held_up_by_a_long_prompt(model, vocabulary, make_engine):
+def test_decode_rows_are_never_held_up_by_a_long_prompt(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
     engine = make_engine(model, vocabulary, max_num_batched_tokens=10, num_pages=64)
     for i in range(4):
         engine.add(f"d{i}", [i], SamplingParams(max_tokens=50, ignore_eos=True))
@@ -105,7 +118,9 @@ def test_decode_rows_are_never_held_up_by_a_long_prompt(model, vocabulary, make_
     assert names(engine.step()) == {"d0", "d1", "d2", "d3", "long"}
 
 
-def test_interactive_goes_first_and_takes_seats_from_batch(model, vocabulary, make_engine, run):
+def test_interactive_goes_first_and_takes_seats_from_batch(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     clock = Clock()
     engine = make_engine(model, vocabulary, max_num_seqs=2, clock=clock)
     for i in range(3):
@@ -121,7 +136,7 @@ def test_interactive_goes_first_and_takes_seats_from_batch(model, vocabulary, ma
     run(engine)
 
 
-def test_batch_keeps_its_rows(model, vocabulary, make_engine):
+def test_batch_keeps_its_rows(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
     """Of 8 rows with a share of 4, two are the two oldest batch requests', and go to the next ones in line."""
     clock = Clock()
     engine = make_engine(model, vocabulary, max_num_seqs=8, num_pages=400, clock=clock, batch_share=4)
@@ -141,7 +156,9 @@ def test_batch_keeps_its_rows(model, vocabulary, make_engine):
         assert names(engine.step()) == {"b2", "b3", *(f"i{i}" for i in range(6))}
 
 
-def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(model, vocabulary, make_engine):
+def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=3, batch_share=3)
     for name, arrival in (("b5", 5.0), ("b3", 3.0), ("b4", 4.0)):
         engine.add(name, [1], SamplingParams(max_tokens=50, ignore_eos=True), job_class=BATCH, arrival=arrival)
@@ -150,7 +167,9 @@ def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(model, vo
     assert names(engine.step()) == {"b3", "b4", "i"}
 
 
-def test_nobody_is_preempted_for_one_that_cannot_run_then(model, vocabulary, make_engine):
+def test_nobody_is_preempted_for_one_that_cannot_run_then(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4, batch_share=4)
     for i in range(4):
         engine.add(f"b{i}", [i], SamplingParams(max_tokens=8, ignore_eos=True), job_class=BATCH)
@@ -162,8 +181,14 @@ def test_nobody_is_preempted_for_one_that_cannot_run_then(model, vocabulary, mak
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_takes_the_lowest_class_then_the_youngest(
-    model, vocabulary, make_engine, run, gather_outputs, scores, caching
-):
+    model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    gather_outputs: Any,
+    scores: Any,
+    caching: bool,
+) -> None:
     """Three sequences of 5 pages in the end and one of 4, batch's own, share 13: the youngest of the lowest class is
     set back, the oldest never."""
     clock = Clock()
@@ -187,7 +212,9 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
         assert results[name, 0].token_ids == continue_greedily(scores, prompt, 15 if name == "kept" else 16)
 
 
-def test_cached_pages_are_not_counted_as_room_twice(model, vocabulary, make_engine, run):
+def test_cached_pages_are_not_counted_as_room_twice(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     """8 pages: 4 are running, 4 idle hold the head of a prompt of 6 pages. Those 4 leave no room for the other 2."""
     engine = make_engine(model, vocabulary, num_pages=8)
     head = list(range(16))
@@ -202,7 +229,7 @@ def test_cached_pages_are_not_counted_as_room_twice(model, vocabulary, make_engi
     assert result.usage.cached_tokens >= 12 and len(result.token_ids) == 1
 
 
-def test_nothing_is_reserved(model, vocabulary, make_engine):
+def test_nothing_is_reserved(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
     """Eight requests that could grow to 100 tokens each run at once on pages for 64 tokens."""
     engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8)
     for i in range(8):
@@ -211,9 +238,11 @@ def test_nothing_is_reserved(model, vocabulary, make_engine):
     assert engine.stats().free_pages == 8 and engine.stats().preemptions == 0
 
 
-def test_a_big_prompt_is_not_overtaken_for_ever(model, vocabulary, make_engine, gather_outputs):
+def test_a_big_prompt_is_not_overtaken_for_ever(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], gather_outputs: Any
+) -> None:
     engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8, max_num_batched_tokens=16)
-    results = {}
+    results: dict[Any, Any] = {}
     for step in range(400):
         if step == 20:
             engine.add("big", list(range(60)), SamplingParams(max_tokens=2, ignore_eos=True))
@@ -224,7 +253,7 @@ def test_a_big_prompt_is_not_overtaken_for_ever(model, vocabulary, make_engine, 
     raise AssertionError("the big prompt starved")
 
 
-def test_each_choice_takes_a_row(model, vocabulary, make_engine, run):
+def test_each_choice_takes_a_row(model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=8)
     assert not engine.has_work
     engine.add("a", [1], SamplingParams(n=3, max_tokens=4, ignore_eos=True))

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_fleet import SERVICE, ClusterFleet, Server, free_ports
@@ -18,6 +19,8 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +37,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-async def round_trip(config: BrokerConfig, card, make_request) -> None:
+async def round_trip(config: BrokerConfig, card: Any, make_request: Any) -> None:
     """Every script once, and a subscription."""
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)
@@ -58,7 +61,9 @@ async def round_trip(config: BrokerConfig, card, make_request) -> None:
         await lease.close()
 
 
-async def test_certificates_are_checked(server, authority, card, make_request, tmp_path):
+async def test_certificates_are_checked(
+    server: Any, authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest], tmp_path: Path
+) -> None:
     here = authority.certificate("127.0.0.1")
     stranger = Authority(tmp_path / "server")
     async with TlsFront(server.port, here) as front:
@@ -77,7 +82,9 @@ async def test_certificates_are_checked(server, authority, card, make_request, t
 
 
 @pytest.mark.fleet
-async def test_a_cluster_is_spoken_to_in_tls_wherever_the_slot_is(authority, card, make_request, tmp_path):
+async def test_a_cluster_is_spoken_to_in_tls_wherever_the_slot_is(
+    authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest], tmp_path: Path
+) -> None:
     fronts: list[TlsFront] = []
 
     def announced(port: int) -> int:
@@ -106,7 +113,9 @@ async def test_a_cluster_is_spoken_to_in_tls_wherever_the_slot_is(authority, car
         fleet.stop()
 
 
-async def test_a_client_shows_its_certificate(server, authority, card, make_request):
+async def test_a_client_shows_its_certificate(
+    server: Any, authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     certificate, key = authority.certificate("client.example")
     async with TlsFront(server.port, authority.certificate("127.0.0.1"), clients=authority) as front:
         url = f"rediss://127.0.0.1:{front.port}?ssl_ca_certs={authority.file}"
@@ -123,7 +132,7 @@ def allowed() -> list[str]:
     return block.split()[2:]
 
 
-def test_the_guide_allows_what_the_scripts_call_and_no_more():
+def test_the_guide_allows_what_the_scripts_call_and_no_more() -> None:
     called = set()
     for script in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua"):
         called |= {word.lower() for word in re.findall(r"redis\.p?call\('(\w+)'", script.read_text())}
@@ -133,7 +142,9 @@ def test_the_guide_allows_what_the_scripts_call_and_no_more():
     assert called - told == set(), "the user of docs/guides/redis.md may not do what is needed"
 
 
-async def test_the_user_of_the_guide_is_enough_and_kept_to_its_prefix(server, card, make_request):
+async def test_the_user_of_the_guide_is_enough_and_kept_to_its_prefix(
+    server: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     server("ACL", "SETUSER", "ktqueue", *(word.replace("PASSWORD", "secret") for word in allowed()))
     server("ACL", "SETUSER", "default", "off")
     config = BrokerConfig(url=f"redis://ktqueue:secret@127.0.0.1:{server.port}")
@@ -148,7 +159,9 @@ async def test_the_user_of_the_guide_is_enough_and_kept_to_its_prefix(server, ca
             await Broker.open(replace(config, url=f"redis://{wrong}@127.0.0.1:{server.port}"))
 
 
-async def test_what_is_refused_at_the_start_is_named(server, card, make_request):
+async def test_what_is_refused_at_the_start_is_named(
+    server: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     server("ACL", "SETUSER", "ktqueue", *(word.replace("PASSWORD", "secret") for word in allowed()), "-info")
     config = BrokerConfig(url=f"redis://ktqueue:secret@127.0.0.1:{server.port}")
     with pytest.raises(ConfigError, match="INFO"):
@@ -161,7 +174,9 @@ async def test_what_is_refused_at_the_start_is_named(server, card, make_request)
         await Broker.open(replace(config, durability="fsync"))
 
 
-async def test_sentinels_with_passwords_over_tls(tmp_path, authority, card, make_request):
+async def test_sentinels_with_passwords_over_tls(
+    tmp_path: Path, authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     certificate = authority.certificate("127.0.0.1")
     server = Server(tmp_path / "server", free_ports(1)[0], "requirepass of-server", password="of-server")
     async with TlsFront(server.port, certificate) as front:

@@ -1,6 +1,7 @@
 """URLs of Redis: what they say, and what is wrong with them, without a password in any message."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
 
-def test_what_urls_say(tmp_path):
+def test_what_urls_say(tmp_path: Path) -> None:
     one = parse_address("redis://:p%40ss@127.0.0.1/3")
     assert (one.kind, one.endpoints, one.database) == (DeploymentKind.SERVER, (RedisEndpoint("127.0.0.1", 6379),), 3)
     assert (one.login, one.tls) == (Login(None, "p@ss"), None)
@@ -47,7 +48,7 @@ def test_what_urls_say(tmp_path):
         ("unix://", "path of a socket"),
     ],
 )
-def test_what_is_wrong_is_said(url, told):
+def test_what_is_wrong_is_said(url: Any, told: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_address(url)
     assert told in caught.value.message
@@ -55,7 +56,7 @@ def test_what_is_wrong_is_said(url, told):
     assert "secret" not in caught.value.message
 
 
-def test_a_password_is_in_no_text():
+def test_a_password_is_in_no_text() -> None:
     assert "secret" not in repr(parse_address("redis+sentinel://:secret@h/tales?sentinel_password=secret"))
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_fleet import ClusterFleet, Server, free_ports, until
@@ -18,6 +19,8 @@ from ktqueue.broker.redis.topology import key_slot
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.events import JobState
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 LENGTH = 60
 TAG = Keys("ktq").tag
@@ -36,7 +39,7 @@ def config(fleet: ClusterFleet) -> BrokerConfig:
     return BrokerConfig(url=fleet.url, lease_seconds=0.5, operation_timeout=100.0)
 
 
-def test_slots_of_keys():
+def test_slots_of_keys() -> None:
     # The first is the check value of CRC-16/XMODEM, 0x31C3.
     assert key_slot("123456789") == 0x31C3
     assert key_slot("{user1000}.following") == key_slot("user1000")
@@ -44,12 +47,12 @@ def test_slots_of_keys():
     assert key_slot("foo{{bar}}zap") == key_slot("{bar")
 
 
-async def submit_some(broker, card, make_request):
+async def submit_some(broker: Any, card: Any, make_request: Any) -> Any:
     await (await Lease.register(broker, card)).close()  # from now on the model is known
     return [(await broker.jobs.submit(make_request())).id for _ in range(5)]
 
 
-async def all_told(broker, jobs):
+async def all_told(broker: Any, jobs: Any) -> None:
     for job in jobs:
         assert (await broker.jobs.get(job)).state is JobState.DONE
         assert [event.seq for event in await broker.journal.replay(job)] == list(range(1, LENGTH + 1))
@@ -57,7 +60,9 @@ async def all_told(broker, jobs):
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.fleet)])
-async def test_workers_and_readers_go_on_with_the_new_owner(fleet, config, card, make_request, number):
+async def test_workers_and_readers_go_on_with_the_new_owner(
+    fleet: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], number: Any
+) -> None:
     async with await Broker.open(config) as broker:
         teller = Teller(broker, card, length=LENGTH)
         jobs = await submit_some(broker, card, make_request)
@@ -83,7 +88,9 @@ def _offset(server: Server) -> int:
     return int(server("INFO", "replication")["master_repl_offset"])
 
 
-async def test_a_slot_that_moves_is_waited_for_and_then_followed(fleet, config, card, make_request):
+async def test_a_slot_that_moves_is_waited_for_and_then_followed(
+    fleet: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     one_node = next(one for one in fleet.servers if one is not fleet.owner)
     config = replace(config, url=f"redis+cluster://127.0.0.1:{one_node.port}")
     async with await Broker.open(config) as broker:
@@ -114,7 +121,7 @@ async def test_a_slot_that_moves_is_waited_for_and_then_followed(fleet, config, 
 
 
 @pytest.mark.fleet
-async def test_what_is_wrong_is_said(fleet, config):
+async def test_what_is_wrong_is_said(fleet: Any, config: BrokerConfig) -> None:
     with pytest.raises(ConfigError, match=r"redis\+cluster://"):
         async with await Broker.open(replace(config, url=f"redis://127.0.0.1:{_stranger(fleet).port}")) as broker:
             await broker.jobs.depth()

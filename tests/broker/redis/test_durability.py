@@ -1,8 +1,9 @@
 """`broker.durability: fsync`: what is acknowledged is on disk, or the server is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_fleet import Server, free_ports
@@ -15,6 +16,8 @@ from ktqueue.broker.redis.node import Node
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def waits(server: Server) -> int:
     return int(server("INFO", "commandstats").get("cmdstat_waitaof", {"calls": 0})["calls"])
 
 
-async def submit_one(config: BrokerConfig, card, make_request) -> None:
+async def submit_one(config: BrokerConfig, card: Any, make_request: Any) -> None:
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)
         job = await broker.jobs.submit(make_request())
@@ -42,7 +45,9 @@ async def submit_one(config: BrokerConfig, card, make_request) -> None:
         await lease.close()
 
 
-async def test_submits_and_cancels_wait_for_the_disk(server, config, card, make_request):
+async def test_submits_and_cancels_wait_for_the_disk(
+    server: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     await submit_one(config, card, make_request)
     assert waits(server) == 2
     assert 0 < server("PTTL", "{ktq:s0}:synced") <= 60_000
@@ -52,7 +57,9 @@ async def test_submits_and_cancels_wait_for_the_disk(server, config, card, make_
     assert waits(server) == 2
 
 
-async def test_a_disk_that_does_not_write_is_told(server, config, card, make_request):
+async def test_a_disk_that_does_not_write_is_told(
+    server: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     async with await Broker.open(replace(config, operation_timeout=1.0, connect_timeout=0.7)) as broker:
         await Lease.register(broker, card)
         server("CONFIG", "SET", "appendfsync", "no")
@@ -69,20 +76,22 @@ async def test_a_disk_that_does_not_write_is_told(server, config, card, make_req
 
 
 @pytest.mark.parametrize("settings", [{"appendonly": "no"}, {"appendfsync": "no"}])
-async def test_a_server_that_cannot_is_refused(server, config, settings):
+async def test_a_server_that_cannot_is_refused(server: Any, config: BrokerConfig, settings: Any) -> None:
     for name, value in settings.items():
         server("CONFIG", "SET", name, value)
         with pytest.raises(ConfigError, match=f"{name} {value}"):
             await Broker.open(config)
 
 
-async def test_an_old_server_is_refused(config, monkeypatch):
+async def test_an_old_server_is_refused(config: BrokerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_checks, "WAITAOF_VERSION", (99, 0))
     with pytest.raises(ConfigError, match="appendfsync is everysec"):
         await Broker.open(config)
 
 
-async def test_the_private_server_writes_always(tmp_path, card, make_request):
+async def test_the_private_server_writes_always(
+    tmp_path: Path, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     server = PrivateServer()
     try:
         url = server.start(tmp_path / "state", durability="fsync")

@@ -1,11 +1,13 @@
 """A mailbox holds what it may, and says so when it could not."""
 
+from typing import Any
+
 import pytest
 
 from ktqueue.broker.redis.hub import Mail, Mailbox
 
 
-async def test_messages_wait_in_order():
+async def test_messages_wait_in_order() -> None:
     mailbox = Mailbox(("c",), 100)
     for message in (b"a", b"b"):
         mailbox.put(message)
@@ -14,7 +16,7 @@ async def test_messages_wait_in_order():
 
 
 @pytest.mark.parametrize("fill", [b"x" * 11, b"x" * 6])
-async def test_an_overflow_drops_all_and_is_told_once(fill):
+async def test_an_overflow_drops_all_and_is_told_once(fill: Any) -> None:
     mailbox = Mailbox(("c",), 10)
     mailbox.put(b"12345")
     mailbox.put(fill)
@@ -23,7 +25,7 @@ async def test_an_overflow_drops_all_and_is_told_once(fill):
     assert await mailbox.take(0) == Mail((b"12345",), False)
 
 
-async def test_what_comes_after_an_overflow_is_kept():
+async def test_what_comes_after_an_overflow_is_kept() -> None:
     mailbox = Mailbox(("c",), 10)
     mailbox.put(b"123456")
     mailbox.put(b"123456")

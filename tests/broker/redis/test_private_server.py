@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -18,22 +20,25 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.redis import private_server as server_module
 from ktqueue.broker.redis.private_server import PrivateServer, find_program, running_url
+from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-def server():
+def server() -> Any:
     server = PrivateServer()
     yield server
     server.stop()
 
 
-def client(url):
+def client(url: Any) -> Any:
     return redis.Redis.from_url(url)
 
 
-def test_it_is_private_durable_and_evicts_nothing(server, tmp_path):
+def test_it_is_private_durable_and_evicts_nothing(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path / "state")
     assert url.startswith("unix://")
     with client(url) as one:
@@ -50,7 +55,7 @@ def test_it_is_private_durable_and_evicts_nothing(server, tmp_path):
         stranger.ping()
 
 
-def test_the_file_is_synced_every_second(server, tmp_path, monkeypatch):
+def test_the_file_is_synced_every_second(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     monkeypatch.setattr(server_module, "SYNC_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "_sync", lambda path: synced.append(path) if tmp_path in path.parents else None)
@@ -66,7 +71,7 @@ def test_the_file_is_synced_every_second(server, tmp_path, monkeypatch):
     assert len(synced) == before
 
 
-def test_a_port_when_asked_or_when_the_path_is_too_long(server, tmp_path):
+def test_a_port_when_asked_or_when_the_path_is_too_long(server: Any, tmp_path: Path) -> None:
     for folder, port in ((tmp_path / "state", 0), (tmp_path / ("long" * 30), None)):
         url = server.start(folder, port=port)
         assert url.startswith("redis://:")
@@ -76,13 +81,13 @@ def test_a_port_when_asked_or_when_the_path_is_too_long(server, tmp_path):
         server.stop()
 
 
-def test_odd_folder_names(server, tmp_path):
+def test_odd_folder_names(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path / 'a b%20?"c')
     with client(url) as one:
         assert one.ping()
 
 
-def test_others_find_it_while_it_runs(server, tmp_path):
+def test_others_find_it_while_it_runs(server: Any, tmp_path: Path) -> None:
     assert running_url(tmp_path) is None
     url = server.start(tmp_path)
     assert running_url(tmp_path) == url
@@ -92,7 +97,7 @@ def test_others_find_it_while_it_runs(server, tmp_path):
     server.stop()
 
 
-def test_one_server_a_folder(server, tmp_path, monkeypatch):
+def test_one_server_a_folder(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.1)
     server.start(tmp_path)
     with pytest.raises(Unavailable, match="already") as caught:
@@ -100,7 +105,7 @@ def test_one_server_a_folder(server, tmp_path, monkeypatch):
     assert caught.value.param == "broker.state_dir"
 
 
-def test_data_survives_a_stop_and_a_kill(server, tmp_path):
+def test_data_survives_a_stop_and_a_kill(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path)
     with client(url) as one:
         one.set("a", 1)
@@ -117,7 +122,7 @@ def test_data_survives_a_stop_and_a_kill(server, tmp_path):
 
 
 @pytest.fixture
-def orphan(tmp_path):
+def orphan(tmp_path: Path) -> Any:
     """The pid of a server, and the process that started it on `tmp_path` and can be killed."""
     code = textwrap.dedent(
         """
@@ -136,7 +141,7 @@ def orphan(tmp_path):
         parent.kill()
 
 
-def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path, orphan):
+def test_it_dies_with_its_parent_and_the_folder_is_free_again(server: Any, tmp_path: Path, orphan: Any) -> None:
     child, parent = orphan
     assert running_url(tmp_path) is not None
     parent.kill()
@@ -147,7 +152,9 @@ def test_it_dies_with_its_parent_and_the_folder_is_free_again(server, tmp_path, 
     server.start(tmp_path)
 
 
-def test_a_folder_is_not_free_while_the_old_server_still_ends(server, tmp_path, orphan, monkeypatch):
+def test_a_folder_is_not_free_while_the_old_server_still_ends(
+    server: Any, tmp_path: Path, orphan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child, parent = orphan
     os.kill(child, signal.SIGSTOP)
     try:
@@ -162,12 +169,12 @@ def test_a_folder_is_not_free_while_the_old_server_still_ends(server, tmp_path, 
     server.start(tmp_path)
 
 
-def test_ctrl_c_does_not_reach_it(server, tmp_path):
+def test_ctrl_c_does_not_reach_it(server: Any, tmp_path: Path) -> None:
     server.start(tmp_path)
     assert os.getpgid(server.pid) != os.getpgid(0)
 
 
-def test_a_server_that_cannot_start_says_why(server, tmp_path):
+def test_a_server_that_cannot_start_says_why(server: Any, tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_text("no such command\n")
     with pytest.raises(Unavailable, match=r"redis\.log"):
         server.start(tmp_path)
@@ -175,7 +182,7 @@ def test_a_server_that_cannot_start_says_why(server, tmp_path):
     assert server.pid is None
 
 
-def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path, monkeypatch):
+def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_program().endswith(("valkey-server", "redis-server"))
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, version in (("redis-server", "7.0.15"), ("valkey-server", "6.0.1")):
@@ -190,10 +197,12 @@ def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path, monkeypatc
         find_program()
 
 
-async def test_who_starts_while_the_server_is_away_waits_for_it(config, server, tmp_path, eventually):
+async def test_who_starts_while_the_server_is_away_waits_for_it(
+    config: BrokerConfig, server: Any, tmp_path: Path, eventually: Callable[..., Awaitable[None]]
+) -> None:
     config = replace(config, url=server.start(tmp_path))
 
-    async def dead():
+    async def dead() -> Any:
         return server.pid is None
 
     os.kill(server.pid, signal.SIGKILL)
@@ -210,7 +219,13 @@ async def test_who_starts_while_the_server_is_away_waits_for_it(config, server, 
         await (await opening).close()
 
 
-async def test_a_stream_goes_on_over_a_killed_server(config, card, make_request, tmp_path, eventually):
+async def test_a_stream_goes_on_over_a_killed_server(
+    config: BrokerConfig,
+    card: ModelCard,
+    make_request: Callable[..., GenerationRequest],
+    tmp_path: Path,
+    eventually: Callable[..., Awaitable[None]],
+) -> None:
     server = PrivateServer()
     url = server.start(tmp_path)
     async with await Broker.open(replace(config, url=url, lease_seconds=1.0)) as broker:
@@ -219,15 +234,15 @@ async def test_a_stream_goes_on_over_a_killed_server(config, card, make_request,
         job = await broker.jobs.submit(make_request())
         await lease.claim(1)
 
-        async def beat():
+        async def beat() -> None:
             while True:
                 await lease.beat({})
                 await asyncio.sleep(0.25)
 
-        async def dead():
+        async def dead() -> Any:
             return server.pid is None
 
-        async def read():
+        async def read() -> Any:
             return [event.seq async for event in broker.journal.follow(job.id)]
 
         beats, reader = asyncio.create_task(beat()), asyncio.create_task(read())

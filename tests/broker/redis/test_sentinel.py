@@ -2,10 +2,11 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_fleet import SentinelFleet, until
@@ -16,6 +17,8 @@ from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, JobNotFound, JournalRegressed, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
 
 LENGTH = 60
 
@@ -48,7 +51,9 @@ def synchronised(fleet: SentinelFleet) -> bool:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.fleet), signal.SIGSTOP])
-async def test_workers_and_readers_go_on_with_the_new_master(fleet, broker, card, make_request, number):
+async def test_workers_and_readers_go_on_with_the_new_master(
+    fleet: Any, broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], number: Any
+) -> None:
     teller = Teller(broker, card, length=LENGTH)
     await (await Lease.register(broker, card)).close()  # from now on the model is known
     jobs = [(await broker.jobs.submit(make_request())).id for _ in range(5)]
@@ -85,7 +90,9 @@ async def beat(lease: Lease) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_what_a_failover_has_lost_is_told_to_everybody(fleet, broker, card, make_request):
+async def test_what_a_failover_has_lost_is_told_to_everybody(
+    fleet: Any, broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     lease = await Lease.register(broker, card)
     beating = asyncio.create_task(beat(lease))
     kept = await broker.jobs.submit(make_request())
@@ -130,7 +137,9 @@ async def test_what_a_failover_has_lost_is_told_to_everybody(fleet, broker, card
 
 
 @pytest.mark.fleet
-async def test_the_sentinels_are_asked_all_at_once(fleet, config, card, make_request):
+async def test_the_sentinels_are_asked_all_at_once(
+    fleet: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
+) -> None:
     fleet.sentinels[0].signal(signal.SIGSTOP)
     fleet.sentinels[1].kill()
     async with asyncio.timeout(8), await Broker.open(config) as broker:
@@ -140,7 +149,7 @@ async def test_the_sentinels_are_asked_all_at_once(fleet, config, card, make_req
         await lease.close()
 
 
-async def test_what_is_wrong_is_said(fleet, config):
+async def test_what_is_wrong_is_said(fleet: Any, config: BrokerConfig) -> None:
     with pytest.raises(ConfigError, match="'fables'"):
         await Broker.open(replace(config, url=config.url.replace("/tales", "/fables")))
     replica = f"127.0.0.1:{fleet.replica.port}"

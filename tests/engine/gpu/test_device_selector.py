@@ -4,6 +4,7 @@ The logits are CPU tensors here; tests/gpu does it again on a GPU.
 """
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def sequence(sampling: SamplingParams, vocab: int, generated: list[int], prompt:
     return one
 
 
-def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed) -> list[Sequence]:
+def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed: Any) -> list[Sequence]:
     """Any mix of parameters."""
     made = []
     for _ in range(count):
@@ -85,7 +86,7 @@ def random_logits(noise: np.random.Generator, rows: int, vocab: int, scale: floa
 @pytest.mark.parametrize("candidates", [8, 1024])
 @pytest.mark.parametrize("vocab", [5, 100, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
-def test_equals_the_host(monkeypatch, vocab, scale, candidates):
+def test_equals_the_host(monkeypatch: pytest.MonkeyPatch, vocab: Any, scale: Any, candidates: Any) -> None:
     monkeypatch.setattr(device_selector, "CANDIDATES", candidates)
     noise = np.random.default_rng(vocab + int(10 * scale))
     host, device = HostSelector(token_bytes), DeviceSelector(token_bytes, "cpu")
@@ -104,7 +105,7 @@ def test_equals_the_host(monkeypatch, vocab, scale, candidates):
             same_logprobs(found.logprobs[row], told)
 
 
-def same_logprobs(found, expected):
+def same_logprobs(found: Any, expected: Any) -> None:
     """Equal but for rounding, and for which of several equals are told."""
     for one, other in itertools.zip_longest((found.chosen, *found.top), (expected.chosen, *expected.top)):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
@@ -112,7 +113,7 @@ def same_logprobs(found, expected):
     assert found.chosen.token_bytes == expected.chosen.token_bytes
 
 
-def test_choices_may_share_a_row():
+def test_choices_may_share_a_row() -> None:
     noise = np.random.default_rng(5)
     logits = random_logits(noise, 3, 50, 0.5)
     sequences = random_sequences(noise, 6, 50, temperature=1.0, logprobs=2)
@@ -124,7 +125,7 @@ def test_choices_may_share_a_row():
     assert found.logprobs.keys() == expected.logprobs.keys() == set(range(6))
 
 
-def test_the_same_call_may_be_made_again():
+def test_the_same_call_may_be_made_again() -> None:
     """As the engine does when memory runs out on the way: edits must not add up."""
     noise = np.random.default_rng(6)
     logits = torch.tensor(random_logits(noise, 20, 50, 0.5))
@@ -152,7 +153,7 @@ def drawn(logits: np.ndarray, rows: SamplingRows, candidates: int) -> tuple[np.n
 @pytest.mark.parametrize(
     "settings", [{}, {"min_p": 0.01}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.97}]
 )
-def test_thousands_of_rows(settings):
+def test_thousands_of_rows(settings: Any) -> None:
     """Of the logits of a big vocabulary; the borders that float rounding moves are too thin to be hit here."""
     noise = np.random.default_rng(len(settings))
     count, vocab = 2000, 4001
@@ -185,7 +186,7 @@ def test_thousands_of_rows(settings):
         ({"top_k": 6, "top_p": 0.01}, [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]),
     ],
 )
-def test_candidates_that_do_not_suffice_are_told(settings, row):
+def test_candidates_that_do_not_suffice_are_told(settings: Any, row: Any) -> None:
     logits = np.tile(np.array(row, dtype=np.float32), (200, 1))
     rows = SamplingRows(
         temperature=np.ones(200),
@@ -211,7 +212,7 @@ def test_candidates_that_do_not_suffice_are_told(settings, row):
         ({"top_p": 0.99, "min_p": 0.2}, [1.0, 0.9, 0.8, -1.0, -1.0, -1.0, -1.0, -1.0]),
     ],
 )
-def test_candidates_that_suffice_are_not_looked_beyond(settings, row):
+def test_candidates_that_suffice_are_not_looked_beyond(settings: Any, row: Any) -> None:
     logits = np.tile(np.array(row, dtype=np.float32), (200, 1))
     rows = SamplingRows(
         temperature=np.ones(200),
@@ -227,8 +228,8 @@ def test_candidates_that_suffice_are_not_looked_beyond(settings, row):
 
 
 @pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-53])
-def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch, extreme):
-    def ends(streams, _):
+def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch: pytest.MonkeyPatch, extreme: Any) -> None:
+    def ends(streams: Any, _: Any) -> Any:
         return np.full(len(streams), extreme)
 
     monkeypatch.setattr("ktqueue.engine.sampler.uniform", ends)

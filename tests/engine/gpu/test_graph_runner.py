@@ -1,6 +1,8 @@
 """Captured steps, on the CPU: fixed tensors, padding, and what goes beside them. Nothing here is of the scheduler."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +23,18 @@ PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 
 @pytest.fixture
-def parts():
+def parts() -> Any:
     return "device"
 
 
-def test_buckets():
+def test_buckets() -> None:
     assert buckets_up_to(1) == [1]
     assert buckets_up_to(20) == [1, 2, 4, 8, 16, 20]
     assert buckets_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
     assert buckets_up_to(300) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
 
 
-def test_staged_arrays_arrive_as_they_were():
+def test_staged_arrays_arrive_as_they_were() -> None:
     staging = Staging("cpu")
     noise = np.random.default_rng(0)
     for size in (3, 40_000, 5):  # the middle one does not fit the first buffer
@@ -48,7 +50,7 @@ def test_staged_arrays_arrive_as_they_were():
             assert (staged.numpy() == array).all()
 
 
-def test_fixed_arrays_never_move():
+def test_fixed_arrays_never_move() -> None:
     staging = FixedStaging({"a": ((2, 3), np.int64), "b": ((5,), np.int32)}, "cpu")
     places = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
     for value in (1, 2):
@@ -60,7 +62,7 @@ def test_fixed_arrays_never_move():
     assert places == {name: tensor.data_ptr() for name, tensor in staging.device.items()}
 
 
-def test_fetching():
+def test_fetching() -> None:
     meanwhile = []
     assert ResultFetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
     assert meanwhile == [1]
@@ -69,18 +71,18 @@ def test_fetching():
 class Recorder(RepeatedCall):
     """Counts what is captured."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.captured = 0
 
-    def capture(self, function):
+    def capture(self, function: Any) -> Any:
         self.captured += 1
         return function
 
-    def used_bytes(self):
+    def used_bytes(self) -> Any:
         return 1000 + 10 * self.captured
 
 
-def test_the_largest_bucket_is_captured_first_and_memory_is_told(model, make_vocabulary):
+def test_the_largest_bucket_is_captured_first_and_memory_is_told(model: Any, make_vocabulary: Any) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
     seen = []
     runner = GraphRunner(
@@ -99,7 +101,7 @@ def test_the_largest_bucket_is_captured_first_and_memory_is_told(model, make_voc
     assert runner.graph_bytes == 30
 
 
-def test_a_cache_without_scratch_page_is_refused(model):
+def test_a_cache_without_scratch_page_is_refused(model: Any) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
     with pytest.raises(ValueError, match="scratch page"):
         GraphRunner(
@@ -107,7 +109,9 @@ def test_a_cache_without_scratch_page_is_refused(model):
         )
 
 
-def test_steps_that_only_decode_are_replayed(model, vocabulary, make_engine, run, greedy):
+def test_steps_that_only_decode_are_replayed(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=8, max_num_batched_tokens=16)
     for i in range(5):
         engine.add(f"r{i}", PROMPT[: i + 1], SamplingParams(temperature=0.0, max_tokens=9))
@@ -118,7 +122,9 @@ def test_steps_that_only_decode_are_replayed(model, vocabulary, make_engine, run
     assert decode == 8 and engine.stats().replayed_steps == decode == engine.stats().steps - 1
 
 
-def test_rows_that_end_leave_nothing_behind(model, vocabulary, make_engine, run, greedy):
+def test_rows_that_end_leave_nothing_behind(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=8)
     for i in range(8):
         engine.add(f"r{i}", PROMPT, SamplingParams(temperature=0.0, max_tokens=2 + 3 * (8 - i)))
@@ -127,7 +133,9 @@ def test_rows_that_end_leave_nothing_behind(model, vocabulary, make_engine, run,
         assert results[f"r{i}", 0].token_ids == greedy(PROMPT, 2 + 3 * (8 - i))
 
 
-def test_more_rows_than_the_largest_bucket_never_run(model, vocabulary, make_engine, run, greedy):
+def test_more_rows_than_the_largest_bucket_never_run(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=3)
     for i in range(9):
         engine.add(f"r{i}", PROMPT, SamplingParams(temperature=0.0, max_tokens=4))
@@ -135,7 +143,9 @@ def test_more_rows_than_the_largest_bucket_never_run(model, vocabulary, make_eng
     assert all(results[f"r{i}", 0].token_ids == greedy(PROMPT, 4) for i in range(9))
 
 
-def test_without_graphs_everything_is_eager(model, vocabulary, make_engine, run, greedy):
+def test_without_graphs_everything_is_eager(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     engine = make_engine(model, vocabulary, cuda_graphs=False)
     engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
     assert run(engine)["x", 0].token_ids == greedy(PROMPT, 9)
@@ -145,10 +155,10 @@ def test_without_graphs_everything_is_eager(model, vocabulary, make_engine, run,
 class Limited:
     """A model on a device that has memory for so many rows."""
 
-    def __init__(self, model, rows):
+    def __init__(self, model: Any, rows: Any) -> None:
         self.model, self.rows, self.refused = model, rows, 0
 
-    def __call__(self, **arguments):
+    def __call__(self, **arguments: Any) -> Any:
         if len(arguments["step"].context_lengths) > self.rows:
             self.refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -156,7 +166,9 @@ class Limited:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_step_that_does_not_fit_is_made_smaller(model, vocabulary, make_engine, run, greedy, rows):
+def test_a_step_that_does_not_fit_is_made_smaller(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, rows: Any
+) -> None:
     limited = Limited(model, rows)
     engine = make_engine(limited, vocabulary, max_num_seqs=8, cuda_graphs=False)
     for i in range(8):
@@ -168,9 +180,11 @@ def test_a_step_that_does_not_fit_is_made_smaller(model, vocabulary, make_engine
     assert max(step[0] for step in model.steps) <= rows
 
 
-def test_a_sequence_that_does_not_fit_alone_fails_alone(model, vocabulary, make_engine, run, greedy):
+def test_a_sequence_that_does_not_fit_alone_fails_alone(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
     class Greedy:
-        def __call__(self, **arguments):
+        def __call__(self, **arguments: Any) -> Any:
             if (arguments["input_ids"] == 44).any():
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return model(**arguments)
@@ -185,12 +199,14 @@ def test_a_sequence_that_does_not_fit_alone_fails_alone(model, vocabulary, make_
     assert results["good", 0].token_ids == greedy([1, 2], 3)
 
 
-def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocabulary, make_engine, run):
-    def answers(limit):
+def test_choosing_in_halves_gives_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
+    def answers(limit: Any) -> Any:
         engine = make_engine(make_model(), vocabulary, max_num_seqs=8)
         select = engine._selector.select
 
-        def limited(logits, rows, sequences, meanwhile):
+        def limited(logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> Any:
             if len(rows) > limit:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return select(logits, rows, sequences, meanwhile)
@@ -209,27 +225,29 @@ def test_choosing_in_halves_gives_the_same_tokens(monkeypatch, make_model, vocab
 class Wanting:
     """A model that wants to know of steps."""
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self.model, self.calls = model, []
 
-    def __call__(self, **arguments):
+    def __call__(self, **arguments: Any) -> Any:
         self.calls.append("forward")
         return self.model(**arguments)
 
-    def prepare_device(self, settings):
+    def prepare_device(self, settings: Any) -> None:
         raise AssertionError("the composition root calls this")
 
-    def after_step(self):
+    def after_step(self) -> None:
         self.calls.append("after")
 
-    def statistics(self):
+    def statistics(self) -> Any:
         return {"calls": len(self.calls)}
 
-    def close(self):
+    def close(self) -> None:
         self.calls.append("close")
 
 
-def test_a_model_may_want_to_know_of_steps(model, vocabulary, make_engine, run):
+def test_a_model_may_want_to_know_of_steps(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
     wanting = Wanting(model)
     engine = make_engine(wanting, vocabulary, max_num_batched_tokens=4, max_num_seqs=4)
     engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
@@ -239,14 +257,14 @@ def test_a_model_may_want_to_know_of_steps(model, vocabulary, make_engine, run):
     assert wanting.calls == ["forward", "after"] * 4 + ["close"]
 
 
-def test_a_gpu_needs_a_planner(model, vocabulary):
+def test_a_gpu_needs_a_planner(model: Any, vocabulary: Any) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
     with pytest.raises(ValueError, match="planner"):
         Engine(model, vocabulary, layout, EngineConfig(device="cuda"), 4, 16)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_demo_model_says_the_same(graphs, answered):
+def test_the_demo_model_says_the_same(graphs: Any, answered: Any) -> None:
     """As CpuDecoder, of which the device's runner knows nothing."""
     loaded, tokenizer = load_model("demo"), load_tokenizer("demo")
     layout = loaded.kv_layout(16)
