@@ -93,7 +93,7 @@ def test_logits_to_keep_takes_rows(model_type: str) -> None:
 def test_experts_modules_share_one_call(model_type: str) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    class Spy(nn.Module):
+    class ExpertsSpy(nn.Module):
         def forward(self, *args: Any) -> torch.Tensor:
             seen.append(args)
             return torch.zeros_like(args[0])
@@ -104,7 +104,7 @@ def test_experts_modules_share_one_call(model_type: str) -> None:
         assert type(block.experts).__name__.endswith("Experts")
         assert block.experts.get_parameter("down_proj").shape[0] == 8
         assert block.experts.get_parameter("gate_up_proj").dim() == 3
-        block.experts = Spy()
+        block.experts = ExpertsSpy()
     with torch.no_grad():
         model(input_ids=torch.arange(6)[None], use_cache=False)
     assert len(seen) == 2
@@ -157,7 +157,7 @@ def test_saved_experts_are_one_by_one(tmp_path: Any) -> None:
 def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) -> None:
     seen: list[dict[str, Any]] = []
 
-    class Spy(nn.Module):
+    class AttentionSpy(nn.Module):
         def forward(self, hidden_states: torch.Tensor, **named: Any) -> tuple[torch.Tensor, None]:
             seen.append(named)
             return hidden_states, None
@@ -173,7 +173,7 @@ def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) ->
             "kv_b_proj.weight",
             "o_proj.weight",
         }
-        model.get_submodule(f"model.layers.{layer}").self_attn = Spy()
+        model.get_submodule(f"model.layers.{layer}").self_attn = AttentionSpy()
     step = object()
     with torch.no_grad():
         model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False, step=step)

@@ -13,7 +13,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.gateway.http.uvicorn_internals import INTERNALS, check_uvicorn, missing_internals
 
 
-class Wire(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """A transport that records what is written and whether it is read and open."""
 
     def __init__(self) -> None:
@@ -53,10 +53,12 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def connect(app: Any = answer, kind: type[HttpToolsProtocol] = HttpToolsProtocol) -> tuple[HttpToolsProtocol, Wire]:
+def connect(
+    app: Any = answer, kind: type[HttpToolsProtocol] = HttpToolsProtocol
+) -> tuple[HttpToolsProtocol, RecordingTransport]:
     """A protocol of uvicorn's with an open connection."""
     config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
-    protocol, wire = kind(config=config, server_state=ServerState(), app_state={}), Wire()
+    protocol, wire = kind(config=config, server_state=ServerState(), app_state={}), RecordingTransport()
     protocol.connection_made(wire)
     return protocol, wire
 

@@ -17,7 +17,7 @@ from ktqueue.workers.supervision.supervisor import Supervisor
 
 
 @dataclass
-class Stream:
+class JobReader:
     """The events that one reader of a job saw, over any number of connections."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Stream:
 
 
 @dataclass
-class Stack:
+class Installation:
     """A running installation and an HTTP client of it."""
 
     up: Supervisor
@@ -85,13 +85,13 @@ class Stack:
     async def read(
         self,
         job_id: str,
-        stream: Stream | None = None,
+        stream: JobReader | None = None,
         *,
         leave_after: int | None = None,
         on_event: Callable[[int], None] | None = None,
-    ) -> Stream:
+    ) -> JobReader:
         """Read the job's events after those in `stream`, up to its end or `leave_after` further events."""
-        stream = Stream() if stream is None else stream
+        stream = JobReader() if stream is None else stream
         headers = {"Last-Event-ID": str(stream.last_seq)} if stream.events else {}
         async with self.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
             assert answer.status_code == 200, answer.status_code
@@ -109,7 +109,7 @@ class Stack:
         return stream
 
 
-StartStack = Callable[..., AbstractAsyncContextManager[Stack]]
+StartStack = Callable[..., AbstractAsyncContextManager[Installation]]
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +124,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
         engine: dict[str, Any] | None = None,
         bridge: BridgeConfig | None = None,
         **worker: Any,
-    ) -> AsyncIterator[Stack]:
+    ) -> AsyncIterator[Installation]:
         state_dir = tmp_path_factory.mktemp("state")
         config = Config(
             broker=BrokerConfig(**{"state_dir": str(state_dir), **(broker or {})}),
@@ -136,6 +136,6 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
         async with Supervisor(config, workers=workers) as up:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
             async with httpx.AsyncClient(base_url=up.url, timeout=60.0, limits=limits, trust_env=False) as http:
-                yield Stack(up, http)
+                yield Installation(up, http)
 
     return start

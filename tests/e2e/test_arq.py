@@ -33,7 +33,7 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
     """Receives webhooks and records them."""
     got: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class WebhookHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self.send_response(204)
@@ -42,7 +42,7 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), WebhookHandler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://localhost:{server.server_port}/", got

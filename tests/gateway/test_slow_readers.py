@@ -26,7 +26,7 @@ def body(word: str) -> dict[str, Any]:
 
 
 @dataclass
-class Flood:
+class FloodWorker:
     """A worker whose job `flood` has 5 KB events: many until `calm` is set, then some until `enough` is set."""
 
     worker: ScriptedWorker
@@ -35,9 +35,9 @@ class Flood:
 
 
 @pytest.fixture
-def flood(worker: ScriptedWorker) -> Flood:
+def flood(worker: ScriptedWorker) -> FloodWorker:
     """Plays the job `flood`, and twenty words for any other job."""
-    signals = Flood(worker)
+    signals = FloodWorker(worker)
 
     async def talk(claim: Claim) -> AsyncIterator[Step]:
         if claim.request.prompt == "flood":
@@ -77,7 +77,7 @@ async def seqs(client: socket.socket) -> list[int]:
 
 
 async def test_a_reader_that_stops_reading_does_not_affect_others(
-    serve_with: ServeWith, flood: Flood, broker: Broker
+    serve_with: ServeWith, flood: FloodWorker, broker: Broker
 ) -> None:
     async with serve_with(max_mailbox_bytes=MAILBOX_BYTES) as (server, url):
         for listener in server.servers[0].sockets:
