@@ -1,4 +1,4 @@
-"""Health check of the worker image: exit code 0 if a live lease was taken out on this host: by this container."""
+"""Health check of the worker image: exit code 0 if a worker of this host (the container) has a live lease."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from ktqueue.core.config import load_config
 
 
 async def alive() -> bool:
-    """Whether Redis knows a live worker of this host."""
+    """Whether Redis has a live worker of this host."""
     async with await Broker.open(load_config(environment=os.environ).broker) as broker:
         return any(worker.host == socket.gethostname() for worker in await broker.models.workers())
 

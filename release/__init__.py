@@ -1,1 +1,1 @@
-"""How a release is made."""
+"""Builds and checks a release."""

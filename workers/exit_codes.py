@@ -1,5 +1,5 @@
-"""Exit codes of a worker process, for those who start one. Light: imports nothing."""
+"""Exit codes of a worker process. This module imports nothing, because the supervisor must not load torch."""
 
-DRAINED = 0  # told to stop, and left no job behind
-BROKEN = 1  # a new process may do better
-UNUSABLE = 2  # settings, model or rules are wrong: starting again won't help
+DRAINED = 0  # it was asked to stop and has no job left
+BROKEN = 1  # it failed; a new process may succeed
+UNUSABLE = 2  # settings, model or rules are wrong, so a restart would not help

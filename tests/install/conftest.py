@@ -1,4 +1,4 @@
-"""Fixtures of tests with installed wheels: environments, a folder full of modules that fail, a server there."""
+"""Fixtures for tests of installed wheels: environments, a folder with modules that fail, and a server in it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def _environment(bin_folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    """run(program, *words, cwd=) runs a program of an environment to its end, as from a shell in that folder."""
+    """`run(program, *words, cwd=)` runs a program of an environment to its end, as a shell in that folder would."""
 
     def runner(program: Path, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         command = [str(program), *map(str, words)]
@@ -50,7 +50,7 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def state_dir(trapped: Path, installed_bin: Path) -> Iterator[Path]:
-    """State folder of a `ktqueue up --bridge` that runs in the trapped folder; Ctrl-C ends it with 0."""
+    """The state folder of a `ktqueue up --bridge` in the trapped folder. Ctrl-C must end it with code 0."""
     command = [str(installed_bin / "ktqueue"), "up", "--bridge", "--port", "0", "--state-dir", "state"]
     process = subprocess.Popen(
         command, cwd=trapped, env=_environment(installed_bin), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""What `pip install ktqueue` without extras can do, against a real server: send, read, list, run batches."""
+"""A client without extras can send, read and list jobs and run batches, with a real server."""
 
 import json
 import subprocess

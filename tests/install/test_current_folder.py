@@ -1,4 +1,4 @@
-"""From wheels, in a folder whose modules are named like ours or the standard library's: none of them is imported."""
+"""Installed from wheels, no process imports modules of the current folder, whatever their names."""
 
 import json
 import subprocess

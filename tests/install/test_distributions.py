@@ -1,4 +1,4 @@
-"""What wheels and source distributions hold, and that a wheel is the same from the tree and from the sources."""
+"""The contents of wheels and source distributions. A wheel is the same from the tree and from the sources."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Every code block has a language and reads well in it, also those that no test can run: see tests/docs.
+"""Every code block has a language and is valid in it, also the blocks that no test can run: see tests/docs.
 
 What keeps a block from being run is said in the block. Commands have verbs and flags that exist; `make` and
 `python -m` have targets and modules that exist; settings and rules are read by our own readers.

@@ -1,4 +1,4 @@
-"""The reference pages against the code: each setting, verb, error, metric and script is told, and no other."""
+"""The reference pages describe each setting, verb, error, metric and script of the code, and no others."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def test_flags_of_settings_exist() -> None:
     assert named <= flags
 
 
-def test_every_verb_is_told() -> None:
+def test_every_verb_is_documented() -> None:
     page = (REFERENCE / "cli.md").read_text()
     told = set(re.findall(r"^\| `ktqueue ([a-z ]+)` \|", page, re.MULTILINE))
     assert told == {" ".join(path) for path in tree()}
@@ -46,7 +46,7 @@ def error_classes(kind: type[KtqueueError] = KtqueueError) -> Iterator[type[Ktqu
         yield from error_classes(child)
 
 
-def test_every_error_of_the_api_is_told_under_its_status() -> None:
+def test_every_error_of_the_api_is_documented_under_its_status() -> None:
     pytest.importorskip("starlette")
     import ktqueue.gateway.app  # noqa: F401  # makes the gateway's own errors known
 
@@ -63,7 +63,7 @@ def test_every_error_of_the_api_is_told_under_its_status() -> None:
     assert known - told == set(), "in the code, but not told"
 
 
-def test_every_metric_is_told() -> None:
+def test_every_metric_is_documented() -> None:
     pytest.importorskip("prometheus_client")
     page = (REFERENCE / "metrics.md").read_text()
     told = set(re.findall(r"^\| `ktqueue:(\w+)` \|", page, re.MULTILINE))
@@ -82,14 +82,14 @@ def strings(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def test_every_script_is_told() -> None:
+def test_every_script_is_documented() -> None:
     page = (REFERENCE / "keys-and-scripts.md").read_text()
     rows = [row for row in page.partition("| script |")[2].splitlines() if row.startswith("| `")]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert told == {path.stem for path in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua")} - {"prelude"}
 
 
-def test_environment_variables_in_the_code_are_told() -> None:
+def test_environment_variables_in_the_code_are_documented() -> None:
     page = (REFERENCE / "configuration.md").read_text()
     for name in STANDALONE:
         assert f"| `{name}` |" in page

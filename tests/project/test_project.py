@@ -1,4 +1,4 @@
-"""The project's own books: what is pinned, what the README promises, what the images install, how long files are."""
+"""Pinned versions, promises of the README, contents of the images, and the length of files."""
 
 import re
 import subprocess
@@ -115,7 +115,7 @@ def test_ci_runs_the_readme_s_checks() -> None:
     assert "make test" in (ROOT / "README.md").read_text()
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_have_targets() -> None:
     for page in [path for path in tracked() if path.suffix == ".md"]:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
@@ -131,7 +131,7 @@ def test_files_are_short() -> None:
     assert long == {}
 
 
-def test_version_is_said_once() -> None:
+def test_the_version_is_stated_once() -> None:
     import ktqueue_kernels
 
     from ktqueue import __version__

@@ -1,4 +1,4 @@
-"""A run says at its end what it skipped."""
+"""A test run lists at its end what it skipped."""
 
 import os
 import subprocess
