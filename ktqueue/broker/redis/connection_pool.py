@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Wire(Protocol):
+class PooledConnection(Protocol):
     """A connection. Sending connects if necessary; cancelling `read_response` disconnects."""
 
     async def send_packed_command(self, command: bytes, check_health: bool) -> None: ...
@@ -25,7 +25,7 @@ class ConnectionPool:
 
     def __init__(
         self,
-        make: Callable[[], Wire],
+        make: Callable[[], PooledConnection],
         pack: Callable[[tuple[bytes | str | int, ...]], bytes],
         most: int,
         lost: tuple[type[Exception], ...],
@@ -35,8 +35,8 @@ class ConnectionPool:
         self._pack = pack
         self._lost = lost
         self._turns = asyncio.Semaphore(most)
-        self._idle: list[Wire] = []
-        self._lent: set[Wire] = set()
+        self._idle: list[PooledConnection] = []
+        self._lent: set[PooledConnection] = set()
         self._closed = False
 
     async def call(self, *words: bytes | str | int) -> Any:
