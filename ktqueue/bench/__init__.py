@@ -1,1 +1,1 @@
-"""Floor 3: measures this machine and the house's own parts on it. Knows no terminal: it returns plain figures."""
+"""Floor 4: measures this machine and the parts of ktqueue on it. It returns plain figures and writes to no terminal."""

@@ -1,4 +1,4 @@
-"""What a figure must be read beside: software, its versions, and the GPU if there is one."""
+"""The environment of a figure: software, its versions, CPU and GPU."""
 
 import platform
 import time
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Plain data, ready for JSON."""
+    """Describe the environment as JSON values."""
     return {
         "ktqueue": __version__,
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
-"""Speed of the expert kernels: format by format, instruction set by instruction set, from one row an expert to many.
+"""Speed of the expert kernels for each format, instruction set and number of rows.
 
-Each point runs layers in turn, so that weights come from memory, and between the calls probes what the machine can do
-at that time; the best probe of each kind is the limit that the point is compared with.
+Each figure runs several layers in turn, so that weights are read from memory. Between the calls, probes measure what
+the machine can do at that time. The best probe of each kind is the limit that the figure is compared with.
 """
 
 import time
@@ -18,17 +18,17 @@ from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
 from ktqueue.bench.routing import Pattern, same_experts, uniform
 from ktqueue.operators import native
 
-LEAST_WEIGHTS = 256 * MIB  # of the layers in turn, where that is CACHES times the last cache
+LEAST_WEIGHTS = 256 * MIB  # bytes of the layers, but at least CACHES times the last cache
 CACHES = 4
-BATCH_SECONDS = 0.02  # calls between two looks at the clock
-PARTS = 3  # of the time of a point, with probes between them
-DISTURBED = 0.8  # the lowest of a point's probes in shares of the highest: below it something else was running
+BATCH_SECONDS = 0.02  # of calls between two readings of the clock
+PARTS = 3  # into which the time of a figure is divided, with probes between them
+DISTURBED = 0.8  # lowest share of a figure's worst probe in its best; below it something else was running
 FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many tokens: `rows` for each expert touched, or, if `routed`, `rows` tokens that choose at random."""
+    """Number of tokens: `rows` for each used expert, or, if `routed`, `rows` tokens with random routing."""
 
     rows: int
     routed: bool = False
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What to measure. `seconds`: of calls for each point, probes and packing aside."""
+    """What to measure. `seconds`: time of the calls of each figure, without probes and packing."""
 
     shape: LayerShape
     quants: tuple[str, ...]
@@ -49,8 +49,8 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One figure, in seconds, bytes and operations (a multiply-add is two), and the machine's limits beside it."""
+class KernelFigure:
+    """Speed of a layer call in seconds, bytes and operations (a multiply-add is two), and the machine's limits then."""
 
     quant: str
     isa: str
@@ -59,48 +59,47 @@ class Point:
     tokens: int
     experts_touched: int
     seconds: float  # of one layer call
-    bytes: int  # of the weights touched, as a file stores them
+    bytes: int  # of the weights that are used, as stored in a file
     operations: int
-    bandwidth: float  # bytes a second that memory gave beside it
-    peak: float  # operations a second of `arithmetic` with `peak_isa` beside it
+    bandwidth: float  # bytes per second that memory delivered then
+    peak: float  # operations per second of `arithmetic` with `peak_isa` then
     peak_isa: str
     arithmetic: str
     bound: Bound  # the limit that binds
-    limit_seconds: float  # the least that the call can take
-    disturbed: bool  # its probes disagree: measure again
+    limit_seconds: float  # the least time that the call can take
+    disturbed: bool  # its probes differ: measure again
 
     @property
     def bytes_per_second(self) -> float:
-        """Weights read."""
+        """Bytes of weights read per second."""
         return self.bytes / self.seconds
 
     @property
     def operations_per_second(self) -> float:
-        """Multiply-adds done, twice."""
+        """Operations per second; a multiply-add is two."""
         return self.operations / self.seconds
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the bandwidth beside it."""
+        """Share of the measured bandwidth."""
         return self.bytes_per_second / self.bandwidth
 
     @property
     def peak_share(self) -> float:
-        """Of the arithmetic beside it."""
+        """Share of the measured arithmetic."""
         return self.operations_per_second / self.peak
 
     @property
     def share(self) -> float:
-        """Of the limit that binds, the larger of the two shares; 1 is the machine's best."""
+        """Share of the limit that binds, the larger of the two shares. 1 is the machine's best."""
         return self.limit_seconds / self.seconds
 
 
 def arithmetic_of(quant: str, isa: str, rows: float) -> tuple[str, str]:
-    """(isa, arithmetic) of the peak that kernels of that format (of gate and up) and instruction set are held against.
+    """Return (isa, arithmetic) of the peak with which kernels of a format (of gate and up) and `isa` are compared.
 
-    `rows` of an expert, on average, decide whether AMX tiles run: then bf16. Else block formats: int8, on AMX that of
-    AVX-512, whose kernels run there; floats: fp32. Where `isa` has no such arithmetic of its own, that of the next one
-    below.
+    With enough `rows` per expert, on average, AMX tiles run, with bf16. Otherwise block formats use int8 (on AMX that
+    of AVX-512, whose kernels run there) and floats use fp32. If `isa` has no such arithmetic, the next lower counts.
     """
     quant, _ = formats(quant)
     if 0 < native.tile_rows(quant, isa) <= rows:
@@ -109,13 +108,13 @@ def arithmetic_of(quant: str, isa: str, rows: float) -> tuple[str, str]:
     peaks = native.peaks()
     order = list(dict.fromkeys(name for name, _, _ in peaks))
     below = [name for name in order[: order.index(isa) + 1] if name != "amx"]
-    return next(name for name in reversed(below) if (name, arithmetic) in {one[:2] for one in peaks}), arithmetic
+    return next(name for name in reversed(below) if (name, arithmetic) in {peak[:2] for peak in peaks}), arithmetic
 
 
 def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:
-    """Bytes that the largest set of layers of a sweep takes while its last layer is packed.
+    """Bytes of the largest set of layers of a sweep, while its last layer is packed.
 
-    caches: as of `cache_sizes()`. Raises ValueError where a format does not fit the shape.
+    caches: the result of `cache_sizes()`. Raises ValueError if a format does not fit the shape.
     """
     most = 0
     for quant in sweep.quants:
@@ -126,8 +125,8 @@ def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:
 
 def run_sweep(
     sweep: Sweep, probes: Probes, progress: Callable[[int, str], None] = lambda _done, _note: None
-) -> Iterator[Point]:
-    """The points, format by format. `progress(points done, what is next)`. Raises ValueError."""
+) -> Iterator[KernelFigure]:
+    """Measure all figures, format by format. Calls `progress(figures done, what is next)`. Raises ValueError."""
     done = 0
     for quant in sweep.quants:
         shape, count = _layer_set(sweep, quant, probes.caches)
@@ -143,19 +142,19 @@ def run_sweep(
 
 
 def _layer_set(sweep: Sweep, quant: str, caches: dict[str, int]) -> tuple[LayerShape, int]:
-    """(shape, layers): enough weights, and no more experts than that takes where tokens do not choose."""
-    shape, one = sweep.shape, expert_bytes(quant, sweep.shape)
+    """Return (shape, layers) with enough weights. Without random routing there are only as many experts as needed."""
+    shape, size = sweep.shape, expert_bytes(quant, sweep.shape)
     least = max(LEAST_WEIGHTS, CACHES * last_cache(caches))
     if not any(load.routed for load in sweep.loads):
         group = shape.experts_per_token
-        groups = min(-(-least // (one * group)), shape.experts // group)
+        groups = min(-(-least // (size * group)), shape.experts // group)
         shape = replace(shape, experts=max(1, groups) * group)
-    return shape, max(1, -(-least // (one * shape.experts)))
+    return shape, max(1, -(-least // (size * shape.experts)))
 
 
 def _measure(
     sweep: Sweep, quant: str, layers: list[native.ExpertLayer], shape: LayerShape, load: Load, probes: Probes
-) -> Point:
+) -> KernelFigure:
     isa, random = layers[0].isa, np.random.default_rng(SEED)
     pattern = (
         uniform(load.rows, shape.experts, shape.experts_per_token, random)
@@ -173,7 +172,7 @@ def _measure(
     seconds = best_seconds(_calls(layers, shape, pattern, random), sweep.seconds, probe)
     limits = Limits(max(bandwidths), max(peaks))
     work = layer_work(shape, expert_bytes(quant, shape), touched=pattern.touched, pairs=pattern.pairs)
-    return Point(
+    return KernelFigure(
         quant=quant,
         isa=isa,
         rows=load.rows,
@@ -196,7 +195,7 @@ def _measure(
 def _calls(
     layers: list[native.ExpertLayer], shape: LayerShape, pattern: Pattern, random: np.random.Generator
 ) -> list[Callable[[], None]]:
-    """Calls of equal work to run one after the other, each on weights that the ones before did not touch."""
+    """Calls of equal work to run one after another, each on weights that the calls before did not use."""
     tokens = len(pattern.choices)
     x = random.standard_normal((tokens, shape.hidden), np.float32)
     weights = np.full(pattern.choices.shape, 1 / shape.experts_per_token, np.float32)
@@ -207,10 +206,9 @@ def _calls(
 
 
 def best_seconds(calls: Iterable[Callable[[], None]], seconds: float, probe: Callable[[], None]) -> float:
-    """Seconds a call of the fastest batch, in about `seconds` of calls taken in turn after one to warm up.
+    """Return the seconds per call of the fastest batch, from about `seconds` of calls after one call to warm up.
 
-    `probe` is run before, after and, where a batch takes less than all the time there is, in between; that time is
-    not counted.
+    `probe` runs before and after, and also in between if batches are short enough. Its time is not counted.
     """
     turn, clock = cycle(calls), time.perf_counter
     began = clock()
@@ -224,8 +222,8 @@ def best_seconds(calls: Iterable[Callable[[], None]], seconds: float, probe: Cal
             batch_began = clock()
             for _ in range(batch):
                 next(turn)()
-            taken = clock() - batch_began
-            best, spent = min(best, taken / batch), spent + taken
+            elapsed = clock() - batch_began
+            best, spent = min(best, elapsed / batch), spent + elapsed
         probe()
         if spent >= seconds:
             break

@@ -1,6 +1,6 @@
-"""The limits of the machine that this runs on: read bandwidth by level of memory, peak arithmetic by instruction set.
+"""Limits of this machine: read bandwidth for each level of memory, peak arithmetic for each instruction set.
 
-Uses the kernels' own threads, so that kernels are compared with what the same threads could do.
+They are measured on the kernels' own threads, so that kernels are compared with what the same threads could do.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ktqueue.operators import native
 from ktqueue.workers.startup.machine import cpu_name
 
 MIB = 1 << 20
-ARENA_BYTES = 1024 * MIB  # of the DRAM probe, where that is ARENA_CACHES times the last cache
+ARENA_BYTES = 1024 * MIB  # bytes of the DRAM probe, but at least ARENA_CACHES times the last cache
 ARENA_CACHES = 4
 PREFETCH_BYTES = 4096  # ahead
 CACHE_BYTES_READ = 512 * MIB  # of one measurement of a cache
@@ -19,7 +19,7 @@ CACHES = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Read bandwidth of one level of memory, in bytes a second; `size` bytes are read by all threads together."""
+    """Read bandwidth of one level of memory, in bytes per second. All threads together read `size` bytes."""
 
     level: str  # L2, L3, DRAM
     size: int
@@ -29,7 +29,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Arithmetic of one instruction set, in operations a second; a multiply-add is two."""
+    """Arithmetic of one instruction set, in operations per second; a multiply-add is two."""
 
     isa: str
     arithmetic: str
@@ -39,58 +39,58 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """This machine as measured with `threads` threads."""
+class MachineLimits:
+    """The limits of this machine, measured with `threads` threads."""
 
     cpu: str
     cpus: int
     threads: int
-    caches: dict[str, int]  # level to bytes, all instances of the CPUs of this machine together
+    caches: dict[str, int]  # level to bytes, all caches of the level together
     bandwidths: list[Bandwidth]
     peaks: list[Peak]
 
 
 class Probes:
-    """The probes to take beside a figure. Holds the memory that it reads; freed with the object."""
+    """Probes that are run beside a figure. The memory that they read is freed with this object."""
 
     def __init__(self) -> None:
         self.caches = cache_sizes()
         self._memory = native.ReadProbe(max(ARENA_BYTES, ARENA_CACHES * last_cache(self.caches)))
 
     def bandwidth(self, *, threads: int = 0, repeats: int = 2) -> float:
-        """DRAM bytes a second now: the better of hardware prefetch alone and with software's, each of `repeats`."""
+        """Measure DRAM bytes per second: the best of hardware prefetch alone and with software prefetch."""
         return max(
             self._memory.measure(threads=threads, repeats=repeats, prefetch=prefetch)
             for prefetch in (0, PREFETCH_BYTES)
         )
 
     def cache_bandwidth(self, size: int, *, threads: int = 0) -> float:
-        """Bytes a second of reading the same `size` bytes over and over."""
+        """Measure the bytes per second of reading the same `size` bytes again and again."""
         return self._memory.measure(size=size, threads=threads, rounds=max(1, CACHE_BYTES_READ // size), repeats=3)
 
     def peak(self, isa: str, arithmetic: str, *, threads: int = 0, repeats: int = 3) -> float:
-        """Operations a second now, the best of `repeats` looks of 10 ms."""
+        """Measure operations per second: the best of `repeats` runs of 10 ms."""
         return native.peak(isa, arithmetic, threads=threads, seconds=0.01, repeats=repeats)
 
-    def machine(self) -> Machine:
-        """Everything, once."""
+    def machine(self) -> MachineLimits:
+        """Measure all limits once."""
         threads = native.threads()
         bandwidths = []
         for level, size in self._cache_ranges(threads):
-            one, every = (self.cache_bandwidth(size // n, threads=threads // n) for n in (threads, 1))
-            bandwidths.append(Bandwidth(level, size, one, every))
-        one, every = (self.bandwidth(threads=n, repeats=5) for n in (1, threads))
-        bandwidths.append(Bandwidth("DRAM", self._memory.bytes, one, every))
+            single, together = (self.cache_bandwidth(size // n, threads=threads // n) for n in (threads, 1))
+            bandwidths.append(Bandwidth(level, size, single, together))
+        single, together = (self.bandwidth(threads=n, repeats=5) for n in (1, threads))
+        bandwidths.append(Bandwidth("DRAM", self._memory.bytes, single, together))
         peaks = [
             Peak(
                 isa, arithmetic, instruction, *(self.peak(isa, arithmetic, threads=n, repeats=8) for n in (1, threads))
             )
             for isa, arithmetic, instruction in native.peaks()
         ]
-        return Machine(cpu_name(), native.default_threads(), threads, self.caches, bandwidths, peaks)
+        return MachineLimits(cpu_name(), native.default_threads(), threads, self.caches, bandwidths, peaks)
 
     def _cache_ranges(self, threads: int) -> list[tuple[str, int]]:
-        """What to read of each cache beyond the first: half of it, if that does not fit the one before."""
+        """(level, bytes to read) of each cache beyond the first: half of it, if that does not fit the cache before."""
         ranges, before = [], self.caches.get("L1", 0)
         for level in ("L2", "L3"):
             size = self.caches.get(level, 0) // 2
@@ -101,7 +101,7 @@ class Probes:
 
 
 def cache_sizes(folder: Path = CACHES) -> dict[str, int]:
-    """Bytes of the data caches by level, all instances together, as Linux tells; empty where it does not."""
+    """Bytes of the data caches by level, all caches of a level together, from Linux; empty if it has no data."""
     found: dict[tuple[str, str], int] = {}  # (level, CPUs that share the instance) to bytes
     for index in folder.glob("cpu[0-9]*/cache/index*"):
         try:
@@ -119,5 +119,5 @@ def cache_sizes(folder: Path = CACHES) -> dict[str, int]:
 
 
 def last_cache(sizes: dict[str, int]) -> int:
-    """Bytes of the largest level of `cache_sizes()`; 0 if none is known."""
+    """Bytes of the largest cache of `cache_sizes()`; 0 if none is known."""
     return max(sizes.values(), default=0)

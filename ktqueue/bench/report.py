@@ -1,4 +1,4 @@
-"""What a bench found as plain data, with what it must be read beside: versions, time, how busy the machine was."""
+"""The report of a bench as plain data, with versions, time, and the load of the machine."""
 
 import os
 import platform
@@ -8,16 +8,18 @@ from dataclasses import asdict
 from typing import Any
 
 from ktqueue import __version__
-from ktqueue.bench.experts import Point, Sweep
-from ktqueue.bench.machine import Machine
+from ktqueue.bench.experts import KernelFigure, Sweep
+from ktqueue.bench.machine import MachineLimits
 
 FORMAT = 1  # of the JSON; raised when a name changes its meaning
 
 
-def report(machine: Machine, sweep: Sweep, points: Sequence[Point], *, load_before: float) -> dict[str, Any]:
-    """JSON-ready. All figures are in bytes, seconds, operations and their quotients, without prefixes.
+def report(
+    machine: MachineLimits, sweep: Sweep, points: Sequence[KernelFigure], *, load_before: float
+) -> dict[str, Any]:
+    """Return the report as JSON values. Figures are in bytes, seconds, operations and their quotients.
 
-    load_before: `os.getloadavg()[0]` before the sweep: processes that wanted a CPU besides it.
+    load_before: `os.getloadavg()[0]` before the sweep.
     """
     return {
         "format": FORMAT,

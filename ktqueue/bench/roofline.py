@@ -1,7 +1,7 @@
-"""How long work must take on a machine that reads so fast and multiplies so fast: pure arithmetic.
+"""The least time for work on a machine with a given bandwidth and arithmetic.
 
 The roofline model (Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009): work
-that reads and computes at once takes no less than the longer of the two alone.
+that reads and computes at once takes at least the longer of the two times.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one call reads and computes. bytes: of weights as a file stores them; a multiply-add is two operations."""
+class LayerWork:
+    """What a layer call reads and computes. bytes: of weights as stored in a file; a multiply-add is two operations."""
 
     bytes: int
     operations: int
@@ -40,20 +40,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do. bandwidth: bytes a second; peak: operations a second."""
+    """Limits of the machine. bandwidth: bytes per second; peak: operations per second."""
 
     bandwidth: float
     peak: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: LayerWork) -> float:
         """The least time that `work` can take."""
         return max(work.bytes / self.bandwidth, work.operations / self.peak)
 
-    def bound(self, work: Work) -> Bound:
-        """Which limit that time comes from."""
+    def bound(self, work: LayerWork) -> Bound:
+        """The limit that determines this time."""
         return Bound.MEMORY if work.bytes / self.bandwidth >= work.operations / self.peak else Bound.ARITHMETIC
 
 
-def layer_work(shape: LayerShape, expert_bytes: int, *, touched: int, pairs: int) -> Work:
-    """One layer call that touches `touched` experts of `expert_bytes` each, with `pairs` (token, expert) pairs."""
-    return Work(touched * expert_bytes, 2 * shape.expert_weights * pairs)
+def layer_work(shape: LayerShape, expert_bytes: int, *, touched: int, pairs: int) -> LayerWork:
+    """Work of a layer call that uses `touched` experts of `expert_bytes` each, with `pairs` (token, expert) pairs."""
+    return LayerWork(touched * expert_bytes, 2 * shape.expert_weights * pairs)

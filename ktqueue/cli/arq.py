@@ -1,4 +1,4 @@
-"""`ktqueue bridge` and `ktqueue control`: arq's workers, each alone, in this process."""
+"""`ktqueue bridge` and `ktqueue control`: run one arq worker in this process."""
 
 from collections.abc import Awaitable, Callable
 
@@ -8,7 +8,7 @@ from ktqueue.core.config import Config
 
 @expand
 def bridge(common: CommonFlags) -> None:
-    """Serve arq's clients: `enqueue_job("generate", {...})`. Ctrl-C gives their jobs back to arq's queue."""
+    """Serve arq clients: `enqueue_job("generate", {...})`. Ctrl-C returns their jobs to arq's queue."""
     from ktqueue.workers.arq.bridge import run
 
     _serve(settings(common), run)
@@ -16,7 +16,7 @@ def bridge(common: CommonFlags) -> None:
 
 @expand
 def control(common: CommonFlags) -> None:
-    """Call the webhooks of jobs that have ended, and do other chores. Ctrl-C leaves the rest to the next one."""
+    """Call the webhooks of ended jobs, and do other chores. Ctrl-C leaves the rest to the next control worker."""
     from ktqueue.workers.arq.control import run
 
     _serve(settings(common), run)
@@ -28,7 +28,7 @@ def _serve(config: Config, run: Callable[[Config], Awaitable[None]]) -> None:
     from ktqueue.cli.connection import ask
     from ktqueue.core.logs import set_up_logging
 
-    ask(config, lambda broker: broker.models.cards())  # say at once that Redis is away
+    ask(config, lambda broker: broker.models.cards())  # fails at once if Redis cannot be reached
     set_up_logging(config.log)
 
     async def serve() -> None:

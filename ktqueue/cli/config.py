@@ -28,13 +28,15 @@ def config(
         return
     chosen = settings(common, engine=engine, gateway=gateway)
     origins = sources(common, engine=engine, gateway=gateway)
-    rows = [(one, _value(one, chosen), origins.get(one.key, "default")) for one in all_settings()]
+    rows = [
+        (described, _value(described, chosen), origins.get(described.key, "default")) for described in all_settings()
+    ]
     if as_json:
-        write_json({one.key: {"value": value, "source": source} for one, value, source in rows})
+        write_json({described.key: {"value": value, "source": source} for described, value, source in rows})
         return
     made = table(("setting", "value", "from"))
-    for one, value, source in rows:
-        made.add_row(one.key, _words(one, value), "" if source == "default" else source)
+    for described, value, source in rows:
+        made.add_row(described.key, _words(described, value), "" if source == "default" else source)
     results().print(made, markup=False)
 
 
@@ -42,15 +44,15 @@ def reference() -> str:
     """The settings as Markdown, a table for each section: the generated part of docs/reference/configuration.md."""
     lines: list[str] = []
     section = ""
-    for one in all_settings():
-        if one.section != section:
-            section = one.section
+    for described in all_settings():
+        if described.section != section:
+            section = described.section
             title, see = SECTIONS[section]
             lines += ["", f"## `{section}`: {title}", *([see, ""] if see else [])]
             lines += ["| key | default | flag | meaning |", "| --- | --- | --- | --- |"]
-        flags = ", ".join(f"`{flag.partition('/')[0]}`" for flag in one.about.flags)
-        meaning = " ".join(filter(None, (one.about.help, one.about.details)))
-        cells = (f"`{one.key}`", _default(one), flags, meaning)
+        flags = ", ".join(f"`{flag.partition('/')[0]}`" for flag in described.about.flags)
+        meaning = " ".join(filter(None, (described.about.help, described.about.details)))
+        cells = (f"`{described.key}`", _default(described), flags, meaning)
         lines.append("|" + "".join(f" {cell.replace('|', '&#124;')} |" if cell else " |" for cell in cells))
     return "\n".join(lines[1:]) + "\n"
 
@@ -67,34 +69,34 @@ SECTIONS = {
 """Title and reference of each section, for the reference page."""
 
 
-def _value(one: Setting, chosen: Config) -> Any:
+def _value(described: Setting, chosen: Config) -> Any:
     """The value for people and programs: without passwords and secrets."""
-    value = getattr(getattr(chosen, one.section), one.name)
-    if one.name == "webhook_secret" and value is not None:
+    value = getattr(getattr(chosen, described.section), described.name)
+    if described.name == "webhook_secret" and value is not None:
         return "(set)"
-    if one.name == "tenants":
+    if described.name == "tenants":
         return [tenant.name for tenant in value]
     return PASSWORD.sub("***", value) if isinstance(value, str) and "://" in value else value
 
 
-def _words(one: Setting, value: Any) -> str:
+def _words(described: Setting, value: Any) -> str:
     if value is None:
-        return one.about.shown or "none"
+        return described.about.shown or "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
-    return format_bytes(value) if one.is_size and value else str(value)
+    return format_bytes(value) if described.is_size and value else str(value)
 
 
-def _default(one: Setting) -> str:
-    default = one.default
+def _default(described: Setting) -> str:
+    default = described.default
     if default is None or default == ():
-        return one.about.shown if one.about.shown and one.key != "broker.url" else "none"
+        return described.about.shown if described.about.shown and described.key != "broker.url" else "none"
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, tuple):
         return ", ".join(f"`{part}`" for part in default)
     if isinstance(default, int | float):
-        return format_bytes(default).replace(".0 ", " ") if one.is_size and default else f"{default:g}"
+        return format_bytes(default).replace(".0 ", " ") if described.is_size and default else f"{default:g}"
     return f"`{default}`"

@@ -1,4 +1,4 @@
-"""How a verb speaks with Redis: at the URL given, else the private server that runs on the state directory."""
+"""How a command connects to Redis: to the configured URL, else to the private server of the state folder."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def ask(config: Config, question: Callable[["Broker"], Awaitable[Result]]) -> Result:
-    """Open a broker, await one question put to it, close it. Raises Unavailable and what the question raises."""
+    """Open a broker, await `question(broker)`, close it. Raises Unavailable, and what the question raises."""
     from ktqueue.broker.broker import Broker
 
     async def conversation() -> Result:
@@ -30,9 +30,9 @@ def ask(config: Config, question: Callable[["Broker"], Awaitable[Result]]) -> Re
 def ask_again(
     config: Config, question: Callable[["Broker"], Awaitable[Result]], show: Callable[[Result], None], seconds: float
 ) -> None:
-    """Put the question every so many seconds and show the answer, until Ctrl-C or until nobody reads standard output.
+    """Ask the question every `seconds` and show each answer, until Ctrl-C or until standard output is closed.
 
-    Raises Unavailable and what the question raises.
+    Raises Unavailable, and what the question raises.
     """
     from ktqueue.broker.broker import Broker
 
@@ -46,19 +46,19 @@ def ask_again(
         asyncio.run(conversation())
     except KeyboardInterrupt:
         pass
-    except (BrokenPipeError, SystemExit):  # `ktqueue jobs list --watch 1 | head`; rich makes an exit of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    except (BrokenPipeError, SystemExit):  # `ktqueue jobs list --watch 1 | head`; rich turns it into an exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
 
 
 def client(config: Config) -> "SyncClient":
-    """A connected blocking client, to be used as a context. Raises Unavailable."""
+    """Connect a blocking client; use it as a context manager. Raises Unavailable."""
     from ktqueue.client import SyncClient
 
     return SyncClient.open(config=config.broker)
 
 
 def only_model(config: Config) -> str:
-    """The model that the workers serve. Raises Unavailable where there is none, InvalidRequest where there are more."""
+    """Return the only served model. Raises Unavailable if there is none, InvalidRequest if there are several."""
 
     async def question(broker: "Broker") -> list[str]:
         return [card.name for card in await broker.models.cards()]
@@ -67,7 +67,7 @@ def only_model(config: Config) -> str:
 
 
 def one_model(served: Sequence[str]) -> str:
-    """The only model of a list. Raises Unavailable or InvalidRequest where it has none or several."""
+    """Return the only model of a list. Raises Unavailable if it is empty, InvalidRequest if it has several."""
     if not served:
         raise Unavailable("no worker serves a model yet")
     if len(served) > 1:

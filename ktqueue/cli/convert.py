@@ -1,4 +1,4 @@
-"""`ktqueue convert`: a Hugging Face folder, or a made-up model, to one GGUF file."""
+"""`ktqueue convert`: write a Hugging Face folder, or a synthetic model, as one GGUF file."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -29,8 +29,8 @@ def convert(
         typer.Argument(
             metavar="SOURCE",
             help="Hugging Face folder with config.json and safetensors; hf:OWNER/NAME to download one; or "
-            "synthetic:SHAPE:QUANT, such as synthetic:qwen3-30b-a3b:q4_k_m: random weights in that shape, to measure "
-            "with.",
+            "synthetic:SHAPE:QUANT, such as synthetic:qwen3-30b-a3b:q4_k_m: random weights in that shape, for "
+            "measurements.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="File to write.")],
@@ -45,7 +45,7 @@ def convert(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.gguf if it exists.")] = False,
 ) -> None:
-    """Convert a Hugging Face model to GGUF, experts and dense weights each in a type of their own."""
+    """Convert a Hugging Face model to GGUF. Experts and dense weights each have their own type."""
     from ktqueue.cli.terminal.console import notes
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
@@ -54,16 +54,16 @@ def convert(
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
-    made_up = source.startswith(SYNTHETIC_PREFIX)
-    if made_up and (experts or dense):
-        raise UsageFault("--experts and --dense do not go with a synthetic model: its name says the quantisation")
-    if layers and not made_up:
-        raise UsageFault("--layers goes with a synthetic model only")
-    folder = Path() if made_up else Path(on_this_machine(EngineConfig(model=source), say).model)
+    is_synthetic = source.startswith(SYNTHETIC_PREFIX)
+    if is_synthetic and (experts or dense):
+        raise UsageFault("--experts and --dense cannot be used with a synthetic model: its name says the quantisation")
+    if layers and not is_synthetic:
+        raise UsageFault("--layers can be used only with a synthetic model")
+    folder = Path() if is_synthetic else Path(on_this_machine(EngineConfig(model=source), say).model)
     if folder.is_file():
-        raise UsageFault(f"{source} is a GGUF file already; convert reads a Hugging Face folder")
+        raise UsageFault(f"{source} is already a GGUF file; convert needs a Hugging Face folder")
     with Bar("converting") as bar:
-        if made_up:
+        if is_synthetic:
             write_synthetic(source, target, layers=layers, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}

@@ -8,9 +8,9 @@ from ktqueue.cli.terminal.console import notes, results
 
 @expand
 def down(common: CommonFlags) -> None:
-    """Stop what `ktqueue up` runs on the state folder, and wait for its end: jobs finish or wait for the next start.
+    """Stop what `ktqueue up` runs on the state folder, and wait until it has stopped.
 
-    A second `ktqueue down` while it drains stops it at once.
+    Running jobs finish, or wait for the next start. A second `ktqueue down` meanwhile stops it at once.
     """
     from ktqueue.cli.terminal.waiting import Waiting
     from ktqueue.workers.supervision.detached import stop_detached
@@ -22,7 +22,7 @@ def down(common: CommonFlags) -> None:
             waiting.say("draining")
             stopped = stop_detached(config)
     except KeyboardInterrupt:
-        notes().print("it goes on stopping; `ktqueue down` again stops it at once", style="dim", markup=False)
+        notes().print("it is still stopping; `ktqueue down` again stops it at once", style="dim", markup=False)
         raise
-    said = f"stopped; {state} keeps the jobs" if stopped else f"nothing runs on {state} (--state-dir names another)"
-    results().print(said, markup=False, soft_wrap=True)
+    message = f"stopped; {state} keeps the jobs" if stopped else f"nothing runs on {state} (--state-dir names another)"
+    results().print(message, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`ktqueue fit`: will a model run here, and with which flags?"""
+"""`ktqueue fit`: does a model run here, and with which flags?"""
 
 import shlex
 from dataclasses import asdict, replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ktqueue.workers.startup.fit import Fit
     from ktqueue.workers.startup.machine import MachineResources
 
-SAID_ALWAYS = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "gpu_expert_memory_bytes")
+ALWAYS_SHOWN = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "gpu_expert_memory_bytes")
 MIB = 1 << 20
 
 
@@ -39,11 +39,11 @@ def fit(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Will a model run here, and with which flags? Ends with 0 for yes and 1 for no.
+    """Does a model run here, and with which flags? The exit code is 0 for yes and 1 for no.
 
-    Looks at host, GPU, bus and file, adds up what the memory is for, and writes the command to run. Flags that are
-    given stay as they are. Loads no weights. A model of the hub is downloaded first, unless its size alone says no.
-    --gpu-memory and --host-memory ask about another machine.
+    Looks at host, GPU, bus and file, adds up the memory that is needed, and writes the command to run. Flags that you
+    set are not changed. No weights are loaded. A model of the hub is downloaded first, unless it is too large anyway.
+    --gpu-memory and --host-memory describe another machine.
     """
     from ktqueue.workers.startup.build import check_choices, report_of
     from ktqueue.workers.startup.fit import Fit, choose_settings
@@ -57,7 +57,11 @@ def fit(
         found = Fit(config=given, host={}, host_limit=machine.host_available, why_not=too_large)
     else:
         local = with_model(replace(settings(common), engine=given)).engine
-        fixed = [one.name for one in settings_of("engine", EngineConfig) if getattr(given, one.name) != one.default]
+        fixed = [
+            described.name
+            for described in settings_of("engine", EngineConfig)
+            if getattr(given, described.name) != described.default
+        ]
         fixed += [key for key, value in asdict(engine).items() if value is not None]
         found = choose_settings(local, machine, report_of, device=device, fixed=fixed)
     command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
@@ -71,14 +75,14 @@ def fit(
 
 
 def _too_large(model: str, machine: "MachineResources") -> str:
-    """Why a model of the hub cannot run whatever is in it, before it is downloaded; empty: perhaps it can."""
+    """Why the files of a hub model are too large for this machine, before they are downloaded. Empty if they fit."""
     if not model.startswith(PREFIX):
         return ""
     from ktqueue.loading.huggingface import hub
 
     try:
         size = hub.size(parse(model))
-    except Unavailable:  # the cache may have it
+    except Unavailable:  # it may be in the cache
         return ""
     free = machine.host_available + (machine.gpu.free if machine.gpu is not None else 0)
     if size <= free:
@@ -87,13 +91,13 @@ def _too_large(model: str, machine: "MachineResources") -> str:
 
 
 def _asked(machine: "MachineResources", gpu_memory: str | None, host_memory: str | None) -> "MachineResources":
-    """The machine, with what the flags say of it."""
+    """Return the machine with the memory that the flags give it."""
     from ktqueue.workers.startup.machine import Gpu
 
     if gpu_memory is not None:
         size = _size("--gpu-memory", gpu_memory)
         machine = replace(
-            machine, gpu=Gpu(name="a GPU as asked for", total=size, free=size) if size else None, no_gpu=""
+            machine, gpu=Gpu(name="a GPU of --gpu-memory", total=size, free=size) if size else None, no_gpu=""
         )
     if host_memory is not None:
         machine = replace(machine, host_available=_size("--host-memory", host_memory))
@@ -108,14 +112,14 @@ def _size(flag: str, text: str) -> int:
 
 
 def _command(config: EngineConfig) -> str:
-    """The whole command: the model, and each flag whose value is not its default or was chosen for this machine."""
+    """Return the whole command: the model, and each flag that is not its default or was chosen for this machine."""
     words = ["ktqueue", "up", "--model", config.model]
-    for one in settings_of("engine", EngineConfig):
-        key, value = one.name, getattr(config, one.name)
-        chosen = key in SAID_ALWAYS and value
-        if not one.about.flags or key == "model" or value is None or (value == one.default and not chosen):
+    for described in settings_of("engine", EngineConfig):
+        key, value = described.name, getattr(config, described.name)
+        chosen = key in ALWAYS_SHOWN and value
+        if not described.about.flags or key == "model" or value is None or (value == described.default and not chosen):
             continue
-        flag = one.about.flags[0]
+        flag = described.about.flags[0]
         if isinstance(value, bool):
             on, _, off = flag.partition("/")
             words.append(on if value else off)

@@ -30,7 +30,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="Settings; KTQUEUE_* and flags win over them.",
+        help="Settings; KTQUEUE_* variables and flags override them.",
         show_default=False,
         metavar="FILE.toml",
         rich_help_panel="Settings",
@@ -52,10 +52,10 @@ def _group(section: str, kind: type, **further: Any) -> Callable[[type[FlagGroup
     """Decorate a FlagGroup: its fields are `further` annotations, and the flags of a section's settings."""
 
     def decorate(group: type[FlagGroup]) -> type[FlagGroup]:
-        described = {one.name: _annotation(one) for one in settings_of(section, kind) if one.about.flags}
+        annotations = {s.name: _annotation(s) for s in settings_of(section, kind) if s.about.flags}
         made = make_dataclass(
             group.__name__,
-            [(name, hint, field(default=None)) for name, hint in {**further, **described}.items()],
+            [(name, hint, field(default=None)) for name, hint in {**further, **annotations}.items()],
             bases=(FlagGroup,),
             frozen=True,
             kw_only=True,
@@ -138,10 +138,10 @@ def expand(verb: Callable[..., None]) -> Callable[..., None]:
         ]
 
     @functools.wraps(verb)
-    def wrapper(**given: Any) -> None:
+    def wrapper(**values: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
-        verb(**given)
+            values[name] = kind(**{f.name: values.pop(f.name) for f in fields(kind)})
+        verb(**values)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -1,4 +1,4 @@
-"""`ktqueue gateway`: the HTTP front alone."""
+"""`ktqueue gateway`: only the HTTP server."""
 
 import typer
 
@@ -8,7 +8,7 @@ from ktqueue.cli.terminal.failures import ExitCode
 
 @expand
 def gateway(common: CommonFlags, gateway: GatewayFlags) -> None:
-    """Serve the OpenAI-compatible HTTP API in front of a Redis. Needs no torch. Ctrl-C lets open streams end."""
+    """Serve the OpenAI-compatible HTTP API of a Redis. Needs no torch. Ctrl-C lets open streams finish."""
     from ktqueue.core.logs import set_up_logging
     from ktqueue.gateway.serve import serve
 
@@ -16,5 +16,5 @@ def gateway(common: CommonFlags, gateway: GatewayFlags) -> None:
     set_up_logging(config.log)
     try:
         serve(config)
-    except SystemExit as end:  # uvicorn has told why
+    except SystemExit as end:  # uvicorn has logged the reason
         raise typer.Exit(ExitCode.FAILED if end.code else ExitCode.OK) from end

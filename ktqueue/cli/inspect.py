@@ -1,4 +1,4 @@
-"""`ktqueue inspect`: what a model is made of and where each part would go."""
+"""`ktqueue inspect`: the parts of a model, and where each would be placed."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ktqueue.engine.memory_plan import MemoryPlan
     from ktqueue.loading.inspect import ModelReport
 
-WIDE = 120  # columns: room for everything
+WIDE = 120  # columns: wide enough for all columns
 
 
 @expand
@@ -31,7 +31,9 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan of a model without loading its weights: module, operator, device, bytes; memory with a GPU."""
+    """Show the plan of a model without loading its weights: module, operator, device and bytes of each part.
+
+    With --device cuda also what the memory of host and GPU is needed for."""
     from ktqueue.workers.startup.build import check_choices, report_of
     from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 
@@ -62,7 +64,7 @@ def _size(asked: str | None) -> int:
         return parse_bytes(asked or "")
     except ValueError as error:
         raise ConfigError(
-            f"--gpu-memory must be a size such as 80GiB, since this machine has no GPU to plan for, got {asked!r}",
+            f"--gpu-memory must be a size such as 80GiB, because this machine has no GPU, got {asked!r}",
             param="--gpu-memory",
             value=asked,
         ) from error
@@ -105,7 +107,7 @@ def _show(report: "ModelReport") -> None:
     places = {(row.operator, row.device) for row in report.rows}
     if console.width < WIDE:
         dropped = ["count", "class"]
-        if len(places) == 1:  # said once, so that there is room for names
+        if len(places) == 1:  # written once above the table, to leave room for names
             operator, device = places.pop()
             console.print(f"operator {operator}, device {device}\n", markup=False)
             dropped += ["operator", "device"]

@@ -44,7 +44,7 @@ def list_jobs(
     tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only jobs of this tenant.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1_000, help="Most jobs to list.")] = 20,
     watch: Annotated[
-        float | None, typer.Option("--watch", min=0.1, max=3600, help="List them again every so many seconds.")
+        float | None, typer.Option("--watch", min=0.1, max=3600, help="List them again after so many seconds.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +70,7 @@ def list_jobs(
 
 
 def _page(show: "Callable[[Sequence[JobRecord]], None]") -> "Callable[[Sequence[JobRecord]], None]":
-    """Each on a clean screen, or below the one before where there is no terminal."""
+    """Show each list on a cleared screen, or below the last list if there is no terminal."""
 
     def page(records: "Sequence[JobRecord]") -> None:
         console = results()
@@ -102,7 +102,7 @@ def _table(records: "Sequence[JobRecord]") -> "Table":
 
 @expand
 def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
-    """Show one job: its record and what was asked."""
+    """Show one job: its record and its request."""
     from ktqueue.cli.connection import ask
     from ktqueue.openai.records import record_json
 
@@ -124,10 +124,10 @@ def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
 def follow(
     common: CommonFlags,
     job_id: JobId,
-    after: Annotated[int, typer.Option("--after", min=0, metavar="SEQ", help="Leave out events up to this one.")] = 0,
+    after: Annotated[int, typer.Option("--after", min=0, metavar="SEQ", help="Skip events up to this number.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a job's tokens as they come, from its first. Ctrl-C leaves the job running."""
+    """Write a job's tokens as they arrive, from the first. Ctrl-C leaves the job running."""
     from ktqueue.cli.connection import client
     from ktqueue.cli.submit import follow as write_events
 
@@ -175,13 +175,14 @@ def retry(
     common: CommonFlags,
     job_ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="The jobs.")] = None,
     error: Annotated[
-        str | None, typer.Option("--error", metavar="CODE", help="All that failed with this code, such as poison_job.")
+        str | None,
+        typer.Option("--error", metavar="CODE", help="All jobs that failed with this code (poison_job)."),
     ] = None,
-    all_failed: Annotated[bool, typer.Option("--all-failed", help="All that failed.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before many are sent.")] = False,
+    all_failed: Annotated[bool, typer.Option("--all-failed", help="All failed jobs.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send failed jobs again, each as a new job that begins from the start."""
+    """Send failed jobs again, each as a new job from the beginning."""
     from ktqueue.cli.connection import ask
     from ktqueue.openai.records import record_json
 
@@ -193,7 +194,7 @@ def retry(
     ]
     if not job_ids and chosen and not yes:
         if not sys.stdin.isatty():
-            raise UsageFault(f"{len(chosen)} jobs would be sent again: say --yes")
+            raise UsageFault(f"{len(chosen)} jobs would be sent again; confirm with --yes")
         if not typer.confirm(f"Send {len(chosen)} jobs again?", err=True):
             raise typer.Exit(ExitCode.FAILED)
     faults: list[str] = []
@@ -222,7 +223,7 @@ def retry(
 
 
 async def _retriable(broker: "Broker") -> "list[JobRecord]":
-    """Failed jobs that have their requests still."""
+    """Failed jobs whose requests are still stored."""
     records = await broker.jobs.list(state=JobState.FAILED, limit=1_000)
     return [record for record in records if not record.request_dropped and record.retried_as is None]
 
@@ -234,7 +235,7 @@ def _state(record: "JobRecord") -> str:
 
 
 def _lines(document: object, prefix: str = "") -> list[tuple[str, str]]:
-    """A nested document as dotted names and texts; what is empty is left out."""
+    """Flatten a document to dotted names and texts. Empty values are left out."""
     if isinstance(document, dict):
         return [line for key, value in document.items() for line in _lines(value, f"{prefix}.{key}" if prefix else key)]
     if isinstance(document, list | tuple) and document and not isinstance(document[0], int | float | str):

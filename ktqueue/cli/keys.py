@@ -1,4 +1,4 @@
-"""`ktqueue keys`: API keys. A key is shown once, when it is made; the settings hold its hash."""
+"""`ktqueue keys`: make API keys. A key is shown once, when it is made; the settings contain its hash."""
 
 import secrets
 from typing import Annotated
@@ -10,7 +10,7 @@ from ktqueue.cli.terminal.console import write, write_json
 from ktqueue.cli.terminal.failures import EXIT_CODES_HELP
 from ktqueue.core.tenants import TenantConfig, hash_of
 
-KEY_BYTES = 32  # random ones in a key: no list of words holds it, so that one plain SHA-256 is enough
+KEY_BYTES = 32  # random bytes of a key: too many to guess, so a plain SHA-256 is enough
 
 
 def application() -> typer.Typer:
@@ -27,15 +27,15 @@ def _noun() -> None:
 
 def new(
     tenant: Annotated[
-        str | None, typer.Option("--tenant", metavar="NAME", help="Whose key it is.", show_default=False)
+        str | None, typer.Option("--tenant", metavar="NAME", help="The tenant that owns the key.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key: show it once, and the settings that let it in."""
+    """Make a key and show it once, with the settings that accept it."""
     key = f"ktq-{secrets.token_urlsafe(KEY_BYTES)}"
     hashed = hash_of(key)
     if tenant is not None:
-        TenantConfig(name=tenant, keys=(hashed,))  # a name that the gateway would refuse is refused here
+        TenantConfig(name=tenant, keys=(hashed,))  # raises ConfigError for a name that the gateway would refuse
     if as_json:
         write_json({"key": key, "sha256": hashed, "tenant": tenant})
         return
@@ -47,11 +47,11 @@ def new(
     write(
         f"""{key}
 
-The key is shown this once: give it to its user. The gateway's settings (--config FILE.toml) take its hash:
+The key is shown only now: give it to its user. Put its hash into the gateway's settings (--config FILE.toml):
 
 {lines}
 
-To see which hash belongs to a key, and whether a gateway takes it:
+To see the hash of a key, and whether a gateway accepts it:
   printf %s "$KEY" | sha256sum
   curl -H "Authorization: Bearer $KEY" http://127.0.0.1:8000/v1/models
 """

@@ -1,6 +1,6 @@
-"""`ktqueue`: registers the verbs, and turns whatever they raise into one line and an exit code.
+"""`ktqueue`: registers the commands, and turns their errors into one line and an exit code.
 
-The verbs' modules import only typer and core at the top, so that `ktqueue --help` is quick.
+The commands' modules import only typer and core at the top, so that `ktqueue --help` is quick.
 """
 
 import sys
@@ -30,7 +30,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (may stand anywhere).")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (at any place in the line).")] = False,
 ) -> None:
     """A job queue that serves Mixture-of-Experts language models too big for the GPU at hand."""
 
@@ -70,12 +70,12 @@ def application() -> typer.Typer:
 
 
 def _usage(error: Any) -> ExitCode:
-    """A wrong command line: typer's error has a context that knows the verb."""
+    """Report a wrong command line. typer's error has a context with the command's name."""
     context = getattr(error, "ctx", None)
-    verb = context.command_path if context is not None else "ktqueue"
+    command = context.command_path if context is not None else "ktqueue"
     message = " ".join(error.format_message().split())
-    if message:  # none where the help was shown instead
-        sys.stderr.write(f"{verb}: {message} (see {verb} --help)\n")
+    if message:  # empty if the help was shown instead
+        sys.stderr.write(f"{command}: {message} (see {command} --help)\n")
     return ExitCode.USAGE
 
 
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except Exception as error:
-        if hasattr(error, "format_message"):  # the usage errors of typer, in whichever package it keeps them
+        if hasattr(error, "format_message"):  # usage errors of typer, whose package differs between versions
             return _usage(error)
         return report(error, debug=debug)
 

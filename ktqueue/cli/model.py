@@ -7,10 +7,10 @@ from ktqueue.core.config import Config
 
 
 def with_model(config: Config) -> Config:
-    """The settings with a model that is on this machine: one of the hub is downloaded.
+    """Return the settings with a model on this machine. A model of the hub is downloaded.
 
-    Raises CheckpointError, ConfigError or Unavailable before anything else is done where there is no such model,
-    RuleError where there are no such rules, and ConfigError for a device that no engine runs on.
+    This comes before anything is started. Raises CheckpointError, ConfigError or Unavailable if there is no such model,
+    RuleError if there are no such rules, and ConfigError for a device that no engine supports.
     """
     from ktqueue.loading.model_path import on_this_machine
     from ktqueue.loading.rules import rules_file

@@ -16,10 +16,10 @@ def pull(
         typer.Argument(metavar="OWNER/NAME[:QUANT]...", help="Models of the Hugging Face hub, with or without hf:."),
     ],
 ) -> None:
-    """Download models from the Hugging Face hub into its cache; each one's local path is written.
+    """Download models from the Hugging Face hub into its cache, and write the local path of each.
 
-    A download that was cut short goes on where it stopped. HF_TOKEN, HF_HOME and the other variables of huggingface_hub
-    are respected. `ktqueue up --model hf:OWNER/NAME:QUANT` downloads, too.
+    An interrupted download continues where it stopped. HF_TOKEN, HF_HOME and the other variables of huggingface_hub
+    are used. `ktqueue up --model hf:OWNER/NAME:QUANT` downloads too.
     """
     from ktqueue.loading.model_path import on_this_machine
 

@@ -1,4 +1,4 @@
-"""Flags of `submit` and `chat` to a GenerationRequest."""
+"""Flags and texts of `submit` and `chat` that become a GenerationRequest."""
 
 import sys
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ def _option(name: str, say: str, metavar: str = "X", default: str | bool = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """How tokens are chosen; named as in SamplingParams."""
+    """How tokens are chosen. The fields have the names of SamplingParams."""
 
     max_tokens: Annotated[int | None, _option("--max-tokens", "Most tokens to generate.", "N", "the context")] = None
     temperature: Annotated[float | None, _option("--temperature", "0 is greedy.", "X", "1.0")] = None
     top_p: Annotated[float | None, _option("--top-p", "Keep the likeliest tokens up to this mass.")] = None
     top_k: Annotated[int | None, _option("--top-k", "Keep this many likeliest tokens.", "N")] = None
-    min_p: Annotated[float | None, _option("--min-p", "Drop tokens below this part of the likeliest.")] = None
+    min_p: Annotated[float | None, _option("--min-p", "Drop tokens below this share of the likeliest.")] = None
     repetition_penalty: Annotated[float | None, _option("--repetition-penalty", "Above 1: repeat less.")] = None
     seed: Annotated[int | None, _option("--seed", "Same seed, same text.", "N")] = None
     stop: Annotated[list[str] | None, _option("--stop", "End before this text; may be repeated.", "TEXT")] = None
 
     def params(self, **more: Any) -> SamplingParams:
-        """The SamplingParams; what was not given keeps its default. Raises InvalidRequest."""
-        given = {name: value for name, value in {**asdict(self), **more}.items() if value is not None}
-        given["stop"] = tuple(given.get("stop") or ())
-        return SamplingParams(**given)
+        """Make the SamplingParams. Flags that were not used keep the default. Raises InvalidRequest."""
+        chosen = {name: value for name, value in {**asdict(self), **more}.items() if value is not None}
+        chosen["stop"] = tuple(chosen.get("stop") or ())
+        return SamplingParams(**chosen)
 
 
 def read_text(source: str) -> str:
-    """`-` is standard input, `@FILE` a file, anything else itself. Raises UsageFault."""
+    """Return the text. `-` reads standard input, `@FILE` reads a file. Raises UsageFault."""
     try:
         if source == "-":
             raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
@@ -57,7 +57,7 @@ def read_text(source: str) -> str:
 
 
 def read_messages(source: str) -> tuple[Mapping[str, Any], ...]:
-    """Chat messages from JSON text (see `read_text`). Raises UsageFault."""
+    """Read chat messages from JSON text (see `read_text`). Raises UsageFault."""
     try:
         value = loads(read_text(source))
     except CodecError as error:

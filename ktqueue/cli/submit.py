@@ -1,4 +1,4 @@
-"""`ktqueue submit`: one job, straight into Redis."""
+"""`ktqueue submit`: submit one job to Redis."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ def submit(
     common: CommonFlags,
     sampling: SamplingFlags,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to say; - reads standard input, @FILE a file.", show_default=False)
+        str | None, typer.Argument(help="The prompt; - reads standard input, @FILE a file.", show_default=False)
     ] = None,
     messages: Annotated[
         str | None,
@@ -33,57 +33,57 @@ def submit(
         str | None, typer.Option("--system", metavar="TEXT", help="A system message.", show_default=False)
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat/--completion", help="Apply the chat template, or go on from the bare text.")
+        bool, typer.Option("--chat/--completion", help="Apply the chat template, or continue the plain text.")
     ] = True,
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Model.", show_default="the one served")
     ] = None,
     job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.INTERACTIVE,
     priority: Annotated[
-        int, typer.Option("--priority", metavar="INTEGER", help="Lower goes first in its class, -100 to 100.")
+        int, typer.Option("--priority", metavar="INTEGER", help="-100 to 100; lower runs first in its class.")
     ] = 0,
     n: Annotated[int, typer.Option("-n", help="Choices.")] = 1,
     expires_in: Annotated[
         float | None,
-        typer.Option("--expires-in", metavar="SECONDS", help="Give up after this time.", show_default=False),
+        typer.Option("--expires-in", metavar="SECONDS", help="Expire after this time.", show_default=False),
     ] = None,
     job_id: Annotated[
         str | None,
-        typer.Option("--job-id", metavar="ID", help="Name the job: a retry finds it.", show_default=False),
+        typer.Option("--job-id", metavar="ID", help="Id of the job; submitting it again finds it.", show_default=False),
     ] = None,
     stream: Annotated[
         bool | None,
         typer.Option("--stream/--no-stream", help="Write tokens as they come.", show_default="on a terminal"),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Write the job's id and leave.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Write the job's id and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Submit one job and write its answer."""
+    """Submit a job and write its answer."""
     from ktqueue.cli.connection import client, only_model
 
     config = settings(common)
     if messages is not None and (prompt is not None or system is not None or not chat):
-        raise UsageFault("--messages goes with none of PROMPT, --system and --completion")
+        raise UsageFault("--messages cannot be used with PROMPT, --system or --completion")
     if prompt is None and messages is None:
         if sys.stdin.isatty():
             raise UsageFault("give a PROMPT or --messages (- reads standard input)")
         prompt = "-"
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "sampling": sampling.params(n=n),
         "job_class": job_class,
         "priority": priority,
         "expires_in": expires_in,
     }
     if messages is not None:
-        asked["messages"] = read_messages(messages)
+        fields["messages"] = read_messages(messages)
     elif chat:
         turns = [{"role": "system", "content": system}] if system is not None else []
-        asked["messages"] = (*turns, {"role": "user", "content": read_text(prompt or "")})
+        fields["messages"] = (*turns, {"role": "user", "content": read_text(prompt or "")})
     else:
         if system is not None:
             raise UsageFault("--system needs --chat")
-        asked["prompt"] = read_text(prompt or "")
-    request = GenerationRequest(model=served_name(model) if model else only_model(config), **asked)
+        fields["prompt"] = read_text(prompt or "")
+    request = GenerationRequest(model=served_name(model) if model else only_model(config), **fields)
     with client(config) as connected:
         record = connected.submit(request, job_id=job_id)
         if detach:
@@ -105,7 +105,7 @@ def follow(
     as_json: bool,
     cancel_on_interrupt: bool,
 ) -> None:
-    """Write a job's text (or JSON) until it ends; `live` piece by piece. Exits FAILED unless the job is done."""
+    """Write a job's text (or JSON) until it ends, with `live` as it arrives. Exits FAILED unless the job is done."""
     from ktqueue.openai.records import event_json, result_json
 
     as_it_comes = live and (as_json or record.readable_request().sampling.n == 1)
@@ -117,7 +117,7 @@ def follow(
                 write_json({"id": record.id, **event_json(event)}, indent=None)
             elif as_it_comes:
                 write(plain_text(event.text))
-    except (KeyboardInterrupt, BrokenPipeError) as reason:  # nobody reads on
+    except (KeyboardInterrupt, BrokenPipeError) as reason:  # the output is not read any more
         if cancel_on_interrupt:
             connected.cancel(record.id)
         if isinstance(reason, KeyboardInterrupt):
@@ -135,6 +135,6 @@ def follow(
         for choice in choices:
             write(f"[{choice['index']}] " * (len(choices) > 1) + plain_text(choice["text"]) + "\n")
     if last.state is not JobState.DONE:
-        message = last.error.message if last.error is not None else f"it is {last.state}"
+        message = last.error.message if last.error is not None else f"it ended as {last.state}"
         sys.stderr.write(f"ktqueue: job {record.id}: {message}\n")
         raise typer.Exit(ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""`ktqueue worker`: one worker, which serves one model, in this process."""
+"""`ktqueue worker`: one worker in this process, which serves one model."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @expand
 def worker(common: CommonFlags, engine: EngineFlags) -> None:
-    """Load a model and run jobs until told to stop; Ctrl-C drains, a second one leaves at once."""
+    """Load a model and run jobs until Ctrl-C, which drains; a second Ctrl-C exits at once."""
     from ktqueue.cli.connection import ask
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.core.logs import set_up_logging
     from ktqueue.workers.generation.worker_process import leave, run
 
     config = settings(common, engine=engine)
-    ask(config, _answers)  # a large model takes long to load: say at once that Redis is away
+    ask(config, _answers)  # fails at once if Redis cannot be reached, before a large model is loaded
     config = with_model(config)
     set_up_logging(config.log)
     with ExitStack() as bars:
-        shown: dict[str, Bar] = {}  # one after the other
+        shown: dict[str, Bar] = {}  # one bar after the other
 
         def show(title: str, done: int, total: int, what: str) -> None:
             if title not in shown:

@@ -1,1 +1,1 @@
-"""Floor 0: plain data. Knows no Redis, no torch, no HTTP."""
+"""Floor 0: plain data, without Redis, torch or HTTP."""

@@ -1,10 +1,10 @@
-"""Dataclasses to versioned JSON bytes and back (the door to orjson). Never pickle.
+"""Dataclasses to versioned JSON bytes and back, by orjson. Never pickle.
 
-Every record begins with `v`, its format. A record with something that older versions must not overlook, such as a new
-sampling parameter, is written in a new format, which is VERSION then; all others stay in the older one. So a field that
-is unknown in a known format can be ignored, and is. Formats up to VERSION are read.
-Keys of journal events are short because there is one event a token; fields at their default value are left out.
-Decoding validates and raises CodecError.
+Every record begins with `v`, the number of its format. Formats up to VERSION are read. A record gets a new format only
+if older versions must not ignore something in it, such as a new sampling parameter. Unknown fields of a known format
+are therefore ignored.
+Keys of journal events are short because there is an event for each token. Fields at their default are left out.
+Decoding checks the record and raises CodecError.
 """
 
 from base64 import b64decode, b64encode
@@ -20,37 +20,37 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 VERSION = 1
-_REQUEST_FIELDS = tuple(one.name for one in fields(GenerationRequest))
-_SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
-_ERROR_FIELDS = frozenset(one.name for one in fields(ErrorInfo))
-_CARD_FIELDS = frozenset(one.name for one in fields(ModelCard))
-# Of a card. The first release refuses a card with any other, so newer ones are kept beside it.
+_REQUEST_FIELDS = tuple(field.name for field in fields(GenerationRequest))
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_ERROR_FIELDS = frozenset(field.name for field in fields(ErrorInfo))
+_CARD_FIELDS = frozenset(field.name for field in fields(ModelCard))
+# The first release refuses a card with other fields, so newer fields are stored separately.
 _FIRST_CARD_FIELDS = (
     "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs"
 )  # fmt: skip
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, a token that could not be chosen: JSON has no infinity
+LOWEST_LOGPROB = -9999.0  # means minus infinity, for a token that could not be chosen: JSON has no infinity
 
 
 class CodecError(KtqueueError):
-    """The bytes are not a record of a version that this process knows."""
+    """The bytes are not a record that this version can read."""
 
     code = "codec_error"
 
 
 class NewerFormat(CodecError):
-    """The bytes are a record of a format that only newer versions read; `value` is its number."""
+    """Only newer versions can read this record; `value` is the number of its format."""
 
     code = "newer_format"
-    status = 503  # while versions are mixed, another gateway may read it
+    status = 503  # during an upgrade another gateway may read it
 
 
 def dumps(value: Any) -> bytes:
-    """Plain data (str keys or int keys) to compact JSON bytes."""
+    """Write plain data (str or int keys) as compact JSON bytes."""
     return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
 
 
 def loads(data: bytes | str) -> Any:
-    """JSON bytes to plain data. Raises CodecError."""
+    """Read plain data from JSON bytes. Raises CodecError."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -79,12 +79,13 @@ def _known(value: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def encode_request(request: GenerationRequest) -> bytes:
-    """A request as JSON; the same request always gives the same bytes.
+    """Write a request as JSON. Equal requests give equal bytes.
 
-    Raises InvalidRequest for what JSON cannot hold: half a surrogate pair, a number of more than 64 bits, an object.
+    Raises InvalidRequest for values that JSON cannot hold: half a surrogate pair, a number of more than 64 bits, an
+    object.
     """
     try:
-        # orjson takes the dataclass within as it is; asdict would copy everything first, ten times slower.
+        # orjson writes the inner dataclass directly. asdict would copy everything first, which takes ten times as long.
         return dumps({"v": VERSION, **{name: getattr(request, name) for name in _REQUEST_FIELDS}})
     except TypeError as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
@@ -109,17 +110,17 @@ def decode_request(data: bytes | str) -> GenerationRequest:
 
 
 def encode_card(card: ModelCard) -> bytes:
-    """A model card as JSON, as far as the first release reads it."""
+    """Write the fields of a model card that the first release reads, as JSON."""
     return dumps({"v": 1, **_known(asdict(card), _FIRST_CARD_FIELDS)})
 
 
 def encode_card_more(card: ModelCard) -> bytes:
-    """The fields of a model card that the first release did not have, as JSON."""
+    """Write the fields of a model card that the first release does not know, as JSON."""
     return dumps({name: value for name, value in asdict(card).items() if name not in _FIRST_CARD_FIELDS})
 
 
 def decode_card(data: bytes | str, more: bytes | str | None = None) -> ModelCard:
-    """Inverse of `encode_card`, with the `more` of `encode_card_more` where there is any. Raises CodecError."""
+    """Inverse of `encode_card`; `more` is the result of `encode_card_more`, if any. Raises CodecError."""
     try:
         newer = {} if more is None else loads(more)
         return ModelCard(**_known({**newer, **_record(data)}, _CARD_FIELDS))
@@ -128,9 +129,9 @@ def decode_card(data: bytes | str, more: bytes | str | None = None) -> ModelCard
 
 
 def encode_event(event: TokenEvent) -> bytes:
-    """A journal event as JSON, without its seq (the journal's own id carries that).
+    """Write a journal event as JSON, without `seq`, which is the entry's id in the journal.
 
-    i: index, t: token ids, x: text, l: logprobs, f: finish reason, s: state, u: usage, e: error.
+    Keys are i: index, t: token ids, x: text, l: logprobs, f: finish reason, s: state, u: usage, e: error.
     """
     value: dict[str, Any] = {"v": VERSION}
     if event.index:
@@ -175,8 +176,8 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
         raise CodecError(f"not a journal event: {fault}") from fault
 
 
-def _pack(one: TokenLogprob) -> list[Any]:
-    return [one.token_id, b64encode(one.token_bytes).decode(), max(one.logprob, LOWEST_LOGPROB)]
+def _pack(token: TokenLogprob) -> list[Any]:
+    return [token.token_id, b64encode(token.token_bytes).decode(), max(token.logprob, LOWEST_LOGPROB)]
 
 
 def _unpack(value: list[Any]) -> TokenLogprob:

@@ -1,4 +1,4 @@
-"""Completion: a job's whole answer, put together from its events. Knows no Redis."""
+"""Completion: the whole answer of a job, assembled from its events."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a job has generated: one entry a choice, `n` of them, in order of index."""
+    """What a job has generated. Tuples have an entry for each of the `n` choices, in order of index."""
 
     job_id: str
     texts: tuple[str, ...]
@@ -30,9 +30,9 @@ class Completion:
 
 
 def completion_of(job_id: str, choices: int, events: Iterable[TokenEvent]) -> Completion:
-    """Fold all events of an ended job.
+    """Assemble the answer from all events of a job that has ended.
 
-    Raises the error that the job ended with (Cancelled, DeadlineExceeded, PoisonJob, EngineFailure ...).
+    Raises the error with which the job ended (Cancelled, DeadlineExceeded, PoisonJob, EngineFailure ...).
     """
     texts = [""] * choices
     reasons: list[FinishReason | None] = [None] * choices

@@ -56,13 +56,14 @@ _SECTIONS: dict[str, type] = {
     "log": LogConfig,
 }
 _SETTINGS: dict[str, dict[str, Setting]] = {
-    section: {one.name: one for one in settings_of(section, kind)} for section, kind in _SECTIONS.items()
+    section: {described.name: described for described in settings_of(section, kind)}
+    for section, kind in _SECTIONS.items()
 }
 
 
 def all_settings() -> list[Setting]:
     """The description of every setting, section by section."""
-    return [one for section in _SETTINGS.values() for one in section.values()]
+    return [described for section in _SETTINGS.values() for described in section.values()]
 
 
 def load_config(
@@ -99,10 +100,10 @@ def config_environment(config: Config) -> dict[str, str]:
     This is how settings reach a child process.
     """
     variables = {}
-    for one in all_settings():
-        value = getattr(getattr(config, one.section), one.name)
-        if value != one.default:
-            variables[f"{ENVIRONMENT_PREFIX}{one.section}_{one.name}".upper()] = _text(value)
+    for described in all_settings():
+        value = getattr(getattr(config, described.section), described.name)
+        if value != described.default:
+            variables[f"{ENVIRONMENT_PREFIX}{described.section}_{described.name}".upper()] = _text(value)
     return variables
 
 

@@ -1,6 +1,6 @@
-"""What a caller may catch. Each error has a stable code and the HTTP status it maps to.
+"""Errors that a caller may catch. Each class has a stable code and an HTTP status.
 
-An error names the field, the limit and the value it speaks of, so that a person can mend the input.
+An error names the field, the limit and the value, so that a person can correct the input.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorInfo:
-    """An error as it travels in a journal or an HTTP body.
+    """An error as plain data, for journals and HTTP bodies.
 
-    `status` is the HTTP status; `param` the field at fault; `limit` and `value` are given where
-    a bound was broken.
+    `status` is the HTTP status and `param` the wrong field. `limit` and `value` are set if a limit was exceeded.
     """
 
     code: str
@@ -71,21 +70,21 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class AuthenticationFailed(KtqueueError):
-    """No API key, or one that is not known."""
+    """The API key is missing or unknown."""
 
     code = "invalid_api_key"
     status = 401
 
 
 class ModelNotFound(KtqueueError):
-    """No worker serves the model that was asked for."""
+    """No worker serves the requested model."""
 
     code = "model_not_found"
     status = 404
 
 
 class JobNotFound(KtqueueError):
-    """No job of that id: never submitted, or its record has expired."""
+    """No job has this id: it was never submitted, or its record has expired."""
 
     code = "job_not_found"
     status = 404
@@ -99,7 +98,7 @@ class JobConflict(KtqueueError):
 
 
 class RequestTooLarge(KtqueueError):
-    """The body, or what it asks for, is larger than a limit."""
+    """The body, or the work that it requests, exceeds a limit."""
 
     code = "request_too_large"
     status = 413
@@ -113,21 +112,21 @@ class IdempotencyConflict(KtqueueError):
 
 
 class QueueFull(KtqueueError):
-    """The queue of this class holds as many jobs, or all queues as many bytes, as they may."""
+    """The queue of this class is at its limit of jobs, or all queues together are at their limit of bytes."""
 
     code = "queue_full"
     status = 429
 
 
 class TenantLimitReached(KtqueueError):
-    """The tenant has as many jobs, or bytes of them, as it may."""
+    """The tenant is at its limit of jobs, or of bytes in them."""
 
     code = "tenant_limit_reached"
     status = 429
 
 
 class RateLimitExceeded(KtqueueError):
-    """The tenant has used the requests or tokens of its minute; `retry_after` says when this one would be let in."""
+    """The tenant has used its requests or tokens for now. `retry_after` says when this request would be accepted."""
 
     code = "rate_limit_exceeded"
     status = 429
@@ -141,7 +140,7 @@ class Cancelled(KtqueueError):
 
 
 class Unavailable(KtqueueError):
-    """The broker or every worker of the model is away; try again."""
+    """Redis, the gateway, the hub, or every worker of the model cannot be reached now. Try again."""
 
     code = "unavailable"
     status = 503
@@ -155,42 +154,42 @@ class DeadlineExceeded(KtqueueError):
 
 
 class EngineFailure(KtqueueError):
-    """The engine could not finish this one sequence."""
+    """The engine could not finish this sequence."""
 
     code = "engine_failure"
     status = 500
 
 
 class PoisonJob(KtqueueError):
-    """The job's workers died so often that it is not tried again."""
+    """So many workers died while running this job that it is not tried again."""
 
     code = "poison_job"
     status = 500
 
 
 class ModelChanged(KtqueueError):
-    """The job has begun under weights or settings that no worker of its model has any more."""
+    """The job was started with weights or settings that no worker of its model has now."""
 
     code = "model_changed"
     status = 503
 
 
 class VersionChanged(KtqueueError):
-    """The job was written by a version of ktqueue that no worker of its model has any more."""
+    """The job was written by a version of ktqueue that no worker of its model can read now."""
 
     code = "version_changed"
     status = 503
 
 
 class LeaseLost(KtqueueError):
-    """This worker incarnation's lease has lapsed: its jobs belong to others now."""
+    """The worker's lease has expired, so other workers may have its jobs now."""
 
     code = "lease_lost"
     status = 503
 
 
 class JournalRegressed(KtqueueError):
-    """The reader has seen more of the journal than there is: the broker lost data."""
+    """The reader has seen more events than the journal has now: Redis lost data."""
 
     code = "journal_regressed"
     status = 500
@@ -215,11 +214,11 @@ class RuleError(KtqueueError):
 
 
 def error_of(info: ErrorInfo) -> KtqueueError:
-    """The exception that an ErrorInfo stands for: of the class with its code, or a plain KtqueueError."""
-    known, waiting = {KtqueueError.code: KtqueueError}, [KtqueueError]
-    while waiting:
-        for kind in waiting.pop().__subclasses__():
-            known.setdefault(kind.code, kind)
-            waiting.append(kind)
-    kind = known.get(info.code, KtqueueError)
+    """Make the exception for an ErrorInfo: of the class with its code, else a plain KtqueueError."""
+    by_code, unvisited = {KtqueueError.code: KtqueueError}, [KtqueueError]
+    while unvisited:
+        for kind in unvisited.pop().__subclasses__():
+            by_code.setdefault(kind.code, kind)
+            unvisited.append(kind)
+    kind = by_code.get(info.code, KtqueueError)
     return kind(info.message, param=info.param, limit=info.limit, value=info.value)

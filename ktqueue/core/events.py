@@ -1,4 +1,4 @@
-"""What a job tells its readers: token events, how a choice finished, what it used, where a job stands."""
+"""Events of a job: new tokens, why a choice finished, token counts and the job's state."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from ktqueue.core.errors import ErrorInfo
 
 
 class JobState(StrEnum):
-    """Where a job stands. The last four are terminal: a job ends in exactly one of them."""
+    """State of a job. The last four are terminal: a job ends in exactly one of them."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -18,11 +18,12 @@ class JobState(StrEnum):
 
     @property
     def terminal(self) -> bool:
+        """Whether the job has ended."""
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended by itself: an end token or stop string, or a length limit."""
+    """Why a choice finished: an end token or stop string, or a length limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,7 +31,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token and its natural-log probability (<= 0). `token_bytes` are the bytes it stands for."""
+    """One token and its natural-log probability (<= 0). `token_bytes` are the bytes of its text."""
 
     token_id: int
     token_bytes: bytes
@@ -39,7 +40,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The chosen token of a position, and the `top_logprobs` likeliest ones, best first."""
+    """The chosen token of a position, and the `top_logprobs` likeliest tokens, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -58,11 +59,11 @@ class Usage:
 class TokenEvent:
     """One entry of a job's journal.
 
-    `seq` counts the job's events from 1 without holes. `index` is the choice (0..n-1).
-    `token_ids` are all ids generated since the choice's last event, also those whose `text` is
-    still held back (half a character, a possible stop string). `finish_reason` is set on the last
+    `seq` counts the job's events from 1 without gaps. `index` is the choice (0..n-1).
+    `token_ids` are all ids generated since the choice's last event, including those whose `text` is
+    held back (half a character, a possible stop string). `finish_reason` is set on the last
     event of a choice; `state` on the last event of the job, with `usage` (and `error` unless done).
-    `format` is set where a newer version wrote the event, and this one can read nothing of it but `seq`.
+    `format` is set if a newer version wrote the event; then only `seq` could be read.
     """
 
     seq: int

@@ -8,7 +8,7 @@ from ktqueue.core.errors import ConfigError
 
 PREFIX = "hf:"
 PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
-"""How the name of a split model's file ends, before .gguf or .safetensors."""
+"""End of the name of a split model's file, before .gguf or .safetensors."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
@@ -20,7 +20,7 @@ class HubModel:
     variant: str | None
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """The name as a user types it."""
         return f"{PREFIX}{self.repository}" + (f":{self.variant}" if self.variant else "")
 
     @property
@@ -31,7 +31,7 @@ class HubModel:
 
 
 def parse(model: str) -> HubModel:
-    """The model that `hf:OWNER/NAME[:VARIANT]` names. Raises ConfigError."""
+    """Parse `hf:OWNER/NAME[:VARIANT]`. Raises ConfigError."""
     repository, _, variant = model.removeprefix(PREFIX).partition(":")
     if not _REPOSITORY.fullmatch(repository) or model.endswith(":"):
         raise ConfigError(
@@ -45,7 +45,7 @@ def parse(model: str) -> HubModel:
 
 
 def served_name(model: str) -> str:
-    """The name under which workers serve what `--model` names: that of an `hf:` model, else the word as it is.
+    """The name under which workers serve `--model`: for an `hf:` model its served name, else the argument itself.
 
     Raises ConfigError.
     """

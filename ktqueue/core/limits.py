@@ -1,7 +1,7 @@
-"""What a tenant may use at once and by the minute. Plain numbers; who counts is the broker.
+"""Limits of a tenant: at any moment and per minute. The broker does the counting.
 
-A rate is kept by the generic cell rate algorithm: after a pause a tenant may use `burst` at once, and from then on so
-many a minute, evenly.
+Rates follow the generic cell rate algorithm: after a pause a tenant may use `burst` at once, and then a steady number
+per minute.
 """
 
 from dataclasses import dataclass, fields
@@ -11,10 +11,10 @@ from ktqueue.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """None: no limit. A burst that is not given is a whole minute's worth.
+    """None means no limit. By default a burst is what the rate allows in one minute.
 
-    Live jobs wait or run; queued ones wait. Queued bytes are those of requests that wait; stored bytes are those of all
-    that Redis keeps of the tenant's jobs: requests, and records and journals of ended jobs while they are kept.
+    Live jobs wait or run; queued jobs wait. Queued bytes are the sizes of waiting requests. Stored bytes are all that
+    Redis keeps for the tenant's jobs: requests, and the records and journals of ended jobs while they are kept.
     Tokens are those of prompts and answers together.
 
     Raises ConfigError naming the field.
@@ -30,12 +30,12 @@ class TenantLimits:
     tokens_burst: int | None = None
 
     def __post_init__(self) -> None:
-        for one in fields(TenantLimits):
-            value = getattr(self, one.name)
+        for limit in fields(TenantLimits):
+            value = getattr(self, limit.name)
             if value is not None and (type(value) is not int or not 1 <= value <= 10**12):
                 raise ConfigError(
-                    f"a tenant's {one.name} must be a positive integer, got {value!r}",
-                    param=f"gateway.tenants.{one.name}",
+                    f"a tenant's {limit.name} must be a positive integer, got {value!r}",
+                    param=f"gateway.tenants.{limit.name}",
                     limit=1,
                     value=str(value),
                 )
@@ -47,10 +47,10 @@ class TenantLimits:
 
     @property
     def most_requests(self) -> int | None:
-        """Requests at once after a pause."""
+        """Most requests at once, after a pause."""
         return self.requests_burst or self.requests_per_minute
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens at once after a pause."""
+        """Most tokens at once, after a pause."""
         return self.tokens_burst or self.tokens_per_minute

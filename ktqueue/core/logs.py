@@ -1,4 +1,4 @@
-"""How every process writes its log: to standard error, a time and a level in each line, as text or as JSON lines."""
+"""Logging of every process: to standard error, with a time and a level in each line, as text or as JSON lines."""
 
 import logging
 import sys
@@ -10,12 +10,12 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config, LogConfig, load_config
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-# At INFO these log each request and job of theirs: URLs of webhooks, and arguments of jobs, which are prompts.
+# At INFO these log every request and job, including webhook URLs and job arguments, which contain prompts.
 QUIET_LIBRARIES = ("httpx", "httpcore", "arq.worker", "uvicorn.access")
 
 
 def set_up_logging(config: LogConfig) -> None:
-    """Send the log of this process to standard error. Call it once, at the start of a process."""
+    """Send the log of this process to standard error. Call this once, when a process starts."""
     handler = _StandardError()
     handler.setFormatter(JsonFormatter() if config.format == "json" else logging.Formatter(TEXT_FORMAT))
     root = logging.getLogger()
@@ -27,7 +27,10 @@ def set_up_logging(config: LogConfig) -> None:
 
 
 def configure_process(environment: Mapping[str, str]) -> Config:
-    """The settings of the environment, with the log set up as they say. Raises ConfigError, which can be logged."""
+    """Load the settings from the environment and set up the log as they say.
+
+    Raises ConfigError. The log is set up by then, so the error can be logged.
+    """
     set_up_logging(LogConfig())
     config = load_config(environment=environment)
     set_up_logging(config.log)
@@ -53,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is now: a progress bar puts its own stream there while it is shown."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

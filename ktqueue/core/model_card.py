@@ -1,16 +1,16 @@
-"""What a worker tells the world of the model that it serves."""
+"""Model card: what a worker publishes about the model that it serves."""
 
 from dataclasses import dataclass
 
-SHORT_DIGEST = 12  # characters of a digest that people are shown
+SHORT_DIGEST = 12  # characters of a digest in tables and messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """A served model. `max_model_len` is in tokens (prompt and completion); `created` in Unix seconds.
 
-    `digest`: of all that decides the model's tokens (see loading/identity.py), in hexadecimal. Only a worker with the
-    same digest goes on with a job that has begun. Empty: unknown, as of workers before version 0.2.
+    `digest`: hash of everything that decides the model's tokens (see loading/identity.py), in hexadecimal. Only a
+    worker with the same digest continues a job that has started. Empty: unknown, from workers before version 0.2.
     """
 
     name: str
@@ -21,9 +21,9 @@ class ModelCard:
     quantization: str
     max_num_seqs: int
     digest: str = ""
-    longest_token: int | None = None  # bytes of text that one token may stand for; None: no limit is known
+    longest_token: int | None = None  # most bytes of text that a token may have; None: unknown
 
     @property
     def short_digest(self) -> str:
-        """The digest as people are shown it."""
+        """The beginning of the digest, for people."""
         return self.digest[:SHORT_DIGEST]

@@ -1,10 +1,10 @@
-"""Whether a prompt fits a model's context: by its tokens, or before it is tokenised by its bytes."""
+"""Checks that a prompt fits a model's context: by its tokens, or by its bytes before it is tokenised."""
 
 from ktqueue.core.errors import ContextLengthExceeded
 
 
 def check_tokens(count: int, max_model_len: int, param: str = "prompt", *, at_least: bool = False) -> None:
-    """Is there room for `count` prompt tokens and one more? `at_least`: the prompt may have more than `count`.
+    """Check that `count` prompt tokens and one more fit. `at_least`: the prompt may have more tokens than `count`.
 
     Raises ContextLengthExceeded.
     """
@@ -19,7 +19,7 @@ def check_tokens(count: int, max_model_len: int, param: str = "prompt", *, at_le
 
 
 def check_text(text: str, max_model_len: int, longest_token: int | None, param: str = "prompt") -> None:
-    """Can a text be few enough tokens? `longest_token` in bytes; None: no limit is known, so it can.
+    """Check that a text can be few enough tokens. `longest_token` is in bytes; None: unknown, so nothing is checked.
 
     Raises ContextLengthExceeded.
     """

@@ -1,4 +1,4 @@
-"""What a client asks: a GenerationRequest with its SamplingParams. Immutable, valid once made."""
+"""What a client sends: a GenerationRequest with its SamplingParams, both immutable and checked when they are made."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,14 +17,14 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
-MAX_PRIORITY = 100  # either way
-DROPPED = "[dropped when the job ended]"  # in place of a prompt
+MAX_PRIORITY = 100  # and the lowest is its negative
+DROPPED = "[dropped when the job ended]"  # replaces a prompt
 
 _Slotted = TypeVar("_Slotted", "SamplingParams", "GenerationRequest")
 
 
 class JobClass(StrEnum):
-    """The two classes of service: someone waits for it, or nobody does."""
+    """Priority class of a job: somebody waits for the answer, or nobody does."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -46,7 +46,7 @@ def _integer(param: str, value: Any, low: int, high: int, limit: str) -> None:
 
 
 def are_token_ids(values: Collection[Any]) -> bool:
-    """Whether there are any, all plain integers from 0 to MAX_TOKEN_ID. Fast: a prompt may hold a million."""
+    """Whether the values are integers from 0 to MAX_TOKEN_ID, at least one. Fast: a prompt may have a million."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
 
 
@@ -55,7 +55,7 @@ class SamplingParams:
     """How tokens are chosen, and when a choice ends.
 
     temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off. `logprobs` is the number of
-    alternatives wanted beside the chosen token (0: the chosen one alone; None: no logprobs).
+    alternatives besides the chosen token (0: only the chosen token; None: no logprobs).
     `max_tokens` None means as many as the context holds. The noise of a seeded request is a pure
     function of (seed, choice index, position).
 
@@ -117,13 +117,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One generation job: exactly one of `messages`, `prompt` (text) or `prompt_token_ids`.
+    """A generation request: exactly one of `messages`, `prompt` (text) or `prompt_token_ids`.
 
     `messages` go through the model's chat template with `tools` and `chat_template_kwargs`.
     `priority` orders the waiting jobs of a class, the lowest first: one step is worth
-    `broker.priority_seconds` of waiting, so nothing waits for ever.
-    `expires_in` is the time in seconds after submission at which the job expires, if given.
-    `user` and `metadata` are kept with the job and never interpreted. `webhook` is called at the end.
+    `broker.priority_seconds` of waiting, so no job waits for ever.
+    The job expires `expires_in` seconds after its submission, if that is set.
+    `user` and `metadata` are stored with the job and never interpreted. `webhook` is called when the job ends.
 
     Raises InvalidRequest naming field, limit and value.
     """
@@ -181,7 +181,7 @@ class GenerationRequest:
         if self.user is not None and not isinstance(self.user, str):
             raise _refuse("user", self.user, "a text")
         if not isinstance(self.metadata, Mapping) or not all(
-            isinstance(one, str) for pair in self.metadata.items() for one in pair
+            isinstance(text, str) for pair in self.metadata.items() for text in pair
         ):
             raise _refuse("metadata", self.metadata, "a map from text to text")
         if isinstance(self.webhook, Mapping):
@@ -192,22 +192,22 @@ class GenerationRequest:
             _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")
 
     def with_seed(self, seed: int) -> "GenerationRequest":
-        """The same with a seed of 63 bits. What was valid is not looked at again: `replace` takes ten times as long."""
+        """Return the same request with this seed of 63 bits. `replace` would repeat all checks, ten times as slow."""
         sampling, request = _copy(self.sampling), _copy(self)
         object.__setattr__(sampling, "seed", seed)
         object.__setattr__(request, "sampling", sampling)
         return request
 
 
-def _copy(one: _Slotted) -> _Slotted:
-    twin = object.__new__(type(one))
-    for name in type(one).__slots__:
-        object.__setattr__(twin, name, getattr(one, name))
-    return twin
+def _copy(original: _Slotted) -> _Slotted:
+    copy = object.__new__(type(original))
+    for name in type(original).__slots__:
+        object.__setattr__(copy, name, getattr(original, name))
+    return copy
 
 
 def summary_of(request: GenerationRequest) -> GenerationRequest:
-    """What stays of a request after its job has ended: all but the prompt, messages, tools and long lists."""
+    """Return what is kept of a request after its job has ended: without prompt, messages, tools and long lists."""
     small = _copy(request.sampling)
     for name, value in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
         object.__setattr__(small, name, value)

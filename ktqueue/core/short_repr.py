@@ -1,4 +1,4 @@
-"""How an error message repeats a value that it refuses: short, and in bounded time, however large the value is."""
+"""Shortens values for error messages, in bounded time however large the value is."""
 
 import reprlib
 from typing import Any
@@ -14,7 +14,7 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxother = MAX_CHARACTERS + 2  # with the quotes
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write an integer of thousands of digits."""
+        """Describe large integers by their size, because Python refuses to write thousands of digits."""
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 
@@ -22,6 +22,6 @@ _SHORT_REPR = _ShortRepr()
 
 
 def short_repr(value: Any) -> str:
-    """The value as Python writes it, at most 80 characters."""
+    """Return the repr of a value, shortened to 80 characters."""
     text = _SHORT_REPR.repr(value[:MAX_CHARACTERS] if isinstance(value, str) else value)
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."

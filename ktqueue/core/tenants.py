@@ -1,7 +1,7 @@
-"""Tenants as the settings name them: who they are, by the hashes of their keys, and what they may use.
+"""Tenants in the settings: their names, the hashes of their API keys, and their limits.
 
-A key itself is never in the settings: only its SHA-256, in hexadecimal. No message of an error repeats what stands
-where a hash should be, since it may be a key. Knows no HTTP and no Redis.
+The settings never contain a key, only its SHA-256 in hexadecimal. Error messages do not repeat a wrong hash, since it
+may be a key.
 """
 
 import json
@@ -15,7 +15,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.limits import TenantLimits
 from ktqueue.core.units import parse_bytes
 
-DEFAULT_TENANT = "default"  # that of jobs without a tenant, and of the keys in gateway.api_keys
+DEFAULT_TENANT = "default"  # for jobs without a tenant, and for the keys in gateway.api_keys
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig(TenantLimits):
-    """One `[[gateway.tenants]]` table. `keys`: SHA-256 hashes of its API keys, at least one. Its limits beside them.
+    """One `[[gateway.tenants]]` table. `keys` has at least one SHA-256 hash of an API key.
 
     Raises ConfigError naming the tenant and the field.
     """
@@ -32,7 +32,7 @@ class TenantConfig(TenantLimits):
     keys: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        TenantLimits.__post_init__(self)  # super() does not see itself in a class with slots
+        TenantLimits.__post_init__(self)  # super() without arguments fails in a dataclass with slots
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == DEFAULT_TENANT:
             raise ConfigError(
                 f"a tenant's name must be 1 to 64 letters, digits or _ . - and not {DEFAULT_TENANT!r}, "
@@ -40,16 +40,16 @@ class TenantConfig(TenantLimits):
                 param="gateway.tenants.name",
                 value=str(self.name),
             )
-        if not self.keys:  # a gateway whose tenants all had none would let everybody in
+        if not self.keys:  # if no tenant had a key, the gateway would accept every request
             raise ConfigError(f"the tenant {self.name} has no keys", param="gateway.tenants.keys")
         check_hashes(self.keys, f"keys of the tenant {self.name}", "gateway.tenants.keys")
 
     @classmethod
     def of(cls, table: Any) -> Self:
-        """A tenant from a table of the settings. Raises ConfigError."""
+        """Read a tenant from a table of the settings. Raises ConfigError."""
         if not isinstance(table, Mapping):
             raise ConfigError("gateway.tenants must be tables: [[gateway.tenants]]", param="gateway.tenants")
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         for key in table:
             if key not in known:
                 raise ConfigError(
@@ -73,23 +73,23 @@ class TenantConfig(TenantLimits):
 
 
 def hash_of(key: str) -> str:
-    """What the settings hold in place of a key."""
+    """Return the hash that the settings contain instead of a key."""
     return sha256(key.encode()).hexdigest()
 
 
 def check_hashes(hashes: Iterable[Any], what: str, param: str) -> None:
     """Raises ConfigError unless all are SHA-256 hashes in lower-case hexadecimal."""
-    for place, one in enumerate(hashes, 1):
-        if not isinstance(one, str) or not _HASH.fullmatch(one):
+    for position, digest in enumerate(hashes, 1):
+        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
             raise ConfigError(
-                f"{what}: number {place} is not the SHA-256 of a key, 64 hexadecimal digits; "
+                f"{what}: number {position} is not the SHA-256 of a key, 64 hexadecimal digits; "
                 "`ktqueue keys new` makes a key and its hash",
                 param=param,
             )
 
 
 def check_tenants(tenants: Iterable[TenantConfig], api_keys: Iterable[str]) -> None:
-    """Raises ConfigError where two tenants have one name, or one key two owners."""
+    """Raises ConfigError if two tenants share a name, or if a key has two owners."""
     names: set[str] = set()
     hashes = set(api_keys)
     for tenant in tenants:
@@ -102,7 +102,7 @@ def check_tenants(tenants: Iterable[TenantConfig], api_keys: Iterable[str]) -> N
 
 
 def read_tenants(value: Any) -> tuple[TenantConfig, ...]:
-    """Tenants from a list of tables, or from JSON of one (how they come in the environment). Raises ConfigError."""
+    """Read tenants from a list of tables, or from its JSON, as the environment has it. Raises ConfigError."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "[]")
@@ -110,10 +110,10 @@ def read_tenants(value: Any) -> tuple[TenantConfig, ...]:
             raise ConfigError("gateway.tenants is not JSON", param="gateway.tenants") from error
     if not isinstance(value, list | tuple):
         raise ConfigError("gateway.tenants must be tables: [[gateway.tenants]]", param="gateway.tenants")
-    return tuple(one if isinstance(one, TenantConfig) else TenantConfig.of(one) for one in value)
+    return tuple(table if isinstance(table, TenantConfig) else TenantConfig.of(table) for table in value)
 
 
 def write_tenants(tenants: Iterable[TenantConfig]) -> str:
-    """Inverse of `read_tenants`, as JSON; settings at None are left out."""
+    """Write tenants as JSON, the inverse of `read_tenants`. Settings that are None are left out."""
     tables = [{key: value for key, value in asdict(tenant).items() if value is not None} for tenant in tenants]
     return json.dumps(tables, separators=(",", ":"))

@@ -6,7 +6,7 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "
 
 
 def parse_bytes(value: int | str) -> int:
-    """`"8GiB"`, `"500MB"`, `"4096"` or an int to bytes. Raises ValueError."""
+    """Return the bytes of `"8GiB"`, `"500MB"`, `"4096"` or an int. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]i?)?b?\s*", str(value).lower())
@@ -16,7 +16,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes to a short text: `"1.5 GiB"`."""
+    """Write bytes as a short text such as `"1.5 GiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

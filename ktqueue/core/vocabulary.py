@@ -1,13 +1,15 @@
-"""The little that the engine must know of a tokenizer."""
+"""Vocabulary: the part of a tokenizer that the engine needs."""
 
 from typing import Protocol
 
 
 class Vocabulary(Protocol):
-    """Token ids to bytes. Ids run from 0 to `size` - 1."""
+    """The bytes of each token. Ids run from 0 to `size` - 1."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of token ids."""
+        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -15,5 +17,5 @@ class Vocabulary(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes (perhaps part of a character) that a token adds; empty for a special token."""
+        """The UTF-8 bytes (perhaps part of a character) of a token; empty for a special token."""
         ...

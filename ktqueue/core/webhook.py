@@ -1,4 +1,4 @@
-"""Webhook: whom to tell that a job has ended. Valid once made; knows no HTTP and resolves no names."""
+"""Webhook: the URL to call when a job has ended. It is checked when it is made, without resolving names."""
 
 import ipaddress
 import socket
@@ -12,13 +12,13 @@ from ktqueue.core.short_repr import short_repr
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the IPv4 address is in the last 32 bits
 NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215
-EVENTS = ("completed", "failed")  # done; ended in any other state
+EVENTS = ("completed", "failed")  # the job is done, or ended in any other state
 MAX_URL = 2_048  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A URL that gets a POST at the end of a job, if the end is one of `events`. Raises InvalidRequest."""
+    """A URL that gets a POST request when a job ends with one of `events`. Raises InvalidRequest."""
 
     url: str
     events: tuple[str, ...] = EVENTS
@@ -32,14 +32,14 @@ class Webhook:
             good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
         except ValueError:
             good = False
-        if not good or not self.url.isascii() or any(one.isspace() or not one.isprintable() for one in self.url):
+        if not good or not self.url.isascii() or any(c.isspace() or not c.isprintable() for c in self.url):
             raise _refuse("url", self.url, limit)
         if not isinstance(self.events, tuple) or not self.events or not set(self.events) <= set(EVENTS):
             raise _refuse("events", self.events, f"some of {', '.join(EVENTS)}")
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
-        """From JSON's types. Raises InvalidRequest."""
+        """Make a webhook from JSON values. Raises InvalidRequest."""
         unknown = value.keys() - {"url", "events"}
         if unknown or "url" not in value:
             raise _refuse(min(unknown, default="url"), dict(value), "an object of url and events")
@@ -47,8 +47,11 @@ class Webhook:
         return cls(url=value["url"], events=tuple(events) if isinstance(events, list | tuple) else events)
 
     def check_allowed(self, secret: str | None, hosts: Collection[str]) -> None:
-        """Would the control worker call it? It needs a secret to sign with; and where `hosts` has not the host, https
-        and a host that is not plainly a private one. What a name leads to is known when it is called.
+        """Check that the control worker would call it.
+
+        There must be a secret to sign with. Unless the host is in `hosts`, the URL must be https and its host not
+        obviously private. Names are resolved only when the webhook is called.
+
 
         Raises InvalidRequest.
         """
@@ -63,27 +66,27 @@ class Webhook:
             raise _refuse("url", self.url, "on the public Internet, or of a host in control.webhook_hosts")
 
     def trusted(self, hosts: Collection[str]) -> bool:
-        """Is its `host` or `host:port` among those that may be on a private network, and without TLS?"""
+        """Whether its `host` or `host:port` is in `hosts`, which may be on a private network and without TLS."""
         parts = urlsplit(self.url)
         return parts.hostname in hosts or f"{parts.hostname}:{parts.port}" in hosts
 
 
 def is_public(address: str) -> bool:
-    """May a stranger name this address? Not a private, local, shared, reserved or multicast one."""
-    one = ipaddress.ip_address(address)
-    if isinstance(one, ipaddress.IPv6Address):
-        if one in NAT64_LOCAL:
+    """Whether an address is public: not private, local, shared, reserved or multicast."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in NAT64_LOCAL:
             return False
-        if one in NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)))
-        inner = one.ipv4_mapped or one.sixtofour or (one.teredo[1] if one.teredo else None)
+        if ip in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if inner is not None:
             return is_public(str(inner))
-    return one.is_global and not one.is_multicast
+    return ip.is_global and not ip.is_multicast
 
 
 def _is_private(host: str) -> bool:
-    """Is it `localhost`, or the address itself of a host that no stranger may name? 127.1 and 0x7f000001 are, too."""
+    """Whether the host is `localhost` or a private address, also written like 127.1 or 0x7f000001."""
     name = host.partition("%")[0].rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True

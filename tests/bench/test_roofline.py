@@ -8,7 +8,7 @@ import pytest
 from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, sweep_memory
 from ktqueue.bench.machine import cache_sizes
 from ktqueue.bench.random_layers import expert_bytes
-from ktqueue.bench.roofline import Bound, LayerShape, Limits, Work, layer_work
+from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
 from ktqueue.bench.routing import same_experts, uniform
 from ktqueue.operators import native
 
@@ -18,10 +18,10 @@ MIB = 1 << 20
 
 def test_the_longer_of_reading_and_computing_binds() -> None:
     limits = Limits(bandwidth=100.0, peak=1000.0)
-    assert limits.seconds(Work(500, 2000)) == 5.0
-    assert limits.bound(Work(500, 2000)) is Bound.MEMORY
-    assert limits.seconds(Work(500, 9000)) == 9.0
-    assert limits.bound(Work(500, 9000)) is Bound.ARITHMETIC
+    assert limits.seconds(LayerWork(500, 2000)) == 5.0
+    assert limits.bound(LayerWork(500, 2000)) is Bound.MEMORY
+    assert limits.seconds(LayerWork(500, 9000)) == 9.0
+    assert limits.bound(LayerWork(500, 9000)) is Bound.ARITHMETIC
 
 
 def test_work_of_a_layer_call() -> None:
@@ -29,7 +29,7 @@ def test_work_of_a_layer_call() -> None:
     one = expert_bytes("Q4_K", QWEN)
     assert one == 3 * 2048 * 768 * 144 // 256
     work = layer_work(QWEN, one, touched=8, pairs=16)
-    assert work == Work(8 * one, 2 * 16 * 3 * 2048 * 768)
+    assert work == LayerWork(8 * one, 2 * 16 * 3 * 2048 * 768)
 
 
 def test_expert_bytes_refuses_rows_of_half_a_block() -> None:

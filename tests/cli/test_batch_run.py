@@ -128,8 +128,8 @@ def test_ctrl_c_waits_for_the_lines_in_flight(ktqueue, start, stack, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "lines in flight" in err
-    assert "goes on from here" in out
+    assert "running lines" in err
+    assert "continues from here" in out
     answered = len(_records(output))
     assert 0 < answered < 24
     states = json.loads(ktqueue("jobs", "list", "--limit", "1000", "--json", *stack.flags).stdout)

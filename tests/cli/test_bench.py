@@ -85,7 +85,7 @@ def test_tables_and_json(tmp_path, capsys):
 
 def test_the_table_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
-    point = experts.Point(
+    point = experts.KernelFigure(
         quant="IQ4_XS", isa="avxvnni", rows=512, routed=True, tokens=512, experts_touched=1, seconds=0.001,
         bytes=150_000_000, operations=10**10, bandwidth=1e11, peak=1e13, peak_isa="amx", arithmetic="int8",
         bound=Bound.MEMORY, limit_seconds=0.001, disturbed=True,

@@ -40,7 +40,7 @@ def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(termi
 def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue, stack, tmp_path):
     lines = ["/system You tell tales.", '"""one', 'two"""', "/save talk.json", "/nonsense", "/etc/passwd?"]
     done = ktqueue("chat", "--max-tokens", 2, *stack.flags, stdin="\n".join(lines) + "\n")
-    assert "there is no /nonsense" in done.stderr
+    assert "unknown command /nonsense" in done.stderr
     assert done.returncode == 1
     system, asked, answered = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert (system["content"], asked["content"]) == ("You tell tales.", "one\ntwo")

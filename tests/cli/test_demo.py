@@ -29,7 +29,7 @@ def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue, tmp_pa
     for word in ("A tale over HTTP", "A batch of 32", "Summary", "34 done, 0 failed", "(p50)", "(p95)", "tok/s"):
         assert word in done.stdout
     line = re.search(
-        r"\n\n  kill -9 (\d+), the only worker \.\.\. (\d+) goes on at token (\d+), (\d+) ms later\n\n", done.stdout
+        r"\n\n  kill -9 (\d+), the only worker \.\.\. (\d+) continues at token (\d+), (\d+) ms later\n\n", done.stdout
     )
     assert line is not None, done.stdout
     killed, successor, token, milliseconds = (int(number) for number in line.groups())

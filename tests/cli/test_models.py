@@ -169,7 +169,7 @@ def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
     code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
     memory = finding(out, "memory")
     assert (code, memory["level"]) == (1, "fail")
-    assert "20.6 MiB wanted for weights" in memory["fact"]
+    assert "20.6 MiB needed for weights" in memory["fact"]
 
 
 def test_doctor_refuses_an_unknown_instruction_set(here, monkeypatch):
@@ -209,7 +209,7 @@ def test_convert_makes_synthetic_models_up(here):
     assert code == 0, err
     assert "model.layers.*.mlp.experts" in here("inspect", "out.gguf")[1]
     for words, says in (
-        (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense do not go with a synthetic model"),
+        (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense cannot be used with a synthetic model"),
         ([".", "--layers", "2"], "--layers goes with a synthetic model only"),
         (["synthetic:tiny:q9_9"], "unknown quantisation 'q9_9'"),
     ):

@@ -28,33 +28,37 @@ def application() -> typer.Typer:
 def run(
     common: CommonFlags,
     source: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch lines or plain ones; - is standard input.")
+        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch lines or plain lines; - is standard input.")
     ],
-    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the answers go.")],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="File for the answers.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME", help="Stands in for the lines' own model.")
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Replaces the model of the lines.")
     ] = None,
     max_concurrency: Annotated[
         int | None,
         typer.Option(
-            "--max-concurrency", min=1, metavar="N", help="Lines in flight.", show_default="twice the workers' rows"
+            "--max-concurrency",
+            min=1,
+            metavar="N",
+            help="Lines that run at once.",
+            show_default="twice the workers' rows",
         ),
     ] = None,
     job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.BATCH,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed lines again.")] = False,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Let wrong lines fail, and run the rest.")
+        bool, typer.Option("--skip-invalid", help="Let invalid lines fail, and run the others.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget earlier answers.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete earlier answers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run OpenAI batch lines (/v1/chat/completions, /v1/completions); the same command again goes on where it stopped.
+    """Run OpenAI batch lines (/v1/chat/completions, /v1/completions). The same command again continues a stopped run.
 
-    A plain line is a body alone, {"prompt": "..."} or {"messages": [...]}, and is called after its number.
+    A plain line is only a body, {"prompt": "..."} or {"messages": [...]}. Its id is its line number.
 
-    Answers are appended to OUT.jsonl as they come, failures to OUT.errors.jsonl, in any order. The exit code is 1 if
-    a line failed, 130 if it was interrupted: Ctrl-C waits for the lines in flight, a second one leaves them to Redis,
-    where the next run finds them.
+    Answers are appended to OUT.jsonl as they arrive, failures to OUT.errors.jsonl, in any order. The exit code is 1 if
+    a line failed, 130 if the run was interrupted. Ctrl-C waits for the running lines. A second Ctrl-C leaves them in
+    Redis, where the next run finds them.
     """
     from_standard_input = source == STANDARD_INPUT
     if from_standard_input:
@@ -81,12 +85,12 @@ def run(
         _show(summary, again)
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    if summary.failed or summary.answered < summary.total:  # fewer where the input became shorter meanwhile
+    if summary.failed or summary.answered < summary.total:  # fewer if the input became shorter meanwhile
         raise typer.Exit(ExitCode.FAILED)
 
 
 def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
-    """Check the input, then run what the output lacks, with a progress bar. Raises UsageFault, Unavailable, OSError."""
+    """Check the input, then run the lines without an answer. Raises UsageFault, Unavailable, OSError."""
     import asyncio
 
     from ktqueue.batches.errors import BatchFault
@@ -99,7 +103,9 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
     try:
         found = survey(job.source, model=job.model, skip_invalid=job.skip_invalid)
     except BatchFault:
-        if job.source == spool_path(job.target) and not job.target.exists():  # nothing was run: the next may differ
+        if (
+            job.source == spool_path(job.target) and not job.target.exists()
+        ):  # nothing was run, and the next input may differ
             job.source.unlink(missing_ok=True)
         raise
     output = BatchOutput(job.target, overwrite=job.overwrite, retry_failed=job.retry_failed)
@@ -107,7 +113,7 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
         strangers = output.unknown_ids(found.ids)
         if strangers:
             raise UsageFault(
-                f"{job.target} has answers that {job.source} does not ask for, such as {strangers[0]!r}: "
+                f"{job.target} has answers to lines that are not in {job.source}, such as {strangers[0]!r}: "
                 "choose another output, or --overwrite"
             )
         return asyncio.run(session(broker, job, found, output))
@@ -137,4 +143,4 @@ def _show(summary: Summary, again: str) -> None:
     if summary.errors:
         console.print(f"failures  {summary.errors}", markup=False)
     if done < summary.total:
-        console.print(f"{again} goes on from here", style="dim", markup=False)
+        console.print(f"{again} continues from here", style="dim", markup=False)

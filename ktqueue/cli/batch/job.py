@@ -8,7 +8,7 @@ from ktqueue.core.request import JobClass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """What to run, and how. `window` None: twice the rows of all workers."""
+    """What to run, and how. `window`: lines that run at once; None: twice the rows of all workers."""
 
     source: Path
     target: Path
@@ -22,7 +22,7 @@ class BatchJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a batch stands when its run ends. `tokens` and times are this run's alone; times in seconds."""
+    """State of a batch at the end of a run. `tokens` and times are of this run only; times in seconds."""
 
     total: int
     answered: int

@@ -1,4 +1,4 @@
-"""A batch run in front of a person: its progress bar, its signals, its summary."""
+"""A batch run in a terminal: its progress bar, its signals, its summary."""
 
 import asyncio
 import signal
@@ -21,9 +21,9 @@ WORKER_CHECK_SECONDS = 3.0
 
 
 async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: BatchOutput) -> Summary:
-    """Run the batch. A first SIGINT or SIGTERM lets the lines in flight end; a second cancels.
+    """Run the batch. The first SIGINT or SIGTERM lets the running lines finish; the second cancels.
 
-    Raises UsageFault for a model that nobody serves, Unavailable, OSError, CancelledError.
+    Raises UsageFault for a model that no worker serves, Unavailable, OSError, CancelledError.
     """
     skipped = len(output.ids)
     began = time.monotonic()
@@ -45,7 +45,7 @@ async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: Ba
                 if interrupted and task is not None:
                     task.cancel()
                 elif run.statistics.in_flight:
-                    bar.say(f"finishing {run.statistics.in_flight} lines in flight; Ctrl-C again leaves them to Redis")
+                    bar.say(f"finishing {run.statistics.in_flight} running lines; Ctrl-C again leaves them in Redis")
                 interrupted = True
                 run.stop()
 
@@ -90,19 +90,19 @@ def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 async def _check_models(broker: Broker, found: Survey, job: BatchJob) -> None:
-    """A batch whose model nobody serves is a mistake; better told now than in each line."""
+    """Check that every model is served, so that a mistake is reported once and not for each line."""
     served = sorted(card.name for card in await broker.models.cards())
     if not served:
         raise Unavailable("no worker serves a model yet")
     for model, number in found.models.items():
         if model not in served:
             where = "--model" if job.model is not None else f"{job.source}:{number}"
-            hint = "" if job.model is not None else " (--model NAME stands in for the lines' own)"
+            hint = "" if job.model is not None else " (--model NAME replaces the model of the lines)"
             raise UsageFault(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")
 
 
 async def _watch(broker: Broker, run: BatchRun, output: BatchOutput, bar: Bar) -> None:
-    """Keep the bar up to date; say when no worker or no Redis is there."""
+    """Update the bar, and say if there is no worker or no Redis."""
     checked = time.monotonic()
     trouble = ""
     while True:

@@ -20,7 +20,7 @@ def numbers(flag: str, text: str, *, least: int = 1, most: int, may_be_empty: bo
 
 
 def write_report(target: Path, value: dict[str, Any]) -> None:
-    """Write a report as JSON to a file, or to standard output for `-`."""
+    """Write a report as JSON, to a file or to standard output (`-`)."""
     if target == STANDARD_OUTPUT:
         write_json(value)
     else:

@@ -1,4 +1,4 @@
-"""`ktqueue bench engine`: tokens a second of a model on this machine, decoding and reading prompts."""
+"""`ktqueue bench engine`: tokens per second of a model on this machine, for decode and prefill."""
 
 import os
 from dataclasses import asdict, replace
@@ -25,39 +25,47 @@ def engine(
     common: CommonFlags,
     engine: EngineFlags,
     rows: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Sequences that decode together, with commas.", rich_help_panel=_WHAT)
+        str,
+        typer.Option(
+            metavar="NUMBERS", help="Sequences that decode together, separated by commas.", rich_help_panel=_WHAT
+        ),
     ] = "1,4,16",
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, max=MAX_NUMBER, metavar="N", help="Of each row.", rich_help_panel=_WHAT)
+        int, typer.Option(min=1, max=MAX_NUMBER, metavar="N", help="Tokens of each row.", rich_help_panel=_WHAT)
     ] = 128,
     output_tokens: Annotated[
-        int, typer.Option(min=2, max=MAX_NUMBER, metavar="N", help="Of each row.", rich_help_panel=_WHAT)
+        int, typer.Option(min=2, max=MAX_NUMBER, metavar="N", help="Tokens of each row.", rich_help_panel=_WHAT)
     ] = 64,
     prefill: Annotated[
         str,
-        typer.Option(metavar="NUMBERS", help="Prompts read alone, in tokens; 0: none.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="NUMBERS", help="Lengths of prompts that run alone, in tokens; 0: none.", rich_help_panel=_WHAT
+        ),
     ] = "512,2048",
     rounds: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="Of each point; the best counts.", rich_help_panel=_WHAT)
+        int,
+        typer.Option(
+            min=1, max=1000, metavar="N", help="Measurements of each point; the best is shown.", rich_help_panel=_WHAT
+        ),
     ] = 3,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output, without tables."),
+        typer.Option("--json", metavar="FILE", help="Write JSON to a file; - is standard output, without tables."),
     ] = None,
 ) -> None:
-    """Measure a model's engine without Redis: rows that decode together, prompts that are read alone.
+    """Measure a model's engine without Redis: rows that decode together, and prompts that run alone.
 
-    Prompts are random tokens and never shared. --model synthetic:qwen3-30b-a3b:q4_k_m measures random weights in that
-    shape, made in memory. The cache is sized for the rows unless a flag says otherwise.
+    Prompts are random tokens, so no two share a prefix. --model synthetic:qwen3-30b-a3b:q4_k_m measures random weights
+    in that shape, made in memory. The cache has the size that the rows need, unless a flag sets it.
     """
     from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
     from ktqueue.bench.environment import environment
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
 
-    row_counts, lengths = _some("--rows", rows), [n for n in _some("--prefill", prefill, least=0) if n]
-    given = with_model(settings(common, engine=engine)).engine
-    config = _sized(given, engine, row_counts, lengths, prompt_tokens + output_tokens)
+    row_counts, lengths = _numbers("--rows", rows), [n for n in _numbers("--prefill", prefill, least=0) if n]
+    chosen = with_model(settings(common, engine=engine)).engine
+    config = _sized(chosen, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
     with Bar("loading", in_bytes=True) as bar:
         built = build(config, bar.update)
@@ -65,16 +73,16 @@ def engine(
     try:
         with Bar("measuring", rounds * len(row_counts) + len(lengths)) as bar:
             for place, count in enumerate(row_counts):
-                taken = []
+                measured = []
                 for again in range(rounds):
                     bar.update(place * rounds + again, note=f"{count} rows")
-                    given_prompts = prompts(count, prompt_tokens, size, seed=again)
-                    taken.append(measure_decode(built.engine, given_prompts, output_tokens))
-                decoded.append(max(taken, key=lambda one: one.tokens_per_second))
+                    row_prompts = prompts(count, prompt_tokens, size, seed=again)
+                    measured.append(measure_decode(built.engine, row_prompts, output_tokens))
+                decoded.append(max(measured, key=lambda figure: figure.tokens_per_second))
             for place, length in enumerate(lengths):
                 bar.update(rounds * len(row_counts) + place, note=f"prompt of {length}")
                 filled.append(measure_prefill(built.engine, prompts(rounds + 1, length, size)))
-    finally:  # an interrupted run shows what it has
+    finally:  # an interrupted run shows the figures that it has
         built.engine.close()
         if json_file != STANDARD_OUTPUT:
             _show(decoded, filled)
@@ -89,10 +97,10 @@ def engine(
                     "output_tokens": output_tokens,
                     "rounds": rounds,
                     "decode": [
-                        {**asdict(one), "tokens_per_second": one.tokens_per_second, "host_share": one.host_share}
-                        for one in decoded
+                        {**asdict(row), "tokens_per_second": row.tokens_per_second, "host_share": row.host_share}
+                        for row in decoded
                     ],
-                    "prefill": [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in filled],
+                    "prefill": [{**asdict(row), "tokens_per_second": row.tokens_per_second} for row in filled],
                 },
             )
 
@@ -100,7 +108,7 @@ def engine(
 def _sized(
     config: "EngineConfig", flags: EngineFlags, rows: list[int], lengths: list[int], row_tokens: int
 ) -> "EngineConfig":
-    """The settings with room for what is measured, wherever no flag says how much there is."""
+    """Return the settings with enough rows, tokens and pages for the measurements, unless flags set them."""
     longest = max([*lengths, row_tokens])
     pages = max(max(rows) * -(-row_tokens // config.page_size), -(-(longest + 1) // config.page_size)) + 1
     sized = replace(config, enable_prefix_caching=False, max_num_seqs=max(config.max_num_seqs, *rows))
@@ -115,15 +123,15 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
     console = results()
     heads = ("rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token")
     made = table(heads, right=heads)
-    for one in decoded:
+    for row in decoded:
         made.add_row(
-            str(one.rows),
-            str(one.prompt_tokens),
-            f"{one.tokens_per_second:,.1f}",
-            f"{one.step * 1e3:,.2f}",
-            f"{one.fastest_step * 1e3:,.2f}",
-            f"{one.host_share:.0%}",
-            f"{one.first_token * 1e3:,.0f} ms",
+            str(row.rows),
+            str(row.prompt_tokens),
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.step * 1e3:,.2f}",
+            f"{row.fastest_step * 1e3:,.2f}",
+            f"{row.host_share:.0%}",
+            f"{row.first_token * 1e3:,.0f} ms",
         )
     console.print(made)
     if filled:
@@ -140,6 +148,6 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
         console.print(made)
 
 
-def _some(flag: str, text: str, least: int = 1) -> list[int]:
-    """The numbers of a list with commas; it may not be empty."""
+def _numbers(flag: str, text: str, least: int = 1) -> list[int]:
+    """The numbers of a comma-separated list that is not empty."""
     return list(numbers(flag, text, least=least, most=MAX_NUMBER, may_be_empty=False))

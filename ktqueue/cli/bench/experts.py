@@ -10,7 +10,7 @@ from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
 from ktqueue.cli.terminal.failures import UsageFault
 
 if TYPE_CHECKING:
-    from ktqueue.bench.experts import Point, Sweep
+    from ktqueue.bench.experts import KernelFigure, Sweep
 
 QUICK_FORMATS = "Q4_K,Q6_K,Q8_0,MXFP4,BF16"
 QUICK_ROWS = "1,4,16,64,512"
@@ -24,27 +24,29 @@ def experts(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="With commas, or all; Q4_K/Q6_K: down in another one than gate and up.",
+            help="Separated by commas, or all; Q4_K/Q6_K: gate and up in Q4_K, down in Q6_K.",
             show_default=QUICK_FORMATS,
             rich_help_panel=_WHAT,
         ),
     ] = None,
     isa: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="With commas, or all.", show_default="the best", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="NAMES", help="Separated by commas, or all.", show_default="the best", rich_help_panel=_WHAT
+        ),
     ] = None,
     per_expert: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Rows of each expert touched.",
+            help="Rows of each expert that is used.",
             show_default=QUICK_ROWS + ", unless --tokens",
             rich_help_panel=_WHAT,
         ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Tokens that choose at random.", rich_help_panel=_WHAT),
+        typer.Option(metavar="NUMBERS", help="Tokens with random routing.", rich_help_panel=_WHAT),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="All formats, instruction sets and rows.", rich_help_panel=_WHAT)
@@ -52,10 +54,10 @@ def experts(
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, metavar="N", show_default="the cores", help="CPU threads.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="S", help="Of calls for each point.")] = 0.3,
+    seconds: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="S", help="Time to measure each point.")] = 0.3,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output, without tables."),
+        typer.Option("--json", metavar="FILE", help="Write JSON to a file; - is standard output, without tables."),
     ] = None,
     num_experts: Annotated[int, typer.Option(min=1, max=65536, metavar="N", rich_help_panel=_SHAPE)] = 128,
     experts_per_token: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 8,
@@ -64,8 +66,8 @@ def experts(
 ) -> None:
     """Measure memory, arithmetic and the expert kernels: each format, rows per expert, instruction set.
 
-    The layers that are measured come from DRAM, and probes of the machine are taken beside each figure. Best on an
-    otherwise idle machine; the default takes about two minutes on two cores, --full a quarter of an hour or more.
+    Weights are read from DRAM, and the machine's limits are measured beside each figure. The machine should be idle.
+    The default takes about two minutes on two cores, --full at least a quarter of an hour.
     """
     from ktqueue.bench.experts import Load, Sweep, run_sweep
     from ktqueue.bench.machine import Probes
@@ -100,11 +102,11 @@ def experts(
     machine = probes.machine()
     if tables:
         show_machine(machine)
-    points: list[Point] = []
+    points: list[KernelFigure] = []
     try:
         with Bar("experts", len(sweep)) as bar:
             points.extend(run_sweep(sweep, probes, lambda done, note: bar.update(done, note=note)))
-    finally:  # an interrupted sweep shows what it has
+    finally:  # an interrupted sweep shows the figures that it has
         if tables:
             show_points(points)
         if json_file is not None:
@@ -121,7 +123,7 @@ def _best_isa() -> str:
 
 
 def _names(flag: str, text: str, known: tuple[str, ...], *, pairs: bool = False) -> tuple[str, ...]:
-    """The names of a list with commas; `all` is every known one. pairs: two may have a stroke between them."""
+    """The names of a comma-separated list; `all` is every known name. pairs: two names may be joined by a slash."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if [name.lower() for name in names] == ["all"]:
         return known
@@ -133,7 +135,7 @@ def _names(flag: str, text: str, known: tuple[str, ...], *, pairs: bool = False)
 
 
 def _check_memory(sweep: "Sweep") -> None:
-    """Refuse by name what does not fit."""
+    """Raise UsageFault if the layers do not fit in memory."""
     from ktqueue.bench.experts import sweep_memory
     from ktqueue.bench.machine import cache_sizes
     from ktqueue.core.units import format_bytes
@@ -144,5 +146,7 @@ def _check_memory(sweep: "Sweep") -> None:
         raise UsageFault(str(error)) from error
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
-        hint = "; --tokens needs all experts" if any(load.routed for load in sweep.loads) else ""
-        raise UsageFault(f"this takes {format_bytes(needed)} of memory, and {format_bytes(available)} are free{hint}")
+        hint = "; --tokens needs memory for all experts" if any(load.routed for load in sweep.loads) else ""
+        raise UsageFault(
+            f"this needs {format_bytes(needed)} of memory, but only {format_bytes(available)} are free{hint}"
+        )

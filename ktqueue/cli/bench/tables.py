@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ktqueue.bench.experts import Point
-from ktqueue.bench.machine import Machine
+from ktqueue.bench.experts import KernelFigure
+from ktqueue.bench.machine import MachineLimits
 from ktqueue.bench.roofline import Bound
 from ktqueue.cli.terminal.console import results, table
 from ktqueue.core.units import format_bytes
@@ -11,17 +11,17 @@ from ktqueue.core.units import format_bytes
 GIGA = 1e9
 
 
-def show_machine(machine: Machine) -> None:
-    """Bandwidth of each level of memory and arithmetic of each instruction set."""
+def show_machine(machine: MachineLimits) -> None:
+    """Show the bandwidth of each level of memory and the arithmetic of each instruction set."""
     console = results()
     console.print(f"[bold]{machine.cpu}[/], {machine.threads} of {machine.cpus} CPUs\n")
-    one, every = "1 thread", f"{machine.threads} threads"
-    made = table(("GB/s from", "range", one, every), right=("range", one, every))
+    single, together = "1 thread", f"{machine.threads} threads"
+    made = table(("GB/s from", "range", single, together), right=("range", single, together))
     for level in machine.bandwidths:
         made.add_row(level.level, format_bytes(level.size), _giga(level.one_thread), _giga(level.all_threads))
     console.print(made)
     console.print()
-    heads = ("GFLOP/s in", "isa", "with", one, every)
+    heads = ("GFLOP/s in", "isa", "with", single, together)
     made = table(heads, right=heads[3:])
     for peak in machine.peaks:
         made.add_row(peak.arithmetic, peak.isa, peak.instruction, _giga(peak.one_thread), _giga(peak.all_threads))
@@ -29,13 +29,13 @@ def show_machine(machine: Machine) -> None:
     console.print()
 
 
-def show_points(points: Sequence[Point]) -> None:
-    """The figures of the kernels beside the limits."""
+def show_points(points: Sequence[KernelFigure]) -> None:
+    """Show the figures of the kernels beside the limits."""
     if not points:
         return
     heads = ("format", "isa", "rows", "a layer", "GB/s", "of DRAM", "GFLOP/s", "of peak", "bound by")
     made = table(heads, right=[head for head in heads if head not in ("format", "isa", "bound by")])
-    made.padding = (0, 1, 0, 0)  # narrower than others, so that it fits 80 columns
+    made.padding = (0, 1, 0, 0)  # narrow, so that it fits 80 columns
     before = points[0]
     for point in points:
         if (point.quant, point.isa) != (before.quant, before.isa):
@@ -54,10 +54,10 @@ def show_points(points: Sequence[Point]) -> None:
         )
     console = results()
     console.print(made)
-    console.print("\nrows: of each expert touched; tok: tokens routed at random", soft_wrap=True)
-    console.print("GB/s: of weights as a file stores them; DRAM and peak are probed beside each row", soft_wrap=True)
+    console.print("\nrows: of each expert that is used; tok: tokens with random routing", soft_wrap=True)
+    console.print("GB/s: of weights as stored in a file; DRAM and peak are measured beside each row", soft_wrap=True)
     if any(point.disturbed for point in points):
-        console.print("?: the probes beside it disagree: something else was running", soft_wrap=True)
+        console.print("?: the limits changed meanwhile, because something else was running", soft_wrap=True)
 
 
 def _giga(value: float) -> str:
@@ -65,14 +65,14 @@ def _giga(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Write three digits and a unit."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if seconds * scale < 999.5:
             return f"{seconds * scale:#.3g} {unit}".replace(". ", " ")
     return f"{seconds:,.2f} s"
 
 
-def _share(point: Point, bound: Bound) -> str:
-    """The share of one limit; bold where that is the limit that binds, and so the share of what is possible."""
+def _share(point: KernelFigure, bound: Bound) -> str:
+    """Write the share of a limit, in bold if that limit binds and the share is thus of what is possible."""
     shares = {Bound.MEMORY: point.bandwidth_share, Bound.ARITHMETIC: point.peak_share}
     return f"[bold]{shares[bound]:.0%}[/]" if bound is point.bound else f"[dim]{shares[bound]:.0%}[/]"

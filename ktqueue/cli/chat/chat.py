@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ktqueue.cli.chat.talkers import Talker
     from ktqueue.core.config import Config
 
-HINT = "/help shows what there is   Ctrl-C stops an answer   Ctrl-D leaves"
-COMMAND = re.compile(r"/[a-z?]+( .*)?")  # and not a message that begins with a path
+HINT = "/help lists commands   Ctrl-C stops an answer   Ctrl-D exits"
+COMMAND = re.compile(r"/[a-z?]+( .*)?")  # not a message that begins with a path
 
 
 @expand
@@ -45,7 +45,7 @@ def chat(
 ) -> None:
     """Talk with a model: through Redis, over HTTP (--base-url), or in this process (--local)."""
     if local and (base_url is not None or common.url is not None):
-        raise UsageFault("--local goes with neither --base-url nor --redis-url")
+        raise UsageFault("--local cannot be used with --base-url or --redis-url")
     config = settings(common, engine=engine)
     params = sampling.params()
     with no_echo():
@@ -72,7 +72,7 @@ def _talker(config: "Config", model: str | None, *, local: bool, base_url: str |
 
 
 class Conversation:
-    """Reads turns, writes answers. On a terminal with a prompt and a line of numbers after each answer."""
+    """Reads turns and writes answers, on a terminal with a prompt and a line of figures after each answer."""
 
     def __init__(self, talker: "Talker", sampling: SamplingParams, system: str | None) -> None:
         from ktqueue.cli.chat.commands import Talk
@@ -84,17 +84,17 @@ class Conversation:
         self._faults = 0
 
     def run(self) -> int:
-        """Until /exit or the end of the input; returns how many turns failed."""
+        """Run until /exit or the end of the input. Returns the number of failed turns."""
         if self._terminal:
-            self._aside(f"{self._talker.model}   {HINT}")
-        while (said := self._read()) is not None:
-            word = said.strip()
+            self._show_dim(f"{self._talker.model}   {HINT}")
+        while (text := self._read()) is not None:
+            word = text.strip()
             if word in ("/exit", "/quit", "/bye"):
                 break
             if COMMAND.fullmatch(word):
                 self._command(word)
             elif word:
-                self._turn(said)
+                self._turn(text)
         return self._faults
 
     def _read(self) -> str | None:
@@ -107,19 +107,19 @@ class Conversation:
             except KeyboardInterrupt:
                 if not self._terminal:
                     raise
-                self._aside("Ctrl-D or /exit leaves")
+                self._show_dim("Ctrl-D or /exit exits")
 
     def _command(self, line: str) -> None:
         from ktqueue.cli.chat.commands import obey
 
         try:
-            self._aside(obey(self._talk, line))
+            self._show_dim(obey(self._talk, line))
         except (KtqueueError, OSError) as error:
             self._fault(error)
 
-    def _turn(self, said: str) -> None:
+    def _turn(self, question: str) -> None:
         talk = self._talk
-        talk.messages.append({"role": "user", "content": said})
+        talk.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         tokens = 0
         began = time.monotonic()
@@ -148,12 +148,12 @@ class Conversation:
             rate = tokens / max(time.monotonic() - began, 1e-9)
             numbers = f"{tokens} tokens, {rate:.0f} tok/s, " if tokens else ""
             note += f"{numbers}first after {first - began:.2f} s"
-        self._aside(note)
+        self._show_dim(note)
 
     def _fault(self, error: KtqueueError | OSError) -> None:
         sys.stderr.write(f"ktqueue: {line(error)}\n")
         self._faults += 1
 
-    def _aside(self, text: str) -> None:
+    def _show_dim(self, text: str) -> None:
         if self._terminal and text:
             write(f"\033[2m{plain_text(text)}\033[0m\n")

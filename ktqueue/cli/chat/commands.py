@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does in `ktqueue chat`: look at the conversation, change, keep or fetch it."""
+"""Commands of `ktqueue chat`, lines that begin with a slash: show, change, save or load the conversation."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from ktqueue.core.request import SamplingParams
 
 HELP = """\
 /help                show this
-/system [TEXT]       show the system message, or begin anew with another one
-/set [NAME [VALUE]]  show sampling parameters, set one, or set it to its default
+/system [TEXT]       show the system message, or start again with a new one
+/set [NAME [VALUE]]  show sampling parameters, set one, or reset it
 /save FILE           write the conversation to a JSON file
-/load FILE           go on with a conversation from a file
-/reset               begin anew
-/exit                leave, as Ctrl-D does
+/load FILE           continue a conversation from a file
+/reset               start a new conversation
+/exit                exit, like Ctrl-D
 Ctrl-C stops an answer. \"\"\" begins and ends a message of several lines;
-pasted lines are one message. /system "" is none."""
+pasted lines are one message. /system "" removes it."""
 MAX_FILE_BYTES = 16 << 20
 SETTABLE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
             "frequency_penalty", "seed", "stop")  # fmt: skip
@@ -27,7 +27,7 @@ SETTABLE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_
 
 @dataclasses.dataclass(slots=True)
 class Talk:
-    """A conversation: what was said, and how answers are sampled. `messages` without the system's."""
+    """A conversation: its messages without the system message, and how answers are sampled."""
 
     sampling: SamplingParams
     system: str | None = None
@@ -35,13 +35,13 @@ class Talk:
 
     @property
     def all_messages(self) -> list[dict[str, Any]]:
-        """As the model gets them."""
+        """All messages, as the model gets them."""
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*opening, *self.messages]
 
 
 def obey(talk: Talk, line: str) -> str:
-    """Do what a line that begins with a slash says; returns what to show. Raises KtqueueError, OSError."""
+    """Run a command line and return the text to show. Raises KtqueueError, OSError."""
     word, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     match word:
@@ -58,7 +58,7 @@ def obey(talk: Talk, line: str) -> str:
             return _save(talk, _file(word, rest))
         case "/load":
             return _load(talk, _file(word, rest))
-    raise UsageFault(f"there is no {word}; /help shows what there is")
+    raise UsageFault(f"unknown command {word}; /help lists the commands")
 
 
 def _system(talk: Talk, text: str) -> str:
@@ -71,9 +71,9 @@ def _system(talk: Talk, text: str) -> str:
 
 def _set(talk: Talk, name: str = "", value: str | None = None) -> str:
     if not name:
-        return "\n".join(f"{one} = {getattr(talk.sampling, one)}" for one in SETTABLE)
+        return "\n".join(f"{parameter} = {getattr(talk.sampling, parameter)}" for parameter in SETTABLE)
     if name not in SETTABLE:
-        raise UsageFault(f"there is no parameter {name!r}; there are {', '.join(SETTABLE)}")
+        raise UsageFault(f"unknown parameter {name!r}; known: {', '.join(SETTABLE)}")
     default = getattr(SamplingParams(), name)
     changed = default if value is None else _value(name, value)
     talk.sampling = dataclasses.replace(talk.sampling, **{name: changed})
@@ -95,7 +95,7 @@ def _value(name: str, text: str) -> Any:
 
 def _file(word: str, name: str) -> Path:
     if not name:
-        raise UsageFault(f"{word} wants a file name")
+        raise UsageFault(f"{word} needs a file name")
     return Path(name).expanduser()
 
 
@@ -111,12 +111,12 @@ def _load(talk: Talk, path: Path) -> str:
         raise UsageFault(f"{path}: longer than {MAX_FILE_BYTES >> 20} MiB")
     try:
         messages = json.loads(raw)["messages"]
-        sound = all(isinstance(one["role"], str) and isinstance(one["content"], str) for one in messages)
+        valid = all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageFault(f"{path}: not a conversation that /save wrote") from error
-    if not sound or not isinstance(messages, list):
+    if not valid or not isinstance(messages, list):
         raise KtqueueError(f"{path}: not a conversation that /save wrote")
-    leads = bool(messages) and messages[0]["role"] == "system"
-    talk.system = messages[0]["content"] if leads else None
-    talk.messages[:] = messages[leads:]
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    talk.system = messages[0]["content"] if has_system else None
+    talk.messages[:] = messages[has_system:]
     return f"loaded {len(talk.messages)} messages from {path}"

@@ -14,13 +14,13 @@ PROMPT, CONTINUATION = "> ", ". "
 
 
 class Turns:
-    """Reads turns. Pasted lines are one turn, and so is what stands between two lines with triple quotes."""
+    """Reads turns. Pasted lines are one turn, and so are lines between triple quotes."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._session = _editor() if terminal else None
 
     def read(self) -> str:
-        """The next turn. Raises EOFError at the end of the input, KeyboardInterrupt."""
+        """Read the next turn. Raises EOFError at the end of the input, KeyboardInterrupt."""
         return join_quoted(lambda is_first: self._line(PROMPT if is_first else CONTINUATION))
 
     def _line(self, prompt: str) -> str:
@@ -33,10 +33,10 @@ class Turns:
 
 
 def join_quoted(line: Callable[[bool], str]) -> str:
-    """One turn of lines: the first alone, or, if it begins with triple quotes, all up to a line that ends with them.
+    """Read one turn: a single line, or, if it begins with triple quotes, all lines until one ends with them.
 
-    `line` gives the next one, and is asked with True for the first. Raises what it raises; input that ends between
-    quotes is a turn without the second ones.
+    `line(is_first)` returns the next line. Raises what `line` raises. If the input ends before the closing quotes, the
+    turn ends there.
     """
     first = line(True)
     if not first.lstrip().startswith(QUOTES):
@@ -54,7 +54,7 @@ def join_quoted(line: Callable[[bool], str]) -> str:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Outside of prompts: keys that are pressed are not shown in an answer, and wait for the next prompt as pressed."""
+    """Do not show keys that are pressed during an answer. They stay in the terminal's buffer for the next prompt."""
     if not sys.stdin.isatty():
         yield
         return
@@ -62,7 +62,7 @@ def no_echo() -> Iterator[None]:
     before = termios.tcgetattr(handle)
     quiet = termios.tcgetattr(handle)
     quiet[0] &= ~(termios.ICRNL | termios.INLCR)
-    quiet[3] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON)  # but ISIG: Ctrl-C stops the answer
+    quiet[3] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON)  # ISIG stays on, so that Ctrl-C stops the answer
     termios.tcsetattr(handle, termios.TCSADRAIN, quiet)
     try:
         yield
@@ -71,7 +71,7 @@ def no_echo() -> Iterator[None]:
 
 
 def _editor() -> "PromptSession[str]":
-    """Enter sends, Alt-Enter begins a new line, arrows walk through earlier turns of this conversation."""
+    """Make an editor: Enter sends, Alt-Enter begins a new line, arrow keys show earlier turns."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -89,10 +89,10 @@ def _editor() -> "PromptSession[str]":
         event.current_buffer.insert_text("\n")
 
     output = Vt100_Output.from_pty(sys.stdout)
-    output.enable_cpr = False  # not every terminal says where its cursor is, and nobody here needs to know
+    output.enable_cpr = False  # not every terminal reports its cursor position, and it is not needed here
     return PromptSession(
         history=InMemoryHistory(),
-        multiline=True,  # a paste may have lines
+        multiline=True,  # a paste may have several lines
         key_bindings=keys,
         prompt_continuation=lambda width, number, wraps: CONTINUATION,
         style=Style.from_dict({"prompt": "ansicyan bold"}),

@@ -1,7 +1,7 @@
 """Who answers in `ktqueue chat`: a gateway over HTTP, workers through Redis, or an engine in this process.
 
-A talker's `answer` is a generator of pieces; Ctrl-C inside it stops that answer (cancels its job, frees its
-pages) and raises KeyboardInterrupt; nothing else is disturbed.
+A talker's `answer` is a generator of pieces. Ctrl-C during an answer stops only that answer (cancels its job, frees its
+pages) and raises KeyboardInterrupt.
 """
 
 import json
@@ -26,31 +26,31 @@ Message = Mapping[str, Any]
 
 
 class Piece(NamedTuple):
-    """Some text of an answer, and how many tokens are told of with it."""
+    """Part of an answer: some text, and the number of tokens reported with it."""
 
     text: str
     tokens: int
 
 
 class Talker(Protocol):
-    """Answers chats. `model` is the name of who talks."""
+    """Answers a conversation. `model` is the name of its model."""
 
     model: str
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
-        """The next turn of the assistant, piece by piece. Raises KtqueueError, KeyboardInterrupt."""
+        """Generate the next turn of the assistant in pieces. Raises KtqueueError, KeyboardInterrupt."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release its resources."""
         ...
 
 
 class HttpTalker:
-    """Talks to any OpenAI-compatible gateway."""
+    """Answers through any OpenAI-compatible gateway."""
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
-        """`base_url` as the openai client takes it, with or without its /v1. Raises Unavailable."""
+        """`base_url` is that of the openai client, with or without /v1. Raises Unavailable."""
         import httpx
 
         base = base_url.rstrip("/").removesuffix("/v1")
@@ -98,7 +98,7 @@ class HttpTalker:
 
 
 class RedisTalker:
-    """Talks to the workers behind a Redis."""
+    """Answers through Redis and its workers."""
 
     def __init__(self, client: "SyncClient", model: str) -> None:
         self._client = client
@@ -125,7 +125,7 @@ class RedisTalker:
 
 
 class LocalTalker:
-    """Runs an engine here, without Redis."""
+    """Answers with an engine in this process, without Redis."""
 
     def __init__(self, engine: "Engine", tokenizer: "Tokenizer", model: str) -> None:
         self._engine = engine
@@ -134,7 +134,7 @@ class LocalTalker:
         self.model = model
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
-        """See Talker. A Ctrl-C waits for the end of the step, so that the engine stays whole."""
+        """See Talker. Ctrl-C waits for the end of the step, so that the engine stays consistent."""
         self._turn += 1
         request_id = f"turn-{self._turn}"
         request = GenerationRequest(model=self.model, messages=tuple(messages), sampling=sampling)
@@ -163,7 +163,7 @@ class LocalTalker:
 
 
 def local_talker(config: "EngineConfig") -> LocalTalker:
-    """Load the model of the config, with a progress bar, and make its talker."""
+    """Load the model with a progress bar, and make its talker."""
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
 
@@ -173,9 +173,9 @@ def local_talker(config: "EngineConfig") -> LocalTalker:
 
 
 def stream_document(line: str) -> dict[str, Any]:
-    """The JSON document on one line of a server-sent event stream, {} where it has none.
+    """Return the JSON document in a line of a server-sent event stream, {} if there is none.
 
-    Raises KtqueueError for one that tells of an error.
+    Raises KtqueueError if the document is an error.
     """
     data = line[5:].strip() if line.startswith("data:") else ""
     if data in ("", "[DONE]"):
@@ -187,7 +187,7 @@ def stream_document(line: str) -> dict[str, Any]:
 
 
 def _check(response: "httpx.Response") -> None:
-    """Raise the error that an HTTP status stands for, with the message of its body."""
+    """Raise the error for an HTTP status, with the message of its body."""
     if not response.is_error:
         return
     try:

@@ -1,4 +1,4 @@
-"""`ktqueue demo`: start everything, stream a tale whose worker is killed, run a batch, sum up, stop everything."""
+"""`ktqueue demo`: stream a tale while its worker is killed, run a batch, and show a summary."""
 
 import json
 import logging
@@ -29,12 +29,12 @@ STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
 TALE_TOKENS = 220
 FAREWELL = """
-Everything is stopped. To go on from here:
-  {ktqueue} up                    keep it running, for curl and the openai client
+Everything is stopped. What you can do next:
+  {ktqueue} up                    start it again, for curl and the openai client
   {ktqueue} chat --local          talk with the model in this terminal
   {ktqueue} up --model FILE.gguf  serve a model of your own
-  {ktqueue} --help                all the rest"""
-LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: each may be a bit longer than the one before
+  {ktqueue} --help                all commands"""
+LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: the limit grows from line to line
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
 
@@ -58,12 +58,12 @@ class _TalePage:
         """See Page."""
         milliseconds = 1000 * takeover.seconds
         results().print(
-            f"[bold green]{takeover.successor}[/] goes on at token {takeover.token}, {milliseconds:.0f} ms later\n",
+            f"[bold green]{takeover.successor}[/] continues at token {takeover.token}, {milliseconds:.0f} ms later\n",
             soft_wrap=True,
         )
 
     def end(self, *, complete: bool) -> None:
-        """Write what is left of the tale."""
+        """Write the rest of the tale."""
         self._text.add("" if complete else " ...")
         self._text.end()
         write("\n")
@@ -71,14 +71,16 @@ class _TalePage:
 
 @expand
 def demo(common: CommonFlags, engine: EngineFlags) -> None:
-    """Start everything, stream a tale whose worker is killed, run a batch of 32 prompts, sum up, stop everything."""
+    """Start everything, stream a tale while its worker is killed, run a batch of 32 prompts, stop everything."""
     import asyncio
 
     require("gateway", "worker")
-    logging.getLogger("ktqueue").setLevel(logging.ERROR)  # the worker's death is no news here
+    logging.getLogger("ktqueue").setLevel(logging.ERROR)  # the worker's death is expected here
     common = replace(common, state_dir=common.state_dir or STATE_DIR)
     config = with_model(settings(common, engine=engine, gateway=GatewayFlags(host="127.0.0.1", port=0)))
-    config = replace(config, gateway=replace(config.gateway, api_keys=(), tenants=()))  # its own, for a minute
+    config = replace(
+        config, gateway=replace(config.gateway, api_keys=(), tenants=())
+    )  # a private gateway that runs for a minute
     if asyncio.run(_demo(config)):
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -127,9 +129,10 @@ async def _demo(config: Config) -> bool:
 
 
 async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int]:
-    """Stream a tale whose worker is killed, then the same again undisturbed; how many tokens the two have in common.
+    """Stream a tale while its worker is killed, then stream it again without that.
 
-    Raises Unavailable; KtqueueError where the tokens differ although the model's arithmetic is exact.
+    Returns the first tale and the number of leading tokens that are equal. Raises Unavailable, and KtqueueError if
+    tokens differ although the model's arithmetic is exact.
     """
     from ktqueue.broker.broker import Broker
     from ktqueue.cli.demo.tale import TooLate, stream_tale
@@ -146,22 +149,24 @@ async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int
     page = _TalePage()
     broker = await Broker.open(supervisor.config.broker)
     try:
-        at, tale = TALE_TOKENS // 3, None
+        kill_at, tale = TALE_TOKENS // 3, None
         while tale is None:
             try:
-                tale = await stream_tale(supervisor.url, body, broker, page=page, victim=supervisor.workers[0], at=at)
-            except TooLate:  # on a machine so busy that this process reads long after the worker writes
-                if at == 1:
+                tale = await stream_tale(
+                    supervisor.url, body, broker, page=page, victim=supervisor.workers[0], kill_at=kill_at
+                )
+            except TooLate:  # the machine is so busy that this process reads long after the worker writes
+                if kill_at == 1:
                     raise
-                at = max(1, at // 8)
+                kill_at = max(1, kill_at // 8)
                 page.end(complete=False)
-                write("The tale was complete before its worker was dead. Once more:\n\n")
+                write("The tale was complete before its worker was dead. Trying again:\n\n")
         page.end(complete=len(tale.token_ids) < TALE_TOKENS)
         undisturbed = await stream_tale(supervisor.url, body, broker)
     finally:
         await broker.close()
     pairs = zip(tale.token_ids, undisturbed.token_ids, strict=False)
-    equal = next((place for place, (one, other) in enumerate(pairs) if one != other), len(tale.token_ids))
+    equal = next((i for i, (token, other) in enumerate(pairs) if token != other), len(tale.token_ids))
     engine = supervisor.config.engine
     exact = (engine.model, engine.device) == ("demo", "cpu") and engine.dtype in ("auto", "float32")
     if tale.token_ids != undisturbed.token_ids and exact:
@@ -170,7 +175,7 @@ async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int
 
 
 def _command() -> str:
-    """What to type for `ktqueue` here: `make demo` installs into a folder that is not on PATH."""
+    """Return how to call `ktqueue` here. `make demo` installs it into a folder that is not on PATH."""
     if shutil.which("ktqueue"):
         return "ktqueue"
     beside = Path(sys.executable).with_name("ktqueue")

@@ -1,4 +1,4 @@
-"""The tale of `ktqueue demo`: streamed over HTTP while its worker is killed, and once more while nothing happens."""
+"""The tale of `ktqueue demo`: streamed over HTTP while its worker is killed."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ class TooLate(KtqueueError):
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """Who died, who went on with which token (counted from 1), and after how many seconds."""
+    """A worker was killed and another continued: their pids, its first token (from 1), and the seconds between."""
 
     killed: int
     successor: int
@@ -33,7 +33,7 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class Tale:
-    """A tale that was streamed. Times in seconds."""
+    """A streamed tale. Times in seconds."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -43,16 +43,16 @@ class Tale:
 
 
 class Page(Protocol):
-    """Where a tale is shown as it comes."""
+    """Shows a tale while it is streamed."""
 
     def add(self, text: str) -> None:
-        """More of the text."""
+        """Show more text."""
 
     def killed(self, pid: int) -> None:
-        """A worker was killed, and all that it had written is shown. For a while there is no text."""
+        """A worker was killed, and all of its text is shown. For a moment there is no new text."""
 
     def taken_over(self, takeover: Takeover) -> None:
-        """The text goes on."""
+        """Another worker continues the text."""
 
 
 async def stream_tale(
@@ -62,11 +62,11 @@ async def stream_tale(
     *,
     page: Page | None = None,
     victim: "Child | None" = None,
-    at: int = 0,
+    kill_at: int = 0,
 ) -> Tale:
-    """Stream one chat completion to its end; `victim` gets SIGKILL when event `at` of the job has come.
+    """Stream one chat completion to its end; `victim` gets SIGKILL after event `kill_at` of the job.
 
-    Raises Unavailable; TooLate; KtqueueError, also where the stream has a gap or a repeat.
+    Raises Unavailable, TooLate, and KtqueueError if the stream has a gap or a repetition.
     """
     import httpx
 
@@ -99,7 +99,7 @@ async def stream_tale(
                         texts.append(text)
                         if page is not None:
                             page.add(text)
-                if victim is not None and death is None and seq >= at:
+                if victim is not None and death is None and seq >= kill_at:
                     death = await _kill(victim, broker, job_id)
                 if death is not None and not shown and seq >= death.last_seq:
                     shown = True
@@ -110,8 +110,8 @@ async def stream_tale(
     seconds = time.monotonic() - began
     events = await broker.journal.replay(job_id)
     if "".join(texts) != "".join(event.text for event in events):
-        raise KtqueueError(f"the stream of {job_id} is not what its journal holds")
-    token_ids = tuple(one for event in events for one in event.token_ids)
+        raise KtqueueError(f"the stream of {job_id} differs from its journal")
+    token_ids = tuple(token_id for event in events for token_id in event.token_ids)
     return Tale("".join(texts), token_ids, first or 0.0, seconds, takeover)
 
 
@@ -119,18 +119,18 @@ async def stream_tale(
 class _Death:
     pid: int
     at: float
-    last_seq: int  # of the events that it has written
-    tokens: int  # in them
+    last_seq: int  # of the last event that it wrote
+    tokens: int  # in its events
 
 
 async def _kill(victim: "Child", broker: "Broker", job_id: str) -> _Death:
-    """Kill a worker, and find out how far it came. Raises TooLate where the job was complete by then."""
+    """Kill a worker, and read how far it came. Raises TooLate if the job was complete by then."""
     pid = victim.pid
     if pid is None:
         raise KtqueueError("the worker was dead before it was killed")
     os.kill(pid, signal.SIGKILL)
     at = time.monotonic()
-    while _runs(pid):  # noqa: ASYNC110 # nothing tells of the end of another's child
+    while _runs(pid):  # noqa: ASYNC110 # the process is not a child of this one, so its end cannot be awaited
         await asyncio.sleep(0.001)
     events = await broker.journal.replay(job_id)
     if events[-1].state is not None:
@@ -139,4 +139,4 @@ async def _kill(victim: "Child", broker: "Broker", job_id: str) -> _Death:
 
 
 def _runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}/exe").exists()  # of a zombie it does not
+    return Path(f"/proc/{pid}/exe").exists()  # not of a zombie

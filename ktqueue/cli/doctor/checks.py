@@ -1,6 +1,6 @@
-"""What `ktqueue doctor` looks at: one function a finding. Each finding has a level, a fact and perhaps a hint.
+"""The checks of `ktqueue doctor`, a function for each. A finding has a level, a fact and perhaps a hint.
 
-Looks only: starts no server, loads no weights, changes nothing.
+The checks start no server, load no weights and change nothing.
 """
 
 import os
@@ -38,7 +38,7 @@ WORKER_PACKAGES = (
     "pyyaml",
 )
 ARQ_PACKAGES = ("arq", "pydantic")
-LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to its file
+LEAST_FREE_DISK = 1 << 30  # bytes: the private server appends every step to a file
 
 
 class Level(StrEnum):
@@ -60,7 +60,7 @@ class Finding:
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """All findings, in the order in which they are to be read."""
+    """All findings, in the order of the report."""
     yield _python()
     yield _packages("client packages", CLIENT_PACKAGES, Level.FAIL, "pip install ktqueue")
     yield _packages("gateway packages", GATEWAY_PACKAGES, Level.WARN, "pip install 'ktqueue[gateway]'")
@@ -119,7 +119,7 @@ def _cores() -> Finding:
 
 
 def _cgroup_quota() -> float | None:
-    """CPUs that the control group (version 2) allows, if it limits them."""
+    """CPUs that the control group (version 2) allows; None if there is no limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return None if limit == "max" else int(limit) / int(period)
@@ -134,17 +134,17 @@ def _memory(config: Config, report: "ModelReport | None") -> Finding:
     fact = f"{format_bytes(available)} available"
     if report is not None:
         weights = report.device_bytes.get("cpu", 0)
-        fact += f", {format_bytes(weights)} wanted for weights"
+        fact += f", {format_bytes(weights)} needed for weights"
     if cache:
-        fact += f", {format_bytes(cache)} wanted for the cache"
+        fact += f", {format_bytes(cache)} needed for the cache"
     if cache + weights > available:
-        hint = "lower --kv-cache-bytes or take a smaller model; `ktqueue fit` says what would run"
+        hint = "lower --kv-cache-bytes or use a smaller model; `ktqueue fit` shows what would run"
         return Finding("memory", Level.FAIL, fact, hint)
     return Finding("memory", Level.OK, fact)
 
 
 def _model(config: Config) -> tuple[Finding, "ModelReport | None"]:
-    """What is found of the model, and its report if it can be read."""
+    """The finding about the model, and its report if it can be read."""
     name = config.engine.model
     hint = "`ktqueue fit` says more; a model is a .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT] or demo"
     try:
@@ -166,7 +166,7 @@ def _model(config: Config) -> tuple[Finding, "ModelReport | None"]:
 
 
 def _without_download(config: EngineConfig) -> EngineConfig:
-    """The settings with the local path of a model of the hub. Raises Unavailable where the cache does not have it."""
+    """Return the settings with the local path of a hub model. Raises Unavailable if it is not in the cache."""
     if not config.model.startswith(PREFIX):
         return config
     from ktqueue.loading.huggingface.hub import cached
@@ -185,7 +185,7 @@ def _state_dir(config: Config) -> Finding:
     free = disk.f_bavail * disk.f_frsize
     fact = f"{folder}, {format_bytes(free)} free"
     if free < LEAST_FREE_DISK:
-        return Finding("state folder", Level.WARN, fact, "the journal file of the private Redis needs room")
+        return Finding("state folder", Level.WARN, fact, "the journal file of the private Redis needs more space")
     return Finding("state folder", Level.OK, fact)
 
 
@@ -203,13 +203,13 @@ def _redis_reachable(config: Config) -> Finding:
     from ktqueue.broker.redis.private_server import running_url
 
     if config.broker.url is None and running_url(config.broker.state_dir) is None:
-        return Finding("redis", Level.OK, "none runs yet; `ktqueue up` starts a private one")
+        return Finding("redis", Level.OK, "none is running; `ktqueue up` starts a private one")
     try:
         workers, models = ask(config, _served)
     except KtqueueError as error:
         return Finding("redis", Level.FAIL, error.message, "check --redis-url and the server")
     if not workers:
-        return Finding("redis", Level.WARN, "reachable, but no worker is up", "start one with `ktqueue worker`")
+        return Finding("redis", Level.WARN, "reachable, but no worker is running", "start one with `ktqueue worker`")
     return Finding("redis", Level.OK, f"reachable, {workers} worker(s) serve {', '.join(models)}")
 
 
@@ -226,5 +226,5 @@ def _port(config: Config) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             fact = f"{host}:{port}: {error.strerror}"
-            return Finding("port", Level.WARN, fact, "a gateway may run there already; else choose another --port")
+            return Finding("port", Level.WARN, fact, "a gateway may be running there; else choose another --port")
     return Finding("port", Level.OK, f"{host}:{port} is free")

@@ -1,4 +1,4 @@
-"""`ktqueue doctor`: is this machine fit to run ktqueue?"""
+"""`ktqueue doctor`: can this machine run ktqueue?"""
 
 import typer
 
@@ -9,7 +9,7 @@ from ktqueue.cli.terminal.failures import ExitCode
 
 @expand
 def doctor(common: CommonFlags, engine: EngineFlags, gateway: GatewayFlags, as_json: AsJson = False) -> None:
-    """Look at this machine: packages, kernels, cores, memory, model, Redis, port."""
+    """Check this machine: packages, kernels, cores, memory, model, Redis, port."""
     from ktqueue.cli.doctor.checks import Level, examine
 
     config = settings(common, engine=engine, gateway=gateway)

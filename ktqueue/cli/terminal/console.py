@@ -1,7 +1,7 @@
 """Where the command line writes: results to standard output, progress and errors to standard error.
 
-Colour and moving parts appear only on a terminal; piped output is plain text without control codes,
-and its tables are as wide as they need to be.
+Colour and animation appear only on a terminal. Piped output is plain text without control codes, and its tables are as
+wide as necessary.
 """
 
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PIPED_WIDTH = 1000  # columns: wide enough that nothing wraps
+PIPED_WIDTH = 1000  # columns: so wide that nothing wraps
 
 
 def _console(stream: IO[str]) -> "Console":
@@ -22,7 +22,7 @@ def _console(stream: IO[str]) -> "Console":
 
     if stream.isatty():
         return Console(file=stream, highlight=False, soft_wrap=False)
-    # FORCE_COLOR, as many CI systems set it, would make a line of each frame of a spinner.
+    # With FORCE_COLOR, which many CI systems set, each frame of a spinner would be a line.
     return Console(file=stream, width=PIPED_WIDTH, highlight=False, soft_wrap=False, force_terminal=False)
 
 
@@ -37,18 +37,18 @@ def notes() -> "Console":
 
 
 def write(text: str) -> None:
-    """Write text to standard output as it is, at once."""
+    """Write text to standard output unchanged, and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def write_json(value: Any, *, indent: int | None = 2) -> None:
-    """Write one JSON value for a machine; `indent` None gives one line."""
+    """Write a JSON value for programs; `indent` None writes it in one line."""
     write(json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def table(columns: Sequence[str], *, right: Sequence[str] = ()) -> "Table":
-    """An empty table with these column heads; those named in `right` hold numbers."""
+    """Make an empty table with these column heads. Columns in `right` are aligned to the right."""
     from rich import box
     from rich.table import Table
 
@@ -59,14 +59,14 @@ def table(columns: Sequence[str], *, right: Sequence[str] = ()) -> "Table":
 
 
 def plain_text(text: str) -> str:
-    """Text of a model or a client made safe for a terminal: without control characters but newline and tab."""
+    """Make text of a model or client safe for a terminal: remove control characters other than newline and tab."""
     if not sys.stdout.isatty():
         return text
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def span(seconds: float, *, digits: int = 0) -> str:
-    """A time span in two digits or so: 12 s, 3 min, 5 h. `digits` after the point, below ten seconds."""
+    """Write a time span shortly: 12 s, 3 min, 5 h. Below ten seconds it has `digits` after the point."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,6 +1,6 @@
-"""What an exit code means, and how an error becomes one line on standard error.
+"""Exit codes, and how an error becomes one line on standard error.
 
-Knows the errors of core and the errno of the system; everything else is a fault of ours and says so.
+Errors of core and of the system have a message for users. Any other error is a bug, and the line says so.
 """
 
 import sys
@@ -34,13 +34,13 @@ EXIT_CODES_HELP = (
 
 
 class UsageFault(KtqueueError):
-    """What the user gave cannot be used: a flag, a file, a line of input."""
+    """The user's input is wrong: a flag, a file, or a line of input."""
 
     code = "usage"
 
 
 def exit_code(error: BaseException) -> ExitCode:
-    """The exit code that an error stands for."""
+    """Return the exit code for an error."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if isinstance(error, Unavailable):
@@ -51,7 +51,7 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def line(error: BaseException) -> str:
-    """What went wrong, by name, in one line; only a list of faults has more."""
+    """Describe an error in one line; only a list of errors has several."""
     if isinstance(error, KtqueueError):
         text = error.message
     elif isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""A progress bar on standard error: moving on a terminal, now and then a plain line elsewhere."""
+"""A progress bar on standard error. Without a terminal it is a plain line every ten seconds."""
 
 import sys
 import time
@@ -11,11 +11,11 @@ from ktqueue.core.units import format_bytes
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-LINE_SECONDS = 10.0  # between two plain lines
+LINE_SECONDS = 10.0  # between plain lines
 
 
 class Bar:
-    """One bar, used as a context. `update` is also the `progress` callback of loading and converting."""
+    """A progress bar, used as a context manager. `update` is also the `progress` callback of loading and converting."""
 
     def __init__(self, title: str, total: int | None = None, *, in_bytes: bool = False, quiet: bool = False) -> None:
         self._title = title
@@ -38,7 +38,7 @@ class Bar:
         return self
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
-        """`done` of `total` are done; the note stands behind the bar."""
+        """Show that `done` of `total` are done, with a note after the bar."""
         self._done, self._note, self._moved = done, note, True
         self._total = total if total is not None else self._total
         if self._progress is not None and self._task is not None:
@@ -54,7 +54,7 @@ class Bar:
             sys.stderr.write(f"{text}\n")
 
     def finish(self) -> None:
-        """Leave the bar as it stands; it moves no more."""
+        """Stop the bar and leave it on the screen."""
         if self._progress is not None:
             self._progress.stop()
         elif self._moved:

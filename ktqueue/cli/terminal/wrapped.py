@@ -1,4 +1,4 @@
-"""Writes a stream of text to standard output, its lines broken between words."""
+"""Writes streamed text to standard output and breaks lines between words."""
 
 from ktqueue.cli.terminal.console import plain_text, write
 
@@ -6,17 +6,17 @@ LONGEST_LINE = 88  # columns: longer lines are hard to read
 
 
 class Wrapped:
-    """Whole words are written as soon as they are known to be whole. `width` is the terminal's, in columns."""
+    """Writes each word as soon as it is complete. `width` is the terminal's, in columns."""
 
     def __init__(self, width: int) -> None:
         self._width = min(width - 1, LONGEST_LINE)
         self._column = 0
-        self._spaces = 0  # not written yet: none at the end of a line
+        self._spaces = 0  # not written yet, because none are written at the end of a line
         self._word = ""
-        self._paused = False  # the next line does not begin with a space
+        self._paused = False  # if so, the next line does not begin with a space
 
     def add(self, text: str) -> None:
-        """Write the whole words of what has come."""
+        """Add text, and write the words that are complete."""
         out: list[str] = []
         for character in plain_text(text):
             if character == "\n":
@@ -31,7 +31,7 @@ class Wrapped:
         write("".join(out))
 
     def pause(self) -> None:
-        """End the paragraph in the middle of a sentence, for something else to be written."""
+        """End the paragraph in the middle of a sentence, so that something else can be written."""
         write(self._take() + "\n\n")
         self._column = self._spaces = 0
         self._paused = True
@@ -42,7 +42,7 @@ class Wrapped:
         self._column = self._spaces = 0
 
     def _take(self) -> str:
-        """The word at hand, with what goes before it."""
+        """Return the current word, with the spaces or line break before it."""
         if not self._word:
             return ""
         if self._column and self._column + self._spaces + len(self._word) > self._width:

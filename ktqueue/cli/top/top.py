@@ -1,4 +1,4 @@
-"""`ktqueue top`: workers, queues and tokens a second, as they change."""
+"""`ktqueue top`: watch workers, queues and tokens per second."""
 
 from contextlib import suppress
 from typing import Annotated
@@ -11,11 +11,11 @@ from ktqueue.cli.flags import CommonFlags, expand, settings
 @expand
 def top(
     common: CommonFlags,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON for machines, one look a line.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON for programs, one line for each update.")] = False,
 ) -> None:
-    """Watch workers, queues and tokens a second. Ctrl-C leaves."""
+    """Watch workers, queues and tokens per second. Ctrl-C exits."""
     import asyncio
 
     from ktqueue.cli.top.watch import watch

@@ -1,4 +1,4 @@
-"""What `ktqueue top` shows of a Snapshot: tables for people, a document for machines. Pure; asks nobody."""
+"""What `ktqueue top` shows of a Snapshot: tables for people, a document for programs."""
 
 import time
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ktqueue.broker.models import WorkerInfo
     from ktqueue.broker.snapshot import Snapshot
 
-FIXED_LINES = 5  # of a frame: the summary, a remark, an empty line, two heads
+FIXED_LINES = 5  # of a frame: the summary, a remark, an empty line, two table heads
 
 
 def document(snapshot: "Snapshot") -> dict[str, Any]:
-    """A snapshot as JSON values. Times in seconds."""
+    """Return a snapshot as JSON values. Times in seconds."""
     return {
         "time": snapshot.taken_at,
         "tokens_per_second": snapshot.tokens_per_second,
@@ -47,12 +47,12 @@ def document(snapshot: "Snapshot") -> dict[str, Any]:
             for depth in snapshot.depths
             for job_class, waiting, running, wait in _classes(depth)
         ],
-        "bound": [asdict(one) for one in snapshot.bound],
+        "bound": [asdict(jobs) for jobs in snapshot.bound],
     }
 
 
 def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "Group":
-    """The tables under a summary; with `lines`, so much of them as fits. The remark stands below the summary."""
+    """Return a summary, a remark and the tables. With `lines`, only as many rows as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -79,13 +79,13 @@ def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "
 def _summary(snapshot: "Snapshot") -> str:
     workers = snapshot.workers
     rows = sum(int(worker.stats.get("running", 0)) for worker in workers)
-    seats = sum(worker.max_num_seqs for worker in workers)
+    max_rows = sum(worker.max_num_seqs for worker in workers)
     limit = f" of {format_bytes(snapshot.memory_limit)}" if snapshot.memory_limit else ""
     return "  ".join(
         (
             time.strftime("%H:%M:%S", time.localtime(snapshot.taken_at)),
             f"{len(workers)} worker{'' if len(workers) == 1 else 's'}",
-            f"{rows}/{seats} rows",
+            f"{rows}/{max_rows} rows",
             f"{_rate(snapshot.tokens_per_second)} tok/s",
             f"Redis {format_bytes(snapshot.memory_used)}{limit}",
         )
@@ -93,12 +93,12 @@ def _summary(snapshot: "Snapshot") -> str:
 
 
 def _unserved(bound: Sequence["BoundJobs"]) -> str:
-    """The jobs that only some workers can take, those that have waited longest for one."""
+    """Describe jobs that no running worker can take: the group that has waited longest, and how many others."""
     first = bound[0]
-    who = f"digest {first.digest[:SHORT_DIGEST]}" if first.digest else f"record format {first.format}"
-    others = sum(one.interactive + one.batch for one in bound[1:])
+    needed = f"digest {first.digest[:SHORT_DIGEST]}" if first.digest else f"record format {first.format}"
+    others = sum(jobs.interactive + jobs.batch for jobs in bound[1:])
     more = f" (and {others} more)" if others else ""
-    return f"{first.interactive + first.batch} jobs of {first.model} wait for a worker with {who}{more}"
+    return f"{first.interactive + first.batch} jobs of {first.model} wait for a worker with {needed}{more}"
 
 
 def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
@@ -107,7 +107,7 @@ def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
         stats = worker.stats
         pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
         made.add_row(
-            "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # without the host, which has a column
+            "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # the host has its own column
             worker.model,
             worker.host,
             span(worker.lease_left, digits=1),
@@ -132,7 +132,7 @@ def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: 
 
 
 def _classes(depth: "QueueDepth") -> list[tuple[str, int, int, float | None]]:
-    """Class, waiting, running, seconds that the oldest has waited."""
+    """(class, waiting, running, seconds that the oldest job has waited) of each class."""
     return [
         ("interactive", depth.interactive, depth.running - depth.batch_running, depth.interactive_wait),
         ("batch", depth.batch, depth.batch_running, depth.batch_wait),
@@ -140,7 +140,7 @@ def _classes(depth: "QueueDepth") -> list[tuple[str, int, int, float | None]]:
 
 
 def _table(words: Sequence[str], numbers: Sequence[str]) -> "Table":
-    """Numbers always fit; words give way, for a terminal of 80 columns is enough."""
+    """Make a table for 80 columns: numbers are never cut, words are."""
     from rich.table import Table
 
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")

@@ -1,4 +1,4 @@
-"""`ktqueue top` at work: a look at the installation every so often, shown or told until somebody leaves."""
+"""The loop of `ktqueue top`: take a snapshot at each interval and show it."""
 
 import asyncio
 import os
@@ -16,13 +16,13 @@ from ktqueue.core.errors import Unavailable
 if TYPE_CHECKING:
     from ktqueue.broker.snapshot import Snapshot
 
-PATIENCE_SECONDS = 3.0  # a look that takes longer has no answer
-REMEMBERED_SECONDS = 15.0  # so long a frame tells that Redis was away
+PATIENCE_SECONDS = 3.0  # a snapshot that takes longer counts as no answer
+REMEMBERED_SECONDS = 15.0  # how long the remark that Redis was away is shown
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The latest snapshot; while Redis is away an older one, and `fault` says why."""
+    """The latest snapshot. While Redis cannot be reached it is an older one, and `fault` says why."""
 
     snapshot: "Snapshot"
     fault: Unavailable | None = None
@@ -30,7 +30,7 @@ class Look:
 
 
 async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -> None:
-    """Show looks until there is no more; Ctrl-C ends it. Raises Unavailable when Redis is away at the first one."""
+    """Show a look at each interval until Ctrl-C. Raises Unavailable if Redis cannot be reached at the first."""
     from ktqueue.cli.top.view import frame
 
     console = results()
@@ -44,7 +44,7 @@ async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -
         async with aclosing(looks(config, interval)) as stream:
             async for look in stream:
                 if as_json:
-                    write_json(_told(look), indent=None)
+                    write_json(_document(look), indent=None)
                 elif live is not None:
                     live.start()
                     live.update(frame(look.snapshot, look.remark, console.height), refresh=True)
@@ -55,20 +55,20 @@ async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -
                 if once:
                     return
     except BrokenPipeError:  # `ktqueue top --json | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
     finally:
         if live is not None:
             live.stop()
 
 
-def _told(look: Look) -> dict[str, Any]:
+def _document(look: Look) -> dict[str, Any]:
     from ktqueue.cli.top.view import document
 
     return document(look.snapshot) if look.fault is None else {"time": time.time(), "error": look.fault.message}
 
 
 async def looks(config: Config, interval: float) -> AsyncGenerator[Look, None]:
-    """A Look every `interval` seconds, for ever. Raises Unavailable when Redis is away at the first one."""
+    """Take a Look every `interval` seconds, for ever. Raises Unavailable if Redis cannot be reached at the first."""
     from ktqueue.broker.broker import Broker
     from ktqueue.broker.snapshot import take_snapshot
 

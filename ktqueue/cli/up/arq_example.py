@@ -1,4 +1,4 @@
-"""The program that `ktqueue up --bridge` prints: how a client of arq reaches the bridge. It runs as it is printed."""
+"""The program that `ktqueue up --bridge` prints: an arq client that uses the bridge. It can be run as printed."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ asyncio.run(main())
 
 
 def arq_example(config: Config, url: str, model: str) -> str:
-    """The program, for the Redis at `url` with the bridge of `config`. Passwords are read, never shown.
+    """Return the program, for the Redis at `url` and the bridge of `config`. It reads passwords but contains none.
 
     Raises ConfigError.
     """
@@ -46,11 +46,11 @@ def arq_example(config: Config, url: str, model: str) -> str:
 
 
 def _settings(address: Address, config: Config) -> tuple[dict[str, str], bool]:
-    """The keywords of arq's RedisSettings as Python text, and whether they read the environment."""
+    """Return the keywords of arq's RedisSettings as Python text, and whether they read the environment."""
     settings: dict[str, str] = {}
     endpoint = address.endpoints[0]
     if address.kind is DeploymentKind.SENTINEL:
-        settings["host"] = "[" + ", ".join(f"({_text(one.host)}, {one.port})" for one in address.endpoints) + "]"
+        settings["host"] = "[" + ", ".join(f"({_text(node.host)}, {node.port})" for node in address.endpoints) + "]"
         settings["sentinel"] = "True"
         settings["sentinel_master"] = _text(address.service)
     elif endpoint.port == 0:
@@ -78,18 +78,18 @@ def _settings(address: Address, config: Config) -> tuple[dict[str, str], bool]:
 
 
 def _password_file(config: Config) -> Path | None:
-    """The file that has the password of the broker's Redis; None where it is in the URL, or where there is none."""
+    """Return the file with the password of the broker's Redis; None if it is in the URL, or if there is none."""
     if config.bridge.redis_url is not None:
         return None
     if config.broker.password_file is not None:
         return Path(config.broker.password_file).absolute()
-    own = Path(config.broker.state_dir).absolute() / "password"
-    url = own.with_name("url")
+    private = Path(config.broker.state_dir).absolute() / "password"
+    url = private.with_name("url")
     if config.broker.url is None or (url.is_file() and url.read_text(encoding="utf-8").strip() == config.broker.url):
-        return own
+        return private
     return None
 
 
 def _text(value: str) -> str:
-    """A text as Python writes it, in double quotes."""
+    """Write a text as Python code, in double quotes."""
     return json.dumps(value)

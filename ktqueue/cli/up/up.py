@@ -1,4 +1,4 @@
-"""`ktqueue up`: everything on this machine: a private Redis, the gateway, the workers."""
+"""`ktqueue up`: start everything on this machine: a private Redis, the gateway and the workers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +23,10 @@ def up(
     engine: EngineFlags,
     gateway: GatewayFlags,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
-    bridge: Annotated[bool, typer.Option("--bridge", help="Serve arq's clients, too.")] = False,
-    control: Annotated[bool, typer.Option("--control", help="Call webhooks, and do other chores.")] = False,
+    bridge: Annotated[bool, typer.Option("--bridge", help="Also serve arq clients.")] = False,
+    control: Annotated[bool, typer.Option("--control", help="Also call webhooks, and do other chores.")] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Leave it running in the background; `ktqueue down` stops it.")
+        bool, typer.Option("--detach", "-d", help="Run in the background; `ktqueue down` stops it.")
     ] = False,
 ) -> None:
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
@@ -47,7 +47,7 @@ def up(
         return
     try:
         asyncio.run(_up(config, workers))
-    except asyncio.CancelledError:  # SIGTERM while it started
+    except asyncio.CancelledError:  # SIGTERM during the start
         raise KeyboardInterrupt from None
 
 
@@ -69,7 +69,7 @@ async def _up(config: Config, workers: int) -> None:
     set_up_logging(config.log)
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until all has started
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until everything has started
     with Waiting() as waiting:
         supervisor = Supervisor(config, workers=workers, report=waiting.say)
         await supervisor.__aenter__()
@@ -83,7 +83,7 @@ async def _up(config: Config, workers: int) -> None:
 
 
 def _where(config: Config) -> str:
-    """The flag that lets a verb find the state folder, where it needs one."""
+    """Return the flag with which a command finds the state folder, if it needs one."""
     folder = config.broker.state_dir
     return "" if folder == BrokerConfig().state_dir else f" --state-dir {folder}"
 
@@ -93,8 +93,8 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
 
     console = results()
     model = models[0] if models else "demo"
-    asked = bool(config.gateway.api_keys or config.gateway.tenants)
-    header = " -H 'Authorization: Bearer KEY'" if asked else ""
+    needs_key = bool(config.gateway.api_keys or config.gateway.tenants)
+    header = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     url, where, state = gateway_url(config), _where(config), Path(config.broker.state_dir).absolute()
     console.print(f"[bold green]ready[/]  {', '.join(models)}  at  [bold]{url}/v1[/]", soft_wrap=True)
     console.print(
@@ -103,7 +103,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "{STORY}"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if asked else "none"}")
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if needs_key else "none"}")
   messages = [{{"role": "user", "content": "{STORY}"}}]
   print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
 
@@ -116,7 +116,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
         from ktqueue.cli.up.arq_example import arq_example
 
         assert config.broker.url is not None
-        console.print("arq's clients:", style="bold")
+        console.print("arq clients:", style="bold")
         console.print(_indented(arq_example(config, config.broker.url, model)), markup=False, soft_wrap=True)
     if config.broker.url is None or _is_private(config):
         console.print(
@@ -126,7 +126,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
 
 
 def _is_private(config: Config) -> bool:
-    """Whether the Redis in use is the one of the state folder."""
+    """Whether the Redis in use is the private server of the state folder."""
     from ktqueue.broker.redis.private_server import running_url
 
     return config.broker.url == running_url(config.broker.state_dir)

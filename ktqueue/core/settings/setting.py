@@ -94,14 +94,14 @@ def setting(default: Any, summary: str, *, secret: bool = False, **description: 
 def settings_of(section: str, kind: Any) -> tuple[Setting, ...]:
     """The settings of a section's dataclass, in order."""
     hints = get_type_hints(kind)
-    return tuple(_setting(section, one, hints[one.name]) for one in fields(kind))
+    return tuple(_setting(section, described, hints[described.name]) for described in fields(kind))
 
 
 def check_settings(section: str, config: Any) -> None:
     """Check every setting of a section. Raises ConfigError naming the key, its limit and its value."""
     kind: Any = type(config)
-    for one in settings_of(section, kind):
-        one.check(getattr(config, one.name))
+    for described in settings_of(section, kind):
+        described.check(getattr(config, described.name))
 
 
 def _setting(section: str, described: "Field[Any]", hint: Any) -> Setting:
