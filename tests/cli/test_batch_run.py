@@ -1,35 +1,40 @@
-"""`ktqueue batch run` over a real stack: whole, failing, interrupted, killed and continued."""
+"""`ktqueue batch run` with real workers: complete, failing, interrupted, killed and continued."""
 
 import json
 import random
 import signal
 import time
 from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from command_line import Run, Stack, Start
 
 
-def _write(path, count, *, tokens=24, **body):
+def _write(path: Path, count: int, *, tokens: int = 24, **body: object) -> Path:
     with path.open("w") as file:
         for number in range(count):
+            question: dict[str, object]
             if number % 4:
                 url = "/v1/chat/completions"
-                asked = {"messages": [{"role": "user", "content": f"Tell me a story about number {number}."}]}
+                question = {"messages": [{"role": "user", "content": f"Tell me a story about number {number}."}]}
             else:
-                url, asked = "/v1/completions", {"prompt": ["Once upon a time", "There was a king"]}
-            whole = {"model": "demo", "max_tokens": tokens, **asked, **body}
+                url, question = "/v1/completions", {"prompt": ["Once upon a time", "There was a king"]}
+            whole = {"model": "demo", "max_tokens": tokens, **question, **body}
             file.write(json.dumps({"custom_id": f"c{number}", "method": "POST", "url": url, "body": whole}) + "\n")
     return path
 
 
-def _records(path):
+def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _jobs(ktqueue, stack, run):
+def _jobs(ktqueue: Run, stack: Stack, run: str) -> list[str]:
     listed = json.loads(ktqueue("jobs", "list", "--limit", "1000", "--json", *stack.flags).stdout)
     return [job["id"] for job in listed if job["id"].startswith(f"batch-{run}")]
 
 
-def test_answers_are_openai_batch_output_lines(ktqueue, stack, tmp_path):
+def test_answers_are_openai_batch_output_lines(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 8, seed=1)
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", "--json", *stack.flags)
     assert done.returncode == 0, done.stderr
@@ -50,7 +55,7 @@ def test_answers_are_openai_batch_output_lines(ktqueue, stack, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_a_batch_answers_as_http_does(ktqueue, stack, tmp_path):
+def test_a_batch_answers_as_http_does(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     import httpx
 
     source = _write(tmp_path / "in.jsonl", 4, seed=5, temperature=0.8, logprobs=None)
@@ -63,7 +68,7 @@ def test_a_batch_answers_as_http_does(ktqueue, stack, tmp_path):
         assert ours["choices"] == answer["choices"]
 
 
-def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue, stack, tmp_path):
+def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 3, tokens=4)
     bad = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 9, "max_tokens": 4}
     late = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4000, "expires_in": 0.05}
@@ -91,7 +96,9 @@ def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue, stac
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_killed_at_random_and_continued_each_line_is_answered_once(ktqueue, start, stack, tmp_path):
+def test_killed_at_random_and_continued_each_line_is_answered_once(
+    ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
+) -> None:
     chance = random.Random()
     source = _write(tmp_path / "in.jsonl", 80, tokens=32)
     output, name = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run"
@@ -117,7 +124,7 @@ def test_killed_at_random_and_continued_each_line_is_answered_once(ktqueue, star
     assert not name.exists()
 
 
-def test_ctrl_c_waits_for_the_lines_in_flight(ktqueue, start, stack, tmp_path):
+def test_ctrl_c_waits_for_the_running_lines(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 24, tokens=40)
     output = tmp_path / "out.jsonl"
     process = start("batch", "run", source, "-o", output, "--max-concurrency", 4, *stack.flags, cwd=tmp_path)
@@ -138,7 +145,9 @@ def test_ctrl_c_waits_for_the_lines_in_flight(ktqueue, start, stack, tmp_path):
     assert len({record["custom_id"] for record in _records(output)}) == len(_records(output)) == 24
 
 
-def test_what_was_begun_in_another_class_is_found_again(ktqueue, start, stack, tmp_path):
+def test_what_was_begun_in_another_class_is_found_again(
+    ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
+) -> None:
     source = _write(tmp_path / "in.jsonl", 24, tokens=40)
     output = tmp_path / "out.jsonl"
     process = start("batch", "run", source, "-o", output, "--max-concurrency", 4, *stack.flags, cwd=tmp_path)
@@ -156,7 +165,7 @@ def test_what_was_begun_in_another_class_is_found_again(ktqueue, start, stack, t
     assert len(_jobs(ktqueue, stack, run)) == 30
 
 
-def test_the_input_is_never_taken_for_an_output(ktqueue, stack, tmp_path):
+def test_the_input_is_never_taken_for_an_output(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "out.errors.jsonl", 2, tokens=4)
     text = source.read_text()
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", "--overwrite", *stack.flags)
@@ -166,7 +175,7 @@ def test_the_input_is_never_taken_for_an_output(ktqueue, stack, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.errors.jsonl"]
 
 
-def test_a_second_ctrl_c_leaves_at_once(ktqueue, start, stack, tmp_path):
+def test_a_second_ctrl_c_leaves_at_once(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 8, tokens=1500, ignore_eos=True)
     process = start("batch", "run", source, "-o", "out.jsonl", *stack.flags, cwd=tmp_path)
     while not json.loads(ktqueue("jobs", "list", "--state", "running", "--json", *stack.flags).stdout):
@@ -183,7 +192,7 @@ def test_a_second_ctrl_c_leaves_at_once(ktqueue, start, stack, tmp_path):
     assert ktqueue("jobs", "cancel", *ids, *stack.flags).returncode == 0
 
 
-def test_a_model_that_nobody_serves_is_told_before_anything_runs(ktqueue, stack, tmp_path):
+def test_a_model_that_nobody_serves_is_told_before_anything_runs(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 2, tokens=4, model="gpt-9")
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", *stack.flags)
     assert done.returncode == 2
@@ -192,7 +201,7 @@ def test_a_model_that_nobody_serves_is_told_before_anything_runs(ktqueue, stack,
     assert done.returncode == 0, done.stderr
 
 
-def test_an_output_of_another_input_is_not_touched(ktqueue, stack, tmp_path):
+def test_an_output_of_another_input_is_not_touched(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"custom_id":"stranger"}\n')
     source = _write(tmp_path / "in.jsonl", 1, tokens=4)
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", *stack.flags)
@@ -203,7 +212,7 @@ def test_an_output_of_another_input_is_not_touched(ktqueue, stack, tmp_path):
     assert [record["custom_id"] for record in _records(tmp_path / "out.jsonl")] == ["c0"]
 
 
-def test_plain_lines_from_standard_input_with_some_that_are_invalid(ktqueue, stack, tmp_path):
+def test_plain_lines_from_standard_input_with_some_that_are_invalid(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     words = ("batch", "run", "-", "-o", "out.jsonl", *stack.flags)
     lines = '{"prompt": "Once upon a time", "max_tokens": 4}\n{"prompt": \n{"prompt": "A", "temperature": 9}\n'
     refused = ktqueue(*words, stdin=lines)

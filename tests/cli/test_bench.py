@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ktqueue.bench import experts, machine
 from ktqueue.bench.random_layers import random_layer
-from ktqueue.bench.roofline import Bound
+from ktqueue.bench.roofline import Bound, LayerShape
 from ktqueue.cli.bench.tables import show_points
 from ktqueue.cli.main import run
 from ktqueue.operators import native
@@ -44,7 +45,7 @@ def bench(*flags: object) -> int:
     return run(["bench", "experts", *map(str, (*TINY, *flags))])
 
 
-def test_tables_and_json(tmp_path, capsys):
+def test_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--formats", "q8_0,F32", "--isa", "scalar", "--per-expert", "1,3", "--tokens", "5"]
     target = tmp_path / "out.json"
     assert bench(*flags, "--json", target) == 0
@@ -83,7 +84,7 @@ def test_tables_and_json(tmp_path, capsys):
         )
 
 
-def test_the_table_fits_80_columns(capsys, monkeypatch):
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
     point = experts.KernelFigure(
         quant="IQ4_XS", isa="avxvnni", rows=512, routed=True, tokens=512, experts_touched=1, seconds=0.001,
@@ -95,12 +96,12 @@ def test_the_table_fits_80_columns(capsys, monkeypatch):
     assert head in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_json_alone(capsys):
+def test_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--formats", "Q4_K", "--per-expert", "1", "--json", "-") == 0
     assert len(json.loads(capsys.readouterr().out)["points"]) == 1
 
 
-def test_down_in_another_format_than_gate_and_up(capsys):
+def test_down_in_another_format_than_gate_and_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--formats", "Q4_K,Q4_K/Q6_K,Q6_K", "--per-expert", "1", "--json", "-") == 0
     points = json.loads(capsys.readouterr().out)["points"]
     small, mixed, large = (one["bytes"] for one in points)
@@ -108,8 +109,10 @@ def test_down_in_another_format_than_gate_and_up(capsys):
     assert 3 * mixed == 2 * small + large
 
 
-def test_an_interrupted_sweep_shows_what_it_has(capsys, monkeypatch):
-    def pack(quant, shape, isa):
+def test_an_interrupted_sweep_shows_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(quant: str, shape: LayerShape, isa: str) -> native.ExpertLayer:
         if quant == "Q4_K":
             raise KeyboardInterrupt
         return random_layer(quant, shape, isa)
@@ -134,10 +137,10 @@ def test_an_interrupted_sweep_shows_what_it_has(capsys, monkeypatch):
         (["--tokens", "0"], "--tokens: must be numbers from 1"),
         (["--experts-per-token", "129"], "--experts-per-token must be at most --num-experts, got 129 of 128"),
         (["--hidden-size", "100", "--formats", "Q4_K"], "Q4_K"),
-        (["--hidden-size", "1048576", "--intermediate-size", "1048576"], "of memory, and"),
+        (["--hidden-size", "1048576", "--intermediate-size", "1048576"], "of memory, but only"),
     ],
 )
-def test_refuses_by_name(flags, says, capsys):
+def test_refuses_by_name(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "experts", *flags]) == 2
     shown = capsys.readouterr()
     assert says in shown.err
@@ -145,7 +148,7 @@ def test_refuses_by_name(flags, says, capsys):
     assert len(shown.err.splitlines()) == 1
 
 
-def test_refuses_an_unknown_cap(capsys, monkeypatch):
+def test_refuses_an_unknown_cap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def isa() -> str:
         raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
 

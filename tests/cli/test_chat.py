@@ -1,12 +1,14 @@
 """`ktqueue chat` on a real terminal and through pipes: locally, through Redis, over HTTP."""
 
 import json
+from pathlib import Path
 
 import pytest
+from command_line import OpenTerminal, Run, Stack, Terminal
 
 
-def _say(chat, text):
-    """Type a turn at the prompt, wait for the first words of the answer."""
+def _say(chat: Terminal, text: str) -> None:
+    """Type a turn at the prompt and wait for the first words of the answer."""
     chat.wait_for("> ")
     chat.type(text)
     chat.wait_for(text)
@@ -15,7 +17,7 @@ def _say(chat, text):
     chat.wait_for(" ")
 
 
-def _say_and_save(chat, first, second, name):
+def _say_and_save(chat: Terminal, first: str, second: str, name: str) -> None:
     for keys in (first, second):
         chat.wait_for("> " if keys is first else "one")
         chat.type(keys)
@@ -25,7 +27,9 @@ def _say_and_save(chat, first, second, name):
     chat.wait_for("saved")
 
 
-def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(terminal, stack):
+def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(
+    terminal: OpenTerminal, stack: Stack
+) -> None:
     chat = terminal("chat", "--temperature", "0", "--max-tokens", "200", *stack.flags)
     _say(chat, "Tell me a story.")
     chat.type("/set seed 424242\r")
@@ -37,7 +41,7 @@ def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(termi
     assert chat.end() == 0
 
 
-def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue, stack, tmp_path):
+def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     lines = ["/system You tell tales.", '"""one', 'two"""', "/save talk.json", "/nonsense", "/etc/passwd?"]
     done = ktqueue("chat", "--max-tokens", 2, *stack.flags, stdin="\n".join(lines) + "\n")
     assert "unknown command /nonsense" in done.stderr
@@ -49,7 +53,7 @@ def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue, stack, t
     assert "not a conversation" in ktqueue("chat", *stack.flags, stdin="/load bad.json\n").stderr
 
 
-def test_a_local_conversation(terminal, tmp_path):
+def test_a_local_conversation(terminal: OpenTerminal, tmp_path: Path) -> None:
     chat = terminal("chat", "--local", "--temperature", "0", "--max-tokens", "400")
     _say(chat, "Tell me a story about a fox.")
     chat.type("\x03")
@@ -61,7 +65,7 @@ def test_a_local_conversation(terminal, tmp_path):
     chat.wait_for("> ")
     chat.type("half a line")
     chat.wait_for("half a line")
-    chat.interrupt("Ctrl-D or /exit leaves")
+    chat.interrupt("Ctrl-D or /exit ends the chat")
     chat.type("/reset\r")
     chat.wait_for("a new conversation")
     chat.wait_for("> ")
@@ -87,7 +91,7 @@ def test_a_local_conversation(terminal, tmp_path):
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, stack, over_http):
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: OpenTerminal, stack: Stack, over_http: bool) -> None:
     where = ("--base-url", f"{stack.url}/v1") if over_http else stack.flags
     chat = terminal("chat", "--max-tokens", "3000", "--temperature", "0", *where)
     for turn in ("Tell me a story.", "And then?"):
@@ -100,7 +104,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, stack, over_http)
     assert "Traceback" not in chat.screen
 
 
-def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue, stack):
+def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue: Run, stack: Stack) -> None:
     words = ("chat", "--temperature", 0, "--max-tokens", 16, "--system", "You tell tales.")
     turns = "Tell me a story.\nGo on.\n"
     local = ktqueue(*words, "--local", stdin=turns)
@@ -112,7 +116,7 @@ def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue, stack):
     assert "\033" not in local.stdout + local.stderr
 
 
-def test_a_turn_that_does_not_fit_is_told_and_the_next_one_works(ktqueue, stack):
+def test_a_turn_that_does_not_fit_is_told_and_the_next_one_works(ktqueue: Run, stack: Stack) -> None:
     turns = "x " * 9000 + "\nhello\n"
     for where in (stack.flags, ("--base-url", stack.url)):
         done = ktqueue("chat", "--max-tokens", 4, *where, stdin=turns)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = [
@@ -33,7 +34,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'redis', 'pydantic', 'starlette', 'httpx', 'gguf', 'asyncio'}"
     done = _python(
         f"import sys; from ktqueue.cli.main import run; run(['--help']); print(sys.modules.keys() & {heavy})"
@@ -41,7 +42,7 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.endswith("set()\n"), done.stdout[-200:] + done.stderr
 
 
-def test_batches_need_neither_starlette_nor_torch():
+def test_batches_need_neither_starlette_nor_torch() -> None:
     done = _python(
         "import sys, ktqueue.cli.batch.session, ktqueue.cli.chat.talkers;"
         "print(sys.modules.keys() & {'torch', 'starlette', 'transformers', 'numpy'})"
@@ -49,7 +50,7 @@ def test_batches_need_neither_starlette_nor_torch():
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
-def test_every_verb_has_help_that_fits_80_columns():
+def test_every_verb_has_help_that_fits_80_columns() -> None:
     code = f"from ktqueue.cli.main import run\nfor verb in {VERBS!r}: assert run([*verb, '--help']) == 0"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
@@ -77,7 +78,7 @@ def test_every_verb_has_help_that_fits_80_columns():
         (["batch", "run", "nowhere.jsonl", "-o", "out.jsonl"], 2, "nowhere.jsonl"),
     ],
 )
-def test_an_error_is_one_line_and_an_exit_code(ktqueue, words, code, says):
+def test_an_error_is_one_line_and_an_exit_code(ktqueue: Run, words: tuple[str, ...], code: int, says: str) -> None:
     done = ktqueue(*words)
     assert done.returncode == code, done.stderr
     assert says in done.stderr
@@ -85,13 +86,13 @@ def test_an_error_is_one_line_and_an_exit_code(ktqueue, words, code, says):
     assert done.stdout == ""
 
 
-def test_an_unknown_setting_suggests_the_nearest(ktqueue):
+def test_an_unknown_setting_suggests_the_nearest(ktqueue: Run) -> None:
     done = ktqueue("jobs", "list", env={"KTQUEUE_BROKER_URLL": "x"})
     assert done.returncode == 2
     assert "did you mean 'url'" in done.stderr
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(ktqueue, tmp_path):
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(ktqueue: Run, tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text('[broker]\nurl = "redis://127.0.0.1:1"\n')
     by_file = ktqueue("jobs", "list", "--config", "settings.toml")
     by_environment = ktqueue(
@@ -104,30 +105,30 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(ktqueue, tmp_pa
     assert ports == ["1", "2", "3"]
 
 
-def test_debug_shows_where(ktqueue):
+def test_debug_shows_where(ktqueue: Run) -> None:
     done = ktqueue("jobs", "list", "--redis-url", "redis://127.0.0.1:1", "--debug")
     assert done.returncode == 3
     assert "Traceback" in done.stderr
 
 
-def test_after_two_dashes_debug_is_a_word(ktqueue):
+def test_after_two_dashes_debug_is_a_word(ktqueue: Run) -> None:
     done = ktqueue("submit", "--redis-url", "redis://127.0.0.1:1", "--", "--debug")
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
 
 
-def test_version(ktqueue):
+def test_version(ktqueue: Run) -> None:
     done = ktqueue("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("ktqueue 0.")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_verbs_and_flags(ktqueue, shell):
-    def completed(line):
+def test_shells_complete_verbs_and_flags(ktqueue: Run, shell: str) -> None:
+    def completed(line: str) -> str:
         words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)} if shell == "bash" else {}
-        asked = {"_KTQUEUE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, **words}
-        return ktqueue(env={**asked, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}).stdout
+        request = {"_KTQUEUE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, **words}
+        return ktqueue(env={**request, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}).stdout
 
     assert "batch" in completed("ktqueue ba")
     assert "--detach" in completed("ktqueue up --det")

@@ -5,11 +5,13 @@ import re
 import signal
 from pathlib import Path
 
+from command_line import Run, Stack, Start
+
 from ktqueue.cli.demo.demo import TALE_TOKENS
 
 
-def _processes_of(folder):
-    """Command lines that name the folder, ours aside."""
+def _processes_of(folder: Path) -> list[str]:
+    """Command lines of other processes that name the folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -23,7 +25,7 @@ def _processes_of(folder):
     return found
 
 
-def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue, tmp_path):
+def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("demo", env={"DEMO_MARK": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     for word in ("A tale over HTTP", "A batch of 32", "Summary", "34 done, 0 failed", "(p50)", "(p95)", "tok/s"):
@@ -43,7 +45,7 @@ def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue, tmp_pa
     assert _processes_of(tmp_path) == []
 
 
-def test_ctrl_c_stops_the_demo_and_all_that_it_started(start, tmp_path):
+def test_ctrl_c_stops_the_demo_and_all_that_it_started(start: Start, tmp_path: Path) -> None:
     process = start("demo", cwd=tmp_path, env={"DEMO_MARK": str(tmp_path)})
     assert process.stdout is not None
     while "A tale over HTTP" not in process.stdout.readline():
@@ -55,13 +57,13 @@ def test_ctrl_c_stops_the_demo_and_all_that_it_started(start, tmp_path):
     assert _processes_of(tmp_path) == []
 
 
-def test_a_second_up_on_one_folder_is_refused(ktqueue, stack):
+def test_a_second_up_on_one_folder_is_refused(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("up", "--state-dir", stack.state_dir, "--port", 0)
     assert done.returncode == 2
     assert str(stack.state_dir) in done.stderr
 
 
-def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue, tmp_path):
+def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue: Run, tmp_path: Path) -> None:
     """As wrong input, before anything is started."""
     done = ktqueue("up", "--model", "nowhere.gguf", "--port", 0)
     assert done.returncode == 2

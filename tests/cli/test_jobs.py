@@ -4,22 +4,25 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from command_line import Run, Stack, Start
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.client import SyncClient
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import EngineFailure, PoisonJob
+from ktqueue.core.errors import EngineFailure, KtqueueError, PoisonJob
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.request import DROPPED, GenerationRequest
 
 
-def test_a_prompt_is_answered_on_standard_output(ktqueue, stack):
+def test_a_prompt_is_answered_on_standard_output(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("submit", "Tell me a story about a crow.", "--max-tokens", 12, "--temperature", 0, *stack.flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
@@ -31,7 +34,7 @@ def test_a_prompt_is_answered_on_standard_output(ktqueue, stack):
     assert again.stdout == done.stdout
 
 
-def test_json_has_choices_usage_and_state(ktqueue, stack):
+def test_json_has_choices_usage_and_state(ktqueue: Run, stack: Stack) -> None:
     messages = json.dumps([{"role": "user", "content": "Tell me a story."}])
     words = ("submit", "--messages", "-", "-n", 2, "--max-tokens", 5, "--seed", 3, "--json", "--class", "batch")
     answer = json.loads(ktqueue(*words, *stack.flags, stdin=messages).stdout)
@@ -40,7 +43,7 @@ def test_json_has_choices_usage_and_state(ktqueue, stack):
     assert answer["usage"]["completion_tokens"] == 10
 
 
-def test_streamed_json_is_one_event_a_line(ktqueue, stack):
+def test_streamed_json_is_one_event_a_line(ktqueue: Run, stack: Stack) -> None:
     words = ("submit", "Once upon", "--completion", "--max-tokens", 6, "--temperature", 0, *stack.flags)
     events = [json.loads(line) for line in ktqueue(*words, "--stream", "--json").stdout.splitlines()]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
@@ -48,7 +51,7 @@ def test_streamed_json_is_one_event_a_line(ktqueue, stack):
     assert "".join(event.get("text", "") for event in events) == ktqueue(*words).stdout.removesuffix("\n")
 
 
-def test_a_job_goes_on_without_its_client(ktqueue, stack):
+def test_a_job_goes_on_without_its_client(ktqueue: Run, stack: Stack) -> None:
     submitted = ktqueue("submit", "hello", "--max-tokens", 8, "-d", "--job-id", "cli-mine", *stack.flags)
     assert submitted.stdout == "cli-mine\n"
     followed = ktqueue("jobs", "follow", "cli-mine", *stack.flags)
@@ -73,13 +76,13 @@ def test_a_job_goes_on_without_its_client(ktqueue, stack):
         assert ("cli-mine" in ktqueue("jobs", "list", *words, *stack.flags).stdout) == found
 
 
-def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp_path):
+def test_the_listing_is_watched_until_somebody_leaves(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("jobs", "list", "--watch", 0.1, "--json", "--limit", 3, *stack.flags, cwd=tmp_path)
     assert isinstance(json.loads(process.stdout.readline()), list)
     submitted = ktqueue("submit", "hello", "--max-tokens", 2, "--job-id", "cli-watched", *stack.flags)
     assert submitted.returncode == 0, submitted.stderr
     for line in process.stdout:
-        if [(one["id"], one["state"]) for one in json.loads(line)[:1]] == [("cli-watched", "done")]:
+        if [(job["id"], job["state"]) for job in json.loads(line)[:1]] == [("cli-watched", "done")]:
             break
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -94,7 +97,7 @@ def test_the_listing_is_watched_until_somebody_leaves(ktqueue, start, stack, tmp
     tables.stderr.close()
 
 
-def test_a_priority_is_told_to_the_queue(ktqueue, stack):
+def test_a_priority_is_told_to_the_queue(ktqueue: Run, stack: Stack) -> None:
     words = ("--max-tokens", 2, "--job-id", "cli-first", "--priority", -7)
     done = ktqueue("submit", "hello", *words, *stack.flags)
     assert done.returncode == 0, done.stderr
@@ -105,7 +108,7 @@ def test_a_priority_is_told_to_the_queue(ktqueue, stack):
     assert "100" in refused.stderr
 
 
-def test_cancel_ends_a_running_job(ktqueue, stack):
+def test_cancel_ends_a_running_job(ktqueue: Run, stack: Stack) -> None:
     words = ("submit", "hello", "--max-tokens", 3000, "-n", 32, "-d", "--job-id", "cli-long", *stack.flags)
     assert ktqueue(*words).returncode == 0
     cancelled = ktqueue("jobs", "cancel", "cli-long", "cli-nobody", *stack.flags)
@@ -118,7 +121,7 @@ def test_cancel_ends_a_running_job(ktqueue, stack):
     assert json.loads(ktqueue("jobs", "show", "cli-long", "--json", *stack.flags).stdout)["state"] == "cancelled"
 
 
-def test_ctrl_c_cancels_what_submit_waits_for(ktqueue, start, stack, tmp_path):
+def test_ctrl_c_cancels_what_submit_waits_for(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     words = ("submit", "hello", "--max-tokens", 4000, "--job-id", "cli-stopped", "--stream", *stack.flags)
     process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
@@ -132,7 +135,7 @@ def test_ctrl_c_cancels_what_submit_waits_for(ktqueue, start, stack, tmp_path):
         assert time.monotonic() < deadline
 
 
-def test_a_wrong_model_and_a_failed_job_are_told(ktqueue, stack):
+def test_a_wrong_model_and_a_failed_job_are_told(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("submit", "hello", "--model", "gpt-9", *stack.flags)
     assert done.returncode == 1
     assert done.stderr == "ktqueue: no worker serves the model 'gpt-9'; served: demo\n"
@@ -141,14 +144,16 @@ def test_a_wrong_model_and_a_failed_job_are_told(ktqueue, stack):
     assert "context length" in done.stderr
 
 
-def test_an_unknown_job_is_an_error(ktqueue, stack):
+def test_an_unknown_job_is_an_error(ktqueue: Run, stack: Stack) -> None:
     for verb in ("show", "follow"):
         done = ktqueue("jobs", verb, "cli-nobody", *stack.flags)
         assert done.returncode == 1
         assert done.stderr.startswith("ktqueue: no job 'cli-nobody'")
 
 
-def test_a_closed_pipe_cancels_the_job_without_a_traceback(ktqueue, start, stack, tmp_path):
+def test_a_closed_pipe_cancels_the_job_without_a_traceback(
+    ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
+) -> None:
     long = ("-n", 16, "--max-tokens", 4000, "--stream", "--json")  # still at work when the pipe is closed
     words = ("submit", "hello", *long, "--job-id", "cli-piped", *stack.flags)
     process = start(*words, cwd=tmp_path)
@@ -162,7 +167,7 @@ def test_a_closed_pipe_cancels_the_job_without_a_traceback(ktqueue, start, stack
     assert json.loads(ktqueue("jobs", "show", "cli-piped", "--json", *stack.flags).stdout)["state"] != "done"
 
 
-def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack):
+def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack: Stack) -> None:
     with SyncClient.open(config=BrokerConfig(state_dir=str(stack.state_dir))) as client:
         for moment in range(20):
             job = client.submit(model="demo", prompt="hello", max_tokens=500)
@@ -175,14 +180,14 @@ def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack):
             client.cancel(job.id)
 
 
-def test_failed_jobs_are_sent_again(ktqueue, stack):
+def test_failed_jobs_are_sent_again(ktqueue: Run, stack: Stack) -> None:
     usual = BrokerConfig(state_dir=str(stack.state_dir))
     config = replace(usual, prefix="retried")  # so that nobody else sees the model
 
-    def retry(*words):
+    def retry(*words: str) -> subprocess.CompletedProcess[str]:
         return ktqueue("jobs", "retry", *words, *stack.flags, env={"KTQUEUE_BROKER_PREFIX": "retried"})
 
-    async def fail(errors):
+    async def fail(errors: dict[str, KtqueueError]) -> None:
         async with await Broker.open(usual) as broker:
             (card,) = await broker.models.cards()
         async with await Broker.open(config) as broker:

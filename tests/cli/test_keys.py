@@ -3,11 +3,14 @@
 import hashlib
 import json
 import tomllib
+from pathlib import Path
+
+from command_line import Run
 
 from ktqueue.core.config import load_config
 
 
-def test_the_settings_that_it_shows_take_the_key(ktqueue, tmp_path):
+def test_the_settings_that_it_shows_take_the_key(ktqueue: Run, tmp_path: Path) -> None:
     for words in ((), ("--tenant", "acme")):
         done = ktqueue("keys", "new", *words)
         assert (done.returncode, done.stderr) == (0, "")
@@ -28,7 +31,7 @@ def test_the_settings_that_it_shows_take_the_key(ktqueue, tmp_path):
     assert first["sha256"] == hashlib.sha256(first["key"].encode()).hexdigest()
 
 
-def test_a_tenant_that_settings_would_refuse_is_refused(ktqueue):
+def test_a_tenant_that_settings_would_refuse_is_refused(ktqueue: Run) -> None:
     refused = ktqueue("keys", "new", "--tenant", "a b")
     assert refused.returncode == 2
     assert (refused.stdout, "a tenant's name" in refused.stderr) == ("", True)

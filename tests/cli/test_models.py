@@ -1,24 +1,30 @@
-"""`inspect`, `convert` and `doctor`. Those that import torch run in this process: it does so once."""
+"""`inspect`, `convert` and `doctor`. They run in this process, which imports torch only once."""
 
 import json
 import re
 import shlex
 import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
+from command_line import Run, Stack
 
 from ktqueue.cli.main import run
 from ktqueue.loading.tokenizer.library import train_byte_level
 from ktqueue.operators import native
 
+Verb = Callable[..., tuple[int, str, str]]
+
 
 @pytest.fixture
-def here(capsys, tmp_path, monkeypatch):
-    """Run a command line in this process, in an empty folder: exit code, output, error output."""
+def here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verb:
+    """Run a command line in this process, in an empty folder. Returns exit code, output and error output."""
     monkeypatch.chdir(tmp_path)
 
-    def runner(*words):
+    def runner(*words: object) -> tuple[int, str, str]:
         code = run([str(word) for word in words])
         out, err = capsys.readouterr()
         return code, out, err
@@ -26,7 +32,7 @@ def here(capsys, tmp_path, monkeypatch):
     return runner
 
 
-def test_inspect_shows_the_plan(here):
+def test_inspect_shows_the_plan(here: Verb) -> None:
     code, out, err = here("inspect", "demo")
     assert code == 0, err
     for word in ("model.layers.*.mlp.experts", "CpuDecoder", "total", "Qwen3Moe"):
@@ -37,7 +43,7 @@ def test_inspect_shows_the_plan(here):
     assert report["device_bytes"]["cpu"] == sum(row["device_bytes"] for row in report["rows"])
 
 
-def test_inspect_plans_the_memory_of_a_gpu(here):
+def test_inspect_plans_the_memory_of_a_gpu(here: Verb) -> None:
     flags = ("inspect", "demo", "--device", "cuda", "--gpu-memory", "80GiB", "--gpu-memory-utilization", "0.5")
     code, out, err = here(*flags)
     assert code == 0, err
@@ -51,7 +57,7 @@ def test_inspect_plans_the_memory_of_a_gpu(here):
     assert half["pages"] == pytest.approx(2 * memory["pages"], abs=2)
 
 
-def test_inspect_says_that_loading_will_refuse_the_plan(here, tmp_path):
+def test_inspect_says_that_loading_will_refuse_the_plan(here: Verb, tmp_path: Path) -> None:
     """After the table, which tells the names that rules are written with."""
     (tmp_path / "odd.yaml").write_text("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n")
     words = "odd.yaml:1: model.layers.0.self_attn.q_norm: Qwen3MoeRMSNorm cannot be replaced by CpuLinear"
@@ -63,7 +69,7 @@ def test_inspect_says_that_loading_will_refuse_the_plan(here, tmp_path):
     assert json.loads(here("inspect", "demo", "--json")[1])["refusal"] is None
 
 
-def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
+def test_inspect_fits_a_terminal_of_80_columns(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
     code, out, _ = here("inspect", "demo")
     assert code == 0
@@ -88,13 +94,13 @@ def test_inspect_fits_a_terminal_of_80_columns(here, monkeypatch):
         (["convert", "nowhere", "out.gguf"], "nowhere"),
     ],
 )
-def test_what_cannot_be_read_is_named(here, words, says):
+def test_what_cannot_be_read_is_named(here: Verb, words: list[str], says: str) -> None:
     code, out, err = here(*words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert says in err
 
 
-def test_fit_says_yes_with_the_sum_and_the_command(here):
+def test_fit_says_yes_with_the_sum_and_the_command(here: Verb) -> None:
     code, out, err = here("fit", "demo", "--host-memory", "8GiB", "--gpu-memory", "0B")
     assert code == 0, err
     assert re.search(r"experts +13\.5 MiB", out) and re.search(r"free now +8\.0 GiB", out)
@@ -121,7 +127,7 @@ def test_fit_says_yes_with_the_sum_and_the_command(here):
     assert here("inspect", *asked, "--gpu-memory", "8GiB")[0] == 0
 
 
-def test_fit_says_no_and_why(here, tmp_path):
+def test_fit_says_no_and_why(here: Verb, tmp_path: Path) -> None:
     code, out, err = here("fit", "demo", "--host-memory", "1GiB", "--gpu-memory", "0B")
     assert (code, err) == (1, "")
     assert "no, demo does not run here: it needs 1.5 GiB of the host's memory, and 1.0 GiB are free" in out
@@ -133,7 +139,7 @@ def test_fit_says_no_and_why(here, tmp_path):
     assert "Intel GPUs" in here("fit", "demo", "--device", "xpu")[2]
 
 
-def test_doctor_is_content_and_says_so_to_machines(here):
+def test_doctor_is_content_and_says_so_to_machines(here: Verb) -> None:
     code, out, _ = here("doctor", "--json", "--port", 0)
     report = json.loads(out)
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}
@@ -141,7 +147,7 @@ def test_doctor_is_content_and_says_so_to_machines(here):
     assert levels["kernels"] == levels["model"] == levels["redis program"] == "ok"
 
 
-def test_doctor_names_what_is_wrong(here):
+def test_doctor_names_what_is_wrong(here: Verb) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -164,7 +170,7 @@ def finding(out: str, name: str) -> dict[str, str]:
     return next(one for one in json.loads(out)["findings"] if one["name"] == name)
 
 
-def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
+def test_doctor_counts_the_weights_as_memory(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktqueue.workers.startup.host_memory.available_memory", lambda: 30 << 20)
     code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
     memory = finding(out, "memory")
@@ -172,7 +178,7 @@ def test_doctor_counts_the_weights_as_memory(here, monkeypatch):
     assert "20.6 MiB needed for weights" in memory["fact"]
 
 
-def test_doctor_refuses_an_unknown_instruction_set(here, monkeypatch):
+def test_doctor_refuses_an_unknown_instruction_set(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     def isa() -> str:
         raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
 
@@ -183,17 +189,29 @@ def test_doctor_refuses_an_unknown_instruction_set(here, monkeypatch):
     assert "KTQUEUE_ISA must be one of" in kernels["fact"]
 
 
-def test_doctor_sees_the_running_stack(ktqueue, stack):
+def test_doctor_sees_the_running_stack(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("doctor", *stack.flags, "--port", 0)
     assert "reachable, 1 worker(s) serve demo" in done.stdout
 
 
-def test_convert_makes_a_file_that_inspect_reads(here, tmp_path):
+def test_convert_makes_a_file_that_inspect_reads(here: Verb, tmp_path: Path) -> None:
     folder = tmp_path / "tale-teller"
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "head_dim": 16,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
     config = transformers.Qwen3MoeConfig(**sizes, **heads, vocab_size=300, eos_token_id=299)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    model: Any = transformers.Qwen3MoeForCausalLM
+    model(config).save_pretrained(folder)
     train_byte_level(["There was a fox."] * 9, 300, "qwen2", ["<|im_end|>"]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     code, _, err = here("convert", folder, "out.gguf", "--experts", "q8_0", "--dense", "f16")
@@ -204,13 +222,13 @@ def test_convert_makes_a_file_that_inspect_reads(here, tmp_path):
     assert here("convert", folder, "out.gguf")[0] == 2  # it exists
 
 
-def test_convert_makes_synthetic_models_up(here):
+def test_convert_makes_synthetic_models_up(here: Verb) -> None:
     code, _, err = here("convert", "synthetic:tiny:q4_k_m", "out.gguf", "--layers", "3")
     assert code == 0, err
     assert "model.layers.*.mlp.experts" in here("inspect", "out.gguf")[1]
     for words, says in (
         (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense cannot be used with a synthetic model"),
-        ([".", "--layers", "2"], "--layers goes with a synthetic model only"),
+        ([".", "--layers", "2"], "--layers can be used only with a synthetic model"),
         (["synthetic:tiny:q9_9"], "unknown quantisation 'q9_9'"),
     ):
         code, _, err = here("convert", words[0], "new.gguf", *words[1:])

@@ -2,11 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from command_line import Run, Start, UpWith
 from local_hub import LocalHub, local_hub
 
 from ktqueue.loading.model_path import resolve
@@ -21,12 +22,12 @@ def hub() -> Iterator[LocalHub]:
 
 @pytest.fixture
 def environment(hub: LocalHub, tmp_path: Path) -> dict[str, str]:
-    """Of a user with an empty cache."""
+    """The environment of a user with an empty cache."""
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
 
 
 def test_a_killed_download_goes_on_and_the_model_is_served(
-    hub: LocalHub, environment: dict[str, str], start: Callable, up_with: Callable, tmp_path: Path
+    hub: LocalHub, environment: dict[str, str], start: Start, up_with: UpWith, tmp_path: Path
 ) -> None:
     hub.stop_after = 12 << 20
     pulling = start("pull", "Fox/Tale-GGUF:q4_0", cwd=tmp_path, env=environment)
@@ -48,7 +49,7 @@ def test_a_killed_download_goes_on_and_the_model_is_served(
     assert not part.exists()
 
 
-def test_fit_downloads_nothing_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Callable) -> None:
+def test_fit_downloads_nothing_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Run) -> None:
     words = ("fit", "hf:Fox/Tale-GGUF:q4_0", "--host-memory", "10MiB", "--gpu-memory", "0B")
     done = ktqueue(*words, env=environment)
     assert done.returncode == 1 and "its files are 18.7 MiB" in done.stdout, done.stderr
@@ -66,7 +67,7 @@ def wait_for_a_part(folder: Path) -> list[Path]:
 
 
 def test_nothing_is_started_for_a_name_that_is_not_there(
-    hub: LocalHub, environment: dict[str, str], ktqueue: Callable, tmp_path: Path
+    hub: LocalHub, environment: dict[str, str], ktqueue: Run, tmp_path: Path
 ) -> None:
     for words, says in (
         (["--model", "hf:Fox/Tale-GGUF:Q5_K_M"], "hf:Fox/Tale-GGUF:Q8_0  4 B"),

@@ -1,20 +1,22 @@
-"""`ktqueue gateway` and `ktqueue worker`, each alone, over a Redis that was there before."""
+"""`ktqueue gateway` and `ktqueue worker`, each alone, with an existing Redis."""
 
 import json
 import signal
 import socket
 import time
+from pathlib import Path
 
 import httpx
+from command_line import Process, Run, Start
 
 
-def _free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def _wait_for(url, process):
+def _wait_for(url: str, process: Process) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
@@ -27,7 +29,7 @@ def _wait_for(url, process):
     raise AssertionError(f"{url} did not answer")
 
 
-def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_path):
+def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redis_url: str, tmp_path: Path) -> None:
     port = _free_port()
     base = f"http://127.0.0.1:{port}"
     made = json.loads(ktqueue("keys", "new", "--json").stdout)
@@ -36,10 +38,10 @@ def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_p
     worker = start("worker", "--redis-url", redis_url, "--served-model-name", "tales", cwd=tmp_path)
     try:
         _wait_for(f"{base}/readyz", gateway)
-        words = ("chat", "--base-url", base, "--max-tokens", 4, "--api-key")
-        refused = ktqueue(*words, "wrong", stdin="hello\n")
+        chat = ("chat", "--base-url", base, "--max-tokens", 4, "--api-key")
+        refused = ktqueue(*chat, "wrong", stdin="hello\n")
         assert refused.returncode == 1
-        answered = ktqueue(*words, made["key"], stdin="hello\n")
+        answered = ktqueue(*chat, made["key"], stdin="hello\n")
         assert (answered.returncode, answered.stderr) == (0, "")
         taken = ktqueue("gateway", "--redis-url", redis_url, "--port", port)
         assert taken.returncode == 1
@@ -55,7 +57,7 @@ def test_a_gateway_and_a_worker_find_each_other(start, ktqueue, redis_url, tmp_p
     assert "loading: 18" in worker_log
 
 
-def test_without_a_redis_both_say_so_at_once(ktqueue):
+def test_without_a_redis_both_say_so_at_once(ktqueue: Run) -> None:
     for verb in ("gateway", "worker"):
         done = ktqueue(verb, "--redis-url", "redis://127.0.0.1:1")
         assert done.returncode == 3

@@ -6,8 +6,10 @@ import re
 import signal
 import time
 from itertools import islice
+from pathlib import Path
 
 import pytest
+from command_line import OpenTerminal, Process, Run, Stack, Start
 from rich.console import Console
 
 from ktqueue.broker.jobs import BoundJobs, QueueDepth
@@ -19,7 +21,7 @@ from ktqueue.cli.top.view import document, frame
 LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
 
 
-def test_one_frame_is_plain_text(ktqueue, stack):
+def test_one_frame_is_plain_text(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("top", "--once", *stack.flags)
     assert done.returncode == 0, done.stderr
     summary, _, heads, worker, *_ = done.stdout.splitlines()
@@ -34,7 +36,7 @@ def test_one_frame_is_plain_text(ktqueue, stack):
     assert "\033" not in done.stdout
 
 
-def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue, start, stack, tmp_path):
+def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("top", "--json", "--interval", 0.2, *stack.flags, cwd=tmp_path)
     assert json.loads(process.stdout.readline())["workers"]
     submitted = ktqueue("submit", "hello", "--max-tokens", 4000, "-n", 32, "-d", "--job-id", "cli-top", *stack.flags)
@@ -55,14 +57,14 @@ def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue, start, stack, tmp_pa
     assert 0 < worker["lease_left"] <= 2
     assert (worker["jobs"], worker["seats"]) == (1, 32)
     assert busy["tokens_per_second"] == worker["stats"]["generation_tokens_per_second"]
-    assert [(one["job_class"], one["waiting"], one["running"]) for one in busy["queues"]] == [
+    assert [(queue["job_class"], queue["waiting"], queue["running"]) for queue in busy["queues"]] == [
         ("interactive", 0, 1),
         ("batch", 0, 0),
     ]
     assert busy["redis"]["memory_used"] > 100_000
 
 
-def test_a_reader_that_leaves_ends_it_without_a_word(start, stack, tmp_path):
+def test_a_reader_that_leaves_ends_it_without_a_word(start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("top", "--json", "--interval", 0.1, *stack.flags, cwd=tmp_path)
     assert process.stdout.readline()
     process.stdout.close()
@@ -71,7 +73,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(start, stack, tmp_path):
     process.stderr.close()
 
 
-def test_a_terminal_is_given_back(terminal, stack):
+def test_a_terminal_is_given_back(terminal: OpenTerminal, stack: Stack) -> None:
     shown = terminal("top", "--interval", 0.2, *stack.flags)
     shown.wait_for("last step")
     shown.wait_for("interactive")
@@ -84,14 +86,14 @@ def test_a_terminal_is_given_back(terminal, stack):
     assert "Traceback" not in shown.screen
 
 
-def test_no_redis_at_the_start_is_an_error(ktqueue, tmp_path):
+def test_no_redis_at_the_start_is_an_error(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("top", "--once", "--state-dir", tmp_path / "none")
     assert done.returncode == 3
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("words", [("--json",), ()])
-def test_redis_may_go_and_come_back(start, tmp_path, words):
+def test_redis_may_go_and_come_back(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     first = PrivateServer()
     first.start(tmp_path / "state")
     process = start("top", "--interval", 0.1, *words, "--state-dir", tmp_path / "state", cwd=tmp_path)
@@ -107,13 +109,13 @@ def test_redis_may_go_and_come_back(start, tmp_path, words):
     second.stop()
 
 
-def wait_for_line(process, text):
+def wait_for_line(process: Process, text: str) -> None:
     deadline = time.monotonic() + 60
     for line in process.stdout:
         if text in line:
             return
         assert time.monotonic() < deadline
-    raise AssertionError(f"it ended: {process.communicate()}")
+    raise AssertionError(f"the process ended: {process.communicate()}")
 
 
 def worker(number: int) -> WorkerInfo:
@@ -131,7 +133,7 @@ def worker(number: int) -> WorkerInfo:
 
 @pytest.mark.parametrize("workers", [1, 40])
 @pytest.mark.parametrize("models", [1, 30])
-def test_a_frame_fits_a_small_terminal(workers, models):
+def test_a_frame_fits_a_small_terminal(workers: int, models: int) -> None:
     depths = [
         QueueDepth(f"Qwen3-Coder-480B-A35B-Instruct-{n}", 2000, 100000, 9000, 9, 3500.0, 86000.0) for n in range(models)
     ]
@@ -150,7 +152,7 @@ def test_a_frame_fits_a_small_terminal(workers, models):
     assert ("lines do not fit" in text) == (workers + models > 2)
 
 
-def test_jobs_that_no_worker_can_take_are_named():
+def test_jobs_that_no_worker_can_take_are_named() -> None:
     bound = [
         BoundJobs(model="chat", format=1, digest="0123456789abcdef" * 2, interactive=2, batch=1, unserved=60.0),
         BoundJobs(model="chat", format=2, digest=None, interactive=4, batch=0, unserved=1.0),

@@ -1,4 +1,4 @@
-"""`ktqueue up -d` and `ktqueue down` as a user types them, and what lies in the state folder meanwhile."""
+"""`ktqueue up -d` and `ktqueue down` as a user types them, and the state folder between them."""
 
 import json
 import os
@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+from command_line import Run, Start
 
 from ktqueue.broker.redis.state_folder import holder
 
@@ -23,8 +25,8 @@ with SyncClient() as client:
 """
 
 
-def wait_until(predicate):
-    """Within a minute."""
+def wait_until(predicate: Callable[[], bool]) -> None:
+    """Wait until it is true, at most a minute."""
     deadline = time.monotonic() + 60
     while not predicate():
         assert time.monotonic() < deadline
@@ -32,27 +34,29 @@ def wait_until(predicate):
 
 
 def processes_of(group: int) -> list[Path]:
-    """/proc folders of a process and what it started."""
+    """/proc folders of a process and its descendants."""
     found, folders = {group}, [path for path in Path("/proc").iterdir() if path.name.isdecimal()]
     for _ in range(3):  # workers are grandchildren
         for path in folders:
             try:
-                parent = int(re.search(r"^PPid:\s(\d+)", (path / "status").read_text(), re.M)[1])
-            except (OSError, TypeError):
+                status = (path / "status").read_text()
+            except OSError:
                 continue
-            found |= {int(path.name)} if parent in found else set()
+            parent = re.search(r"^PPid:\s(\d+)", status, re.M)
+            found |= {int(path.name)} if parent and int(parent[1]) in found else set()
     return [Path(f"/proc/{pid}") for pid in found]
 
 
-def test_a_detached_installation_from_start_to_end(ktqueue, tmp_path):
+def test_a_detached_installation_from_start_to_end(ktqueue: Run, tmp_path: Path) -> None:
     environment = {"KTQUEUE_LOG_FORMAT": "json", "KTQUEUE_LOG_MAX_BYTES": "16KiB"}
     state = tmp_path / ".ktqueue"
     up = ktqueue("up", "-d", "--bridge", "--port", 0, env=environment)
     assert up.returncode == 0, up.stderr
     try:
-        url = re.search(r"at  (http://127\.0\.0\.1:\d+)/v1", up.stdout)[1]
+        (url,) = re.findall(r"at  (http://127\.0\.0\.1:\d+)/v1", up.stdout)
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
         supervisor = holder(state)
+        assert supervisor is not None
 
         # arq's client, as printed
         program = textwrap.dedent(
@@ -69,7 +73,7 @@ def test_a_detached_installation_from_start_to_end(ktqueue, tmp_path):
         lost = ktqueue("--debug", "top", "--once", "--state-dir", "sub/.ktqueue")
         assert lost.returncode == 3
         assert re.search(rf"{tmp_path}/sub/\.ktqueue;.*KTQUEUE_BROKER_STATE_DIR.*KTQUEUE_BROKER_URL", lost.stderr)
-        export = re.search(r"from other folders: export (\w+)=(\S+)", up.stdout).groups()
+        (export,) = re.findall(r"from other folders: export (\w+)=(\S+)", up.stdout)
         assert export == ("KTQUEUE_BROKER_STATE_DIR", str(state))
         done = subprocess.run(
             [sys.executable, "-c", ELSEWHERE],
@@ -82,7 +86,7 @@ def test_a_detached_installation_from_start_to_end(ktqueue, tmp_path):
         )
         assert "completion_tokens=2" in done.stdout, done.stderr
 
-        # a second one is refused and disturbs nothing
+        # a second `up` is refused and disturbs nothing
         second = ktqueue("up", "-d", "--port", 0)
         assert second.returncode == 2
         assert f"process {supervisor}" in second.stderr
@@ -115,7 +119,7 @@ def test_a_detached_installation_from_start_to_end(ktqueue, tmp_path):
     assert (again.returncode, again.stdout.split(" (")[0]) == (0, f"nothing runs on {state}")
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(ktqueue, tmp_path):
+def test_a_start_that_fails_says_why_and_leaves_nothing(ktqueue: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         failed = ktqueue("up", "-d", "--port", taken.getsockname()[1])
     assert failed.returncode == 2
@@ -123,7 +127,9 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(ktqueue, tmp_path):
     assert holder(tmp_path / ".ktqueue") is None
 
 
-def test_a_killed_supervisor_leaves_nothing_that_down_could_take_for_it(start, ktqueue, tmp_path):
+def test_a_killed_supervisor_leaves_nothing_that_down_could_take_for_it(
+    start: Start, ktqueue: Run, tmp_path: Path
+) -> None:
     up = start("up", "--port", 0, "--state-dir", "state", cwd=tmp_path)
     wait_until(lambda: holder(tmp_path / "state") is not None)
     up.send_signal(signal.SIGKILL)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +114,7 @@ cards = st.builds(
 
 @quick
 @given(requests)
-def test_requests(request):
+def test_requests(request: GenerationRequest) -> None:
     data = encode_request(request)
     assert decode_request(data) == request
     assert encode_request(decode_request(data)) == data
@@ -121,19 +122,19 @@ def test_requests(request):
 
 @quick
 @given(events)
-def test_events(event):
+def test_events(event: TokenEvent) -> None:
     assert decode_event(event.seq, encode_event(event)) == event
 
 
 @quick
 @given(cards)
-def test_cards(card):
+def test_cards(card: ModelCard) -> None:
     assert decode_card(encode_card(card), encode_card_more(card)) == card
 
 
 @quick
 @given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
-def test_anything_else_is_a_codec_error(data):
+def test_anything_else_is_a_codec_error(data: bytes) -> None:
     for decode in (decode_request, decode_card, lambda data: decode_event(1, data)):
         with pytest.raises(CodecError):
             decode(data)
@@ -141,7 +142,7 @@ def test_anything_else_is_a_codec_error(data):
 
 @quick
 @given(st.dictionaries(st.sampled_from([*"itxlfsue", "sampling", "model", "prompt", "name", "stop"]), json_values))
-def test_wrong_fields_never_break_the_decoder(fields):
+def test_wrong_fields_never_break_the_decoder(fields: dict[str, Any]) -> None:
     data = json.dumps({**fields, "v": 1}).encode()
     for decode in (decode_request, decode_card, lambda data: decode_event(1, data)):
         with contextlib.suppress(CodecError, InvalidRequest):
@@ -149,28 +150,28 @@ def test_wrong_fields_never_break_the_decoder(fields):
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_another_version_is_refused(version):
+def test_another_version_is_refused(version: object) -> None:
     with pytest.raises(CodecError, match="version"):
         decode_event(1, json.dumps({"v": version}))
 
 
-def test_the_smallest_event_is_small():
+def test_the_smallest_event_is_small() -> None:
     assert encode_event(TokenEvent(seq=9, token_ids=(5,), text="a")) == b'{"v":1,"t":[5],"x":"a"}'
 
 
-def test_a_token_that_could_not_be_chosen_keeps_a_number():
+def test_a_token_that_could_not_be_chosen_keeps_a_number() -> None:
     event = TokenEvent(seq=1, logprobs=(PositionLogprobs(TokenLogprob(1, b"a", -math.inf)),))
     assert decode_event(1, encode_event(event)).logprobs[0].chosen.logprob == -9_999
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**70, object(), b"x"], ids=["surrogate", "big", "object", "bytes"])
-def test_what_json_cannot_hold_is_an_invalid_request(value):
+def test_what_json_cannot_hold_is_an_invalid_request(value: object) -> None:
     request = GenerationRequest(model="m", messages=({"role": "user", "content": value},))
     with pytest.raises(InvalidRequest, match="JSON"):
         encode_request(request)
 
 
-def test_what_a_newer_version_added_in_a_known_format_is_passed_over():
+def test_fields_that_a_newer_version_added_to_a_known_format_are_ignored() -> None:
     request = GenerationRequest(model="tale", prompt="Once")
     value = json.loads(encode_request(request))
     value["novelty"] = value["sampling"]["novelty"] = 1
@@ -188,7 +189,7 @@ def test_what_a_newer_version_added_in_a_known_format_is_passed_over():
     assert decode_card(encode_card(card)) == replace(card, digest="")
 
 
-def test_a_newer_format_is_told_from_what_is_no_record(monkeypatch):
+def test_a_newer_format_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NewerFormat, match=r"format 2.*up to 1"):
         decode_event(1, b'{"v":2,"x":"a"}')
     monkeypatch.setattr(codec, "VERSION", 2)

@@ -7,11 +7,11 @@ import pytest
 from ktqueue.core import errors
 from ktqueue.core.errors import ErrorInfo, KtqueueError, error_of
 
-KINDS = [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, KtqueueError)]
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KtqueueError)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back(kind):
+def test_there_and_back(kind: type[KtqueueError]) -> None:
     error = kind("text", param="field", limit=3, value="4", retry_after=1.0)
     again = error_of(error.info())
     assert type(again) is kind
@@ -19,7 +19,7 @@ def test_there_and_back(kind):
     assert again.info() == error.info()
 
 
-def test_codes_are_stable_and_single():
+def test_codes_are_stable_and_single() -> None:
     codes = {kind.code: kind.status for kind in KINDS}
     assert len(codes) == len(KINDS)
     assert codes["queue_full"] == 429
@@ -27,5 +27,5 @@ def test_codes_are_stable_and_single():
     assert codes["deadline_exceeded"] == 504
 
 
-def test_a_code_of_a_newer_version_is_still_an_error():
+def test_a_code_of_a_newer_version_is_still_an_error() -> None:
     assert type(error_of(ErrorInfo(code="later", message="text"))) is KtqueueError

@@ -2,6 +2,7 @@
 
 import math
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -80,12 +81,12 @@ BAD = [
 
 
 @pytest.mark.parametrize("settings", GOOD, ids=repr)
-def test_allowed(settings):
+def test_allowed(settings: dict[str, Any]) -> None:
     SamplingParams(**settings)
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:30])
-def test_refused_by_name_limit_and_value(name, value):
+def test_refused_by_name_limit_and_value(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{name: value})
     error = caught.value
@@ -97,7 +98,7 @@ def test_refused_by_name_limit_and_value(name, value):
     assert error.status == 400
 
 
-def test_min_tokens_is_bounded_by_max_tokens():
+def test_min_tokens_is_bounded_by_max_tokens() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens"):
         SamplingParams(min_tokens=4, max_tokens=3)
 
@@ -136,23 +137,25 @@ def test_min_tokens_is_bounded_by_max_tokens():
     ],
     ids=repr,
 )
-def test_requests_refused(settings, param):
+def test_requests_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         GenerationRequest(**{"model": "m", "prompt": "x", **settings})
     assert caught.value.param == param
 
 
-def test_a_priority_out_of_bounds_is_told_with_its_limit():
+def test_a_priority_out_of_bounds_is_refused_with_its_limit() -> None:
     with pytest.raises(InvalidRequest) as caught:
         GenerationRequest(model="m", prompt="x", priority=-101)
     assert (caught.value.limit, caught.value.value) == ("an integer from -100 to 100", "-101")
     assert "priority" in str(caught.value)
 
 
-def test_a_class_may_be_named_by_its_text():
-    assert GenerationRequest(model="m", prompt="x", job_class="batch").job_class is JobClass.BATCH
+def test_a_class_may_be_given_by_its_name() -> None:
+    by_name: dict[str, Any] = {"job_class": "batch"}
+    assert GenerationRequest(model="m", prompt="x", **by_name).job_class is JobClass.BATCH
 
 
-def test_a_request_cannot_be_changed():
+def test_a_request_cannot_be_changed() -> None:
+    field = "model"
     with pytest.raises(AttributeError):
-        GenerationRequest(model="m", prompt="x").model = "n"
+        setattr(GenerationRequest(model="m", prompt="x"), field, "n")

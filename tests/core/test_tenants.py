@@ -1,6 +1,7 @@
 """Tenants in the settings: how they come in, and what is refused; no message repeats a key."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +12,11 @@ from ktqueue.core.tenants import TenantConfig, hash_of
 A, B, C = hash_of("a"), hash_of("b"), hash_of("c")
 
 
-def tables(*tenants):
+def tables(*tenants: tuple[object, object]) -> list[dict[str, object]]:
     return [{"name": name, "keys": keys} for name, keys in tenants]
 
 
-def test_from_a_file_and_the_environment(tmp_path):
+def test_from_a_file_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "ktqueue.toml"
     first = f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}", "{B}"]\n'
     path.write_text(f'{first}[[gateway.tenants]]\nname = "b.c"\nkeys = ["{C}"]\n')
@@ -23,12 +24,12 @@ def test_from_a_file_and_the_environment(tmp_path):
     wanted = (TenantConfig(name="acme", keys=(A, B)), TenantConfig(name="b.c", keys=(C,)))
     assert config.gateway.tenants == wanted
     assert load_config(environment=config_environment(config)) == config
-    given = {"KTQUEUE_GATEWAY_TENANTS": json.dumps(tables(("acme", [A, B]), ("b.c", [C])))}
-    assert load_config(environment=given).gateway.tenants == wanted
+    environment = {"KTQUEUE_GATEWAY_TENANTS": json.dumps(tables(("acme", [A, B]), ("b.c", [C])))}
+    assert load_config(environment=environment).gateway.tenants == wanted
     assert load_config(environment={"KTQUEUE_GATEWAY_TENANTS": ""}).gateway.tenants == ()
 
 
-def test_limits_beside_the_keys(tmp_path):
+def test_limits_beside_the_keys(tmp_path: Path) -> None:
     path = tmp_path / "ktqueue.toml"
     path.write_text(
         f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}"]\nmax_live_jobs = 8\nmax_queued_bytes = "2MiB"\n'
@@ -66,15 +67,16 @@ def test_limits_beside_the_keys(tmp_path):
         ("secret", "not JSON"),
     ],
 )
-def test_wrong_ones_are_named(tenants, message):
+def test_wrong_tenants_are_named(tenants: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides={"gateway": {"tenants": tenants, "api_keys": [C]}})
     assert message in caught.value.message
     assert "secret" not in caught.value.message
+    assert caught.value.param is not None
     assert caught.value.param.startswith("gateway.tenants")
 
 
-def test_a_plain_key_is_refused_without_being_repeated():
+def test_a_plain_key_is_refused_without_being_repeated() -> None:
     for make in (
         lambda: GatewayConfig(api_keys=("secret",)),
         lambda: load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": f"{A},secret"}),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ktqueue.cli.chat.talkers import Talker
     from ktqueue.core.config import Config
 
-HINT = "/help lists commands   Ctrl-C stops an answer   Ctrl-D exits"
+HINT = "/help lists commands   Ctrl-C stops an answer   Ctrl-D ends the chat"
 COMMAND = re.compile(r"/[a-z?]+( .*)?")  # not a message that begins with a path
 
 
@@ -107,7 +107,7 @@ class Conversation:
             except KeyboardInterrupt:
                 if not self._terminal:
                     raise
-                self._show_dim("Ctrl-D or /exit exits")
+                self._show_dim("Ctrl-D or /exit ends the chat")
 
     def _command(self, line: str) -> None:
         from ktqueue.cli.chat.commands import obey
