@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -42,6 +43,8 @@ class CopyStream:
         self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
         self._driver = Driver.load() if self.on_gpu else None
         self._pinned: list[int] = []
+        # Memory that is freed while it is pinned makes later copies from the same addresses fail.
+        weakref.finalize(self, _unpin, self._driver, self._pinned).atexit = False
 
     def pin(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Pin host memory, given as (address, bytes), until `close`.
@@ -111,8 +114,12 @@ class CopyStream:
     def close(self) -> None:
         """Block until all copies are done, then unpin the memory."""
         self.finish()
-        while self._pinned and self._driver is not None:
-            self._driver.host_unregister(self._pinned.pop())
+        _unpin(self._driver, self._pinned)
+
+
+def _unpin(driver: Driver | None, addresses: list[int]) -> None:
+    while addresses and driver is not None:
+        driver.host_unregister(addresses.pop())
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
