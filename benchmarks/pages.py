@@ -25,6 +25,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "attention*": gpu.attention,
             "dense-*": gpu.dense,
             "served-*": gpu.served,
+            "regrouped-*": gpu.regrouped,
             "endurance-*": engine.endurance,
         },
     ),

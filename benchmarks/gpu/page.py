@@ -179,6 +179,28 @@ def _cell(key: str) -> Callable[[Row], str]:
     return lambda row: str(row.get(key, "-"))
 
 
+def regrouped(result: dict[str, Any]) -> list[str]:
+    """One engine from two trees, in turns."""
+
+    def column(part: str, size: str, value: int) -> Callable[[Row], str]:
+        return lambda run: next((f"{row['tokens_per_second']:,}" for row in run[part] if row[size] == value), "-")
+
+    trees, first = result["trees"], result["figures"][0]
+    rows = {f"{row['rows']} rows": column("decode", "rows", row["rows"]) for row in first["decode"]}
+    prompts = {
+        f"prompt of {row['tokens']:,}": column("prefill", "tokens", row["tokens"]) for row in first["prefill"]
+    }  # fmt: skip
+    return [
+        f"### {result['model']}, before and after modules were regrouped",
+        f"Tokens a second of commits {trees['before']} and {trees['after']}, in turns on one machine. "
+        f"{graphics(result)}; {result['taken']}. `{result['command']}`",
+        "",
+        *table(
+            {"experts": "{experts}", "tree": "{tree}", "turn": "{turn}", **rows, **prompts}, result["figures"], words=2
+        ),
+    ]
+
+
 def graphics(result: Row) -> str:
     """The GPU and its host."""
     environment = result["environment"]

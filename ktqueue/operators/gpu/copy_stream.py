@@ -4,6 +4,7 @@ import ctypes
 import logging
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class CopyStream:
         self._driver = Driver.load() if self.on_gpu else None
         self._pinned: list[int] = []
         # Memory that is freed while it is pinned makes later copies from the same addresses fail.
-        weakref.finalize(self, _unpin, self._driver, self._pinned).atexit = False
+        weakref.finalize(self, _unpin_quietly, self._driver, self._pinned).atexit = False
 
     def pin(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Pin host memory, given as (address, bytes), until `close`.
@@ -120,6 +121,11 @@ class CopyStream:
 def _unpin(driver: Driver | None, addresses: list[int]) -> None:
     while addresses and driver is not None:
         driver.host_unregister(addresses.pop())
+
+
+def _unpin_quietly(driver: Driver | None, addresses: list[int]) -> None:
+    with suppress(RuntimeError):  # a finaliser has no caller
+        _unpin(driver, addresses)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
