@@ -60,14 +60,14 @@ def test_equals_the_reference() -> None:
 
 def test_only_what_edits_is_asked_for() -> None:
     assert not LogitEdits.needed(SamplingParams(temperature=0.3, top_k=4, top_p=0.2, stop=("x",), seed=1))
-    for name, value in (
-        ("min_tokens", 1),
-        ("logit_bias", {1: 0.5}),
-        ("repetition_penalty", 1.1),
-        ("frequency_penalty", -0.1),
-        ("presence_penalty", 0.1),
+    for sampling in (
+        SamplingParams(min_tokens=1),
+        SamplingParams(logit_bias={1: 0.5}),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(frequency_penalty=-0.1),
+        SamplingParams(presence_penalty=0.1),
     ):
-        assert LogitEdits.needed(SamplingParams(**{name: value}))
+        assert LogitEdits.needed(sampling)
 
 
 def test_the_mask_ends_with_min_tokens() -> None:

@@ -57,7 +57,12 @@ def make_prompts(vocab: int) -> list[list[int]]:
     return prompts
 
 
-def answers_of(model: torch.nn.Module, prompts: list[list[int]], end: list[int] | None) -> list[list[int]]:
+def float_model(kind: Any, config: Any) -> Any:
+    """A model of transformers in float32, for inference."""
+    return kind(config).eval().float()
+
+
+def answers_of(model: Any, prompts: list[list[int]], end: list[int] | None) -> list[list[int]]:
     """What transformers generates for each prompt by itself."""
     answers = []
     with torch.inference_mode():
@@ -112,7 +117,8 @@ def check_parity(
 @pytest.fixture(scope="module")
 def random_model() -> Any:
     """A random Qwen3-MoE in float32, prompts and transformers' answers."""
-    config = Qwen3MoeConfig(
+    make_config: Any = Qwen3MoeConfig  # its signature lacks head_dim
+    config = make_config(
         vocab_size=512,
         hidden_size=64,
         num_hidden_layers=2,
@@ -128,7 +134,7 @@ def random_model() -> Any:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval().float()
+    model = float_model(Qwen3MoeForCausalLM, config)
     prompts = make_prompts(config.vocab_size)
     return model, prompts, answers_of(model, prompts, None)
 
@@ -175,7 +181,7 @@ def latent(tmp_path_factory: Any) -> Any:
         bos_token_id=None,
     )
     torch.manual_seed(1)
-    model = DeepseekV2ForCausalLM(config).eval().float()
+    model = float_model(DeepseekV2ForCausalLM, config)
     folder = tmp_path_factory.mktemp("latent")
     model.save_pretrained(folder)
     prompts = make_prompts(config.vocab_size)[:FEW]
@@ -261,7 +267,7 @@ def make_texts(tokenizer: Any) -> list[list[int]]:
 def demo() -> Any:
     """The demo model from its file, its tokenizer, prompts, and transformers' first answers on dequantised weights."""
     checkpoint = open_checkpoint("demo")
-    twin = Qwen3MoeForCausalLM(Qwen3MoeConfig(**checkpoint.config())).eval().float()
+    twin = float_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**checkpoint.config()))
     weights = {name: checkpoint.decode(name, torch.float32) for name in checkpoint.names()}
     missing, surplus = twin.load_state_dict(weights, strict=False)
     twin.tie_weights()

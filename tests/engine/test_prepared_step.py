@@ -59,7 +59,7 @@ def workload(seed: Any) -> Any:
         while names and noise.random() < 0.25:
             prompt = noise.choice(stems)[: noise.randint(0, 25)] + [noise.randrange(96) for _ in range(3)]
             sampling = random_sampling(noise, names[0])
-            emitted = ()
+            emitted: list[EmittedChoice] = []
             if noise.random() < 0.2 and sampling.max_tokens > 4:
                 emitted = [EmittedChoice(token_ids=(1, 2, 3)) for _ in range(noise.randint(1, sampling.n))]
             kind = noise.choice([JobClass.BATCH, JobClass.INTERACTIVE, JobClass.INTERACTIVE])
@@ -157,9 +157,14 @@ def test_all_steps_that_only_decode_are_prepared(
 ) -> None:
     """Also that behind a prefill, and those that take new pages, be they free or kept for later; none in vain."""
     engine = make_engine(model, vocabulary, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16)
-    made = []
+    made: list[Any] = []
     prepare = engine._runner.prepare
-    monkeypatch.setattr(engine._runner, "prepare", lambda batch: made.append(batch) or prepare(batch))
+
+    def recorded(batch: Any) -> Any:
+        made.append(batch)
+        return prepare(batch)
+
+    monkeypatch.setattr(engine._runner, "prepare", recorded)
     for turn in range(3):
         for i in range(3):
             engine.add(f"r{i}", [turn, i, 7], greedily(20))

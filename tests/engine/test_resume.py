@@ -62,6 +62,7 @@ def test_resume_at_every_token(
             assert (old.logprobs if old else []) + (new.logprobs if new else []) == want.logprobs
             assert ((new and new.finish_reason) or (old and old.finish_reason)) == want.finish_reason
             usage = usage or (new and new.usage)
+        assert usage is not None
         assert usage.completion_tokens == sum(len(expected["x", i].token_ids) for i in range(2))
 
 

@@ -90,7 +90,8 @@ def test_equals_the_reference(vocab: Any, scale: Any) -> None:
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99999])
 def test_many_unlikely_tokens_hold_most_of_the_weight(top_p: Any) -> None:
     noise = np.random.default_rng(1)
-    logits = np.full((200, 3000), -7.5, dtype=np.float32) + noise.normal(size=3000).astype(np.float32) / 10
+    spread = noise.normal(size=3000).astype(np.float32) / 10
+    logits = (np.full((200, 3000), -7.5, dtype=np.float32) + spread).astype(np.float32)
     logits[:, 1234] = 0.0
     rows = make_rows(200, top_p=top_p, position=np.arange(200))
     kept = reference_kept(logits[0], 1.0, 0, top_p, 0.0)

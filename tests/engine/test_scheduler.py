@@ -57,7 +57,9 @@ def test_random_lives(
         enable_prefix_caching=noise.random() < 0.7,
         batch_share=noise.choice([1, 3, 1000]),
     )
-    asked, results, aborted = {}, {}, set()
+    asked: dict[str, Any] = {}
+    results: dict[tuple[str, int], Any] = {}
+    aborted: set[str] = set()
     stems = [[noise.randrange(96) for _ in range(20)] for _ in range(3)]
     todo = noise.randint(10, 25)
     steps = 0
@@ -194,7 +196,8 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
     clock = Clock()
     engine = make_engine(model, vocabulary, num_pages=13, clock=clock, enable_prefix_caching=caching, max_num_seqs=4)
     prompts = {"kept": [1], "batch": [1, 2, 3], "old": [4, 5, 6], "young": [7, 8, 9]}
-    results, waits = {}, dict.fromkeys(prompts, 0)
+    results: dict[tuple[str, int], Any] = {}
+    waits = dict.fromkeys(prompts, 0)
     for name, prompt in prompts.items():
         clock.now += 1
         greedy = SamplingParams(temperature=0.0, max_tokens=15 if name == "kept" else 16)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ class SentinelFleet:
             for port in sentinels
         ]
         self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in sentinels)}/{SERVICE}"
-        for one in self.sentinels:
-            until(lambda one=one: self._knows_all(one))
+        for sentinel in self.sentinels:
+            until(partial(self._knows_all, sentinel))
 
     def _knows_all(self, sentinel: Server) -> bool:
         record = sentinel("SENTINEL", "MASTER", SERVICE)
@@ -200,9 +201,12 @@ class ClusterFleet:
         until(lambda: all(len(self._nodes(one)) == count for one in self.servers))
         until(lambda: all(self.is_well(one) for one in self.servers))
         for one in self.servers[3:]:
-            until(lambda one=one: one("CLUSTER", "REPLICATE", self.identity(self.owner)) is not None)
-            until(lambda one=one: one("INFO", "replication")["master_link_status"] == "up")
+            until(partial(self._replicates, one))
+            until(partial(_is_linked, one))
         self.url = f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in told)}"
+
+    def _replicates(self, server: Server) -> bool:
+        return server("CLUSTER", "REPLICATE", self.identity(self.owner)) is not None
 
     def _nodes(self, one: Server) -> Any:
         return one("CLUSTER", "NODES").splitlines()
@@ -250,3 +254,7 @@ class ClusterFleet:
         """End all."""
         for one in self.servers:
             one.kill()
+
+
+def _is_linked(replica: Server) -> bool:
+    return bool(replica("INFO", "replication")["master_link_status"] == "up")

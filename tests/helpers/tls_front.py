@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import trustme
 
@@ -54,7 +56,7 @@ class TlsFront:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
 
-    def _start(self, work) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
 
@@ -67,10 +69,10 @@ class TlsFront:
     async def _serve(self, client: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         client.setblocking(False)
-        ready = loop.create_future()
-        loop.add_reader(client, lambda: ready.done() or ready.set_result(None))
+        ready = asyncio.Event()
+        loop.add_reader(client, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             loop.remove_reader(client)
         secure = client.recv(1, socket.MSG_PEEK) == b"\x16"  # a TLS record that begins a handshake

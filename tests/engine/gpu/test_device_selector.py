@@ -51,7 +51,7 @@ def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed
     """Any mix of parameters."""
     made = []
     for _ in range(count):
-        settings = {
+        settings: dict[str, Any] = {
             "temperature": float(noise.choice([0.0, 0.05, 0.5, 0.8, 1.0, 1.7, 20.0])),
             "top_k": int(noise.choice([0, 0, 1, 2, 5, 50, 10_000])),
             "top_p": float(noise.choice([1.0, 1.0, 0.999, 0.95, 0.5, 1e-9])),
@@ -237,7 +237,7 @@ def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch: pytes
     logits = np.full((5, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
-    cases = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}, {})
+    cases: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}, {})
     sequences = [sequence(SamplingParams(temperature=1.0, seed=1, **case), 300, [], [1]) for case in cases]
     expected = HostSelector(token_bytes).select(torch.tensor(logits), range(5), sequences)
     found = DeviceSelector(token_bytes, "cpu").select(torch.tensor(logits), range(5), sequences)

@@ -38,7 +38,7 @@ def test_staged_arrays_arrive_as_they_were() -> None:
     staging = Staging("cpu")
     noise = np.random.default_rng(0)
     for size in (3, 40_000, 5):  # the middle one does not fit the first buffer
-        arrays = [
+        arrays: list[np.ndarray[Any, np.dtype[Any]]] = [
             noise.integers(0, 9, (2, size)),
             noise.normal(size=size).astype(np.float32),
             noise.integers(0, 9, 0),
@@ -226,7 +226,8 @@ class Wanting:
     """A model that wants to know of steps."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.calls = model, []
+        self.model = model
+        self.calls: list[str] = []
 
     def __call__(self, **arguments: Any) -> Any:
         self.calls.append("forward")
