@@ -155,8 +155,9 @@ lint: $(VENV)/dev.stamp ## Style, import contracts, shell and docker files, the 
 	@$(BIN)/hadolint docker/*.Dockerfile
 	@$(BIN)/python -m pytest --quiet tests/project
 
-type: $(VENV)/dev.stamp ## mypy --strict
+type: $(VENV)/dev.stamp ## mypy --strict, of the product and of the tests
 	@$(BIN)/mypy
+	@$(BIN)/mypy --explicit-package-bases tests
 
 format: $(VENV)/dev.stamp ## Put Python and C++ into shape
 	@$(BIN)/ruff check --fix --quiet . || true
