@@ -14,6 +14,7 @@ from ktqueue.batches.input import BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
 from ktqueue.core.events import TokenEvent
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import JobClass
 from ktqueue.openai.choices import Choices
 from ktqueue.openai.endpoints import ENDPOINTS
@@ -25,12 +26,17 @@ EXPIRED_MESSAGE = "This request could not be executed before the completion wind
 class LineJobs:
     """The jobs of one line: `requests` has one for each of its prompts."""
 
-    def __init__(self, line: BatchLine, run: str, *, model: str | None, job_class: JobClass) -> None:
-        """`run` names the batch run; `model` replaces the line's model. Raises InvalidRequest."""
+    def __init__(
+        self, line: BatchLine, run: str, *, model: str | None, card: ModelCard | None, job_class: JobClass
+    ) -> None:
+        """`run` names the batch run; `model` replaces the line's model, whose card is `card` if it is known.
+
+        Raises InvalidRequest.
+        """
         self.custom_id = line.custom_id
         self.id = request_id(line, run, model)
         self._endpoint = ENDPOINTS[line.url]
-        requests = self._endpoint.parse(_body(line, model)).requests()
+        requests = self._endpoint.parse(_body(line, model)).requests(card)
         self.requests = tuple(replace(request, job_class=job_class) for request in requests)
 
     def job_id(self, place: int, attempt: int = 0) -> str:

@@ -8,8 +8,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import BatchLine, LineFault, Survey, line_id
@@ -29,6 +31,7 @@ from ktqueue.core.errors import (
     Unavailable,
 )
 from ktqueue.core.events import TokenEvent
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
 
 PATIENCE = 60.0  # seconds without an answer from Redis before the run fails
@@ -117,6 +120,7 @@ class BatchRun:
         self._output = output
         self._model = model
         self._job_class = job_class
+        self._cards: list[ModelCard] = []
         self._window = asyncio.Semaphore(window)
         self._stopping = False
 
@@ -159,7 +163,8 @@ class BatchRun:
             self._window.release()
 
     async def _answer(self, line: BatchLine) -> None:
-        line_jobs = LineJobs(line, self._output.run, model=self._model, job_class=self._job_class)
+        card = await self._card(self._model or line.body.get("model"))
+        line_jobs = LineJobs(line, self._output.run, model=self._model, card=card, job_class=self._job_class)
         jobs = [self._job(line_jobs, place, request) for place, request in enumerate(line_jobs.requests)]
         # Wait for all: if one is refused, the others are still in the queue and in the window.
         outcomes = await asyncio.gather(*jobs, return_exceptions=True)
@@ -171,6 +176,12 @@ class BatchRun:
                 return
         events = [(place, event) for place, (_, journal) in enumerate(histories) for event in journal]
         self._output.answer(line_jobs.answer(events, created=int(histories[0][0])))
+
+    async def _card(self, model: Any) -> ModelCard | None:
+        """The card of a line's model. While Redis does not answer, the one that was last seen."""
+        with suppress(Unavailable):
+            self._cards = await self._broker.models.cards()
+        return next((card for card in self._cards if card.name == model), None)
 
     async def _job(self, line_jobs: LineJobs, place: int, request: GenerationRequest) -> JobHistory:
         """Run one job to its end."""

@@ -57,6 +57,10 @@ class Models:
         cards = [decode_card(card, more) for card, more in await self._scripts.call("list_models")]
         return sorted(cards, key=lambda card: card.name)
 
+    async def card(self, name: str) -> ModelCard | None:
+        """The card of one model, or None if nobody serves it."""
+        return next((card for card in await self.cards() if card.name == name), None)
+
     async def only_name(self) -> str:
         """The name of the only model. Raises InvalidRequest if there are several, Unavailable if there is none."""
         names = [card.name for card in await self.cards()]

@@ -2,7 +2,8 @@
 
 Every record begins with `v`, the number of its format. Formats up to VERSION are read. A record gets a new format only
 if older versions must not ignore something in it, such as a new sampling parameter. Unknown fields of a known format
-are therefore ignored.
+are therefore ignored. Fields that the first release did not have are left out at their default. Format 2 is that of
+requests with a field that workers of format 1 must not ignore.
 Keys of journal events are short because there is an event for each token. Fields at their default are left out.
 Decoding checks the record and raises CodecError.
 """
@@ -15,12 +16,34 @@ from typing import Any
 import orjson
 
 from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
-from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.events import (
+    FinishReason,
+    JobState,
+    PositionLogprobs,
+    PromptPart,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
-VERSION = 1
-_REQUEST_FIELDS = tuple(field.name for field in fields(GenerationRequest))
+VERSION = 2
+# The values of fields that the first release did not have, and that stand for what it does.
+_LATER_SAMPLING: dict[str, Any] = {
+    "prompt_logprobs": None, "bad_words": (), "allowed_token_ids": (), "skip_special_tokens": True
+}  # fmt: skip
+_LATER_REQUEST: dict[str, Any] = {
+    "chat_template": None, "add_generation_prompt": True, "continue_final_message": False, "suffix": None,
+    "truncate_prompt_tokens": None, "prompt_only": False, "grammar": None,
+}  # fmt: skip
+# Workers of format 1 may ignore these: they concern how the answer is read.
+_READERS_FIELDS: dict[str, Any] = {"tool_parser": "", "reasoning_parser": "", "endpoint": "", "reply_options": {}}
+_LATER_FIELDS = {**_LATER_REQUEST, **_READERS_FIELDS}
+_FIRST_FIELDS = tuple(field.name for field in fields(GenerationRequest) if field.name not in _LATER_FIELDS)
+_FIRST_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in _LATER_SAMPLING)
+_REQUEST_FIELDS = frozenset(field.name for field in fields(GenerationRequest))
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _ERROR_FIELDS = frozenset(field.name for field in fields(ErrorInfo))
 _CARD_FIELDS = frozenset(field.name for field in fields(ModelCard))
@@ -84,11 +107,21 @@ def encode_request(request: GenerationRequest) -> bytes:
     Raises InvalidRequest for values that JSON cannot hold: half a surrogate pair, a number of more than 64 bits, an
     object.
     """
+    later = _changed(request, _LATER_REQUEST)
+    later_sampling = _changed(request.sampling, _LATER_SAMPLING)
+    is_first_format = not later and not later_sampling and request.sampling.max_tokens != 0
+    # The fields are collected here, since asdict would copy everything first, which takes ten times as long.
+    value = {name: getattr(request, name) for name in _FIRST_FIELDS}
+    value["sampling"] = {name: getattr(request.sampling, name) for name in _FIRST_SAMPLING} | later_sampling
     try:
-        # orjson writes the inner dataclass directly. asdict would copy everything first, which takes ten times as long.
-        return dumps({"v": VERSION, **{name: getattr(request, name) for name in _REQUEST_FIELDS}})
+        return dumps({"v": 1 if is_first_format else 2, **value, **later, **_changed(request, _READERS_FIELDS)})
     except TypeError as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+
+
+def _changed(source: GenerationRequest | SamplingParams, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `source` that are not at the default."""
+    return {name: value for name, default in defaults.items() if (value := getattr(source, name)) != default}
 
 
 def decode_request(data: bytes | str) -> GenerationRequest:
@@ -97,8 +130,8 @@ def decode_request(data: bytes | str) -> GenerationRequest:
     try:
         sampling = value.pop("sampling")
         bias = {int(k): v for k, v in sampling.pop("logit_bias").items()}
-        for name in ("stop", "stop_token_ids"):
-            sampling[name] = tuple(sampling[name])
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            sampling[name] = tuple(sampling.get(name, ()))
         for name in ("messages", "prompt_token_ids", "tools"):
             if value[name] is not None:
                 value[name] = tuple(value[name])
@@ -123,7 +156,9 @@ def decode_card(data: bytes | str, more: bytes | str | None = None) -> ModelCard
     """Inverse of `encode_card`; `more` is the result of `encode_card_more`, if any. Raises CodecError."""
     try:
         newer = {} if more is None else loads(more)
-        return ModelCard(**_known({**newer, **_record(data)}, _CARD_FIELDS))
+        value = _known({**newer, **_record(data)}, _CARD_FIELDS)
+        value["aliases"] = tuple(value.get("aliases", ()))
+        return ModelCard(**value)
     except TypeError as error:
         raise CodecError(f"not a model card: {error}") from error
 
@@ -131,9 +166,10 @@ def decode_card(data: bytes | str, more: bytes | str | None = None) -> ModelCard
 def encode_event(event: TokenEvent) -> bytes:
     """Write a journal event as JSON, without `seq`, which is the entry's id in the journal.
 
-    Keys are i: index, t: token ids, x: text, l: logprobs, f: finish reason, s: state, u: usage, e: error.
+    Keys are i: index, t: token ids, x: text, l: logprobs, f: finish reason, s: state, u: usage, e: error,
+    p: prompt, o: opening.
     """
-    value: dict[str, Any] = {"v": VERSION}
+    value: dict[str, Any] = {"v": 1}
     if event.index:
         value["i"] = event.index
     if event.token_ids:
@@ -141,15 +177,22 @@ def encode_event(event: TokenEvent) -> bytes:
     if event.text:
         value["x"] = event.text
     if event.logprobs:
-        value["l"] = [[_pack(p.chosen), [_pack(top) for top in p.top]] for p in event.logprobs]
+        value["l"] = [_pack_position(position) for position in event.logprobs]
     if event.finish_reason is not None:
         value["f"] = event.finish_reason
     if event.state is not None:
         value["s"] = event.state
     if event.usage is not None:
-        value["u"] = [event.usage.prompt_tokens, event.usage.completion_tokens, event.usage.cached_tokens]
+        usage, timings = event.usage, event.usage.timings
+        value["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+        if timings is not None:
+            value["u"] += [timings.queue, timings.tokenise, timings.prefill, timings.decode]
     if event.error is not None:
         value["e"] = {k: v for k, v in asdict(event.error).items() if v is not None}
+    if event.prompt is not None:
+        value["p"] = _pack_prompt(event.prompt)
+    if event.opening:
+        value["o"] = event.opening
     return dumps(value)
 
 
@@ -164,13 +207,13 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
             index=value.get("i", 0),
             token_ids=tuple(value.get("t", ())),
             text=value.get("x", ""),
-            logprobs=tuple([PositionLogprobs(_unpack(chosen), tuple(map(_unpack, top))) for chosen, top in value["l"]])
-            if "l" in value
-            else (),
+            logprobs=tuple([_unpack_position(position) for position in value["l"]]) if "l" in value else (),
             finish_reason=FinishReason(value["f"]) if "f" in value else None,
             state=JobState(value["s"]) if "s" in value else None,
-            usage=Usage(prompt_tokens=usage[0], completion_tokens=usage[1], cached_tokens=usage[2]) if usage else None,
+            usage=_unpack_usage(usage) if usage else None,
             error=ErrorInfo(**_known(error, _ERROR_FIELDS)) if error else None,
+            prompt=_unpack_prompt(value["p"]) if "p" in value else None,
+            opening=value.get("o", ""),
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as fault:
         raise CodecError(f"not a journal event: {fault}") from fault
@@ -183,3 +226,37 @@ def _pack(token: TokenLogprob) -> list[Any]:
 def _unpack(value: list[Any]) -> TokenLogprob:
     token_id, token_bytes, logprob = value
     return TokenLogprob(token_id, b64decode(token_bytes), logprob)
+
+
+def _pack_position(position: PositionLogprobs) -> list[Any]:
+    return [_pack(position.chosen), [_pack(top) for top in position.top]]
+
+
+def _unpack_position(value: list[Any]) -> PositionLogprobs:
+    chosen, top = value
+    return PositionLogprobs(_unpack(chosen), tuple(map(_unpack, top)))
+
+
+def _unpack_usage(value: list[Any]) -> Usage:
+    timings = Timings(queue=value[3], tokenise=value[4], prefill=value[5], decode=value[6]) if len(value) > 6 else None
+    return Usage(prompt_tokens=value[0], completion_tokens=value[1], cached_tokens=value[2], timings=timings)
+
+
+def _pack_prompt(part: PromptPart) -> dict[str, Any]:
+    """Keys are t: token ids, x: text, l: logprobs, with null for a token that has none."""
+    value: dict[str, Any] = {}
+    if part.token_ids:
+        value["t"] = part.token_ids
+    if part.text:
+        value["x"] = part.text
+    if part.logprobs:
+        value["l"] = [None if position is None else _pack_position(position) for position in part.logprobs]
+    return value
+
+
+def _unpack_prompt(value: dict[str, Any]) -> PromptPart:
+    return PromptPart(
+        token_ids=tuple(value.get("t", ())),
+        text=value.get("x", ""),
+        logprobs=tuple([None if entry is None else _unpack_position(entry) for entry in value.get("l", ())]),
+    )

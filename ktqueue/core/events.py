@@ -47,12 +47,36 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds that a job spent in each part: waiting in the queue, tokenising, computing its prompt, and decoding."""
+
+    queue: float
+    tokenise: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of a job: the prompt once, completions summed over all choices."""
+    """Token counts of a job: the prompt once, completions summed over all choices. `timings`: None if unknown."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPart:
+    """A part of the prompt as the model reads it. The parts of a job's events follow each other without gaps.
+
+    Each field is present only if the request asked for it. `logprobs` has an entry for each token of the part; that
+    of the first token of a prompt is None.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +87,9 @@ class TokenEvent:
     `token_ids` are all ids generated since the choice's last event, including those whose `text` is
     held back (half a character, a possible stop string). `finish_reason` is set on the last
     event of a choice; `state` on the last event of the job, with `usage` (and `error` unless done).
+    `prompt` is set in events before the first token, if the request asked for its prompt.
+    `opening` is the beginning of the answer that the prompt already contains, such as `<think>`. It is set in the first
+    event of the job that has tokens, and is not part of `text`.
     `format` is set if a newer version wrote the event; then only `seq` could be read.
     """
 
@@ -75,4 +102,6 @@ class TokenEvent:
     state: JobState | None = None
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    prompt: PromptPart | None = None
+    opening: str = ""
     format: int | None = None

@@ -1,6 +1,7 @@
 """Model card: what a worker publishes about the model that it serves."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 SHORT_DIGEST = 12  # characters of a digest in tables and messages
 
@@ -11,6 +12,9 @@ class ModelCard:
 
     `digest`: hash of everything that decides the model's tokens (see loading/identity.py), in hexadecimal. Only a
     worker with the same digest continues a job that has started. Empty: unknown, from workers before version 0.2.
+    `aliases` are other names under which clients may ask for the model. `sampling_defaults` are values of
+    SamplingParams for requests that leave them out, from the model's generation_config.json. `tool_parser` and
+    `reasoning_parser` name the formats of its tool calls and reasoning (ktqueue/answers); empty: it has none.
     """
 
     name: str
@@ -22,6 +26,10 @@ class ModelCard:
     max_num_seqs: int
     digest: str = ""
     longest_token: int | None = None  # most bytes of text that a token may have; None: unknown
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
     @property
     def short_digest(self) -> str:

@@ -18,6 +18,9 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 100  # and the lowest is its negative
+MAX_BAD_WORDS = 256
+MAX_GRAMMAR = 1 << 20  # characters
+MAX_TEMPLATE = 1 << 18  # characters
 DROPPED = "[dropped when the job ended]"  # replaces a prompt
 
 _Slotted = TypeVar("_Slotted", "SamplingParams", "GenerationRequest")
@@ -45,6 +48,21 @@ def _integer(param: str, value: Any, low: int, high: int, limit: str) -> None:
         raise _refuse(param, value, limit)
 
 
+def _texts(param: str, value: Any, most: int) -> None:
+    if not isinstance(value, tuple) or len(value) > most:
+        raise _refuse(param, value, f"at most {most} strings")
+    for text in value:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise _refuse(param, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+
+
+def _token_ids(param: str, value: Any, most: int) -> None:
+    if not isinstance(value, tuple) or len(value) > most:
+        raise _refuse(param, value, f"at most {most} token ids")
+    for token_id in value:
+        _integer(param, token_id, 0, MAX_TOKEN_ID, "token ids")
+
+
 def are_token_ids(values: Collection[Any]) -> bool:
     """Whether the values are integers from 0 to MAX_TOKEN_ID, at least one. Fast: a prompt may have a million."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
@@ -56,8 +74,11 @@ class SamplingParams:
 
     temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off. `logprobs` is the number of
     alternatives besides the chosen token (0: only the chosen token; None: no logprobs).
-    `max_tokens` None means as many as the context holds. The noise of a seeded request is a pure
-    function of (seed, choice index, position).
+    `max_tokens` None means as many as the context holds, and 0 that only the prompt is computed.
+    The noise of a seeded request is a pure function of (seed, choice index, position).
+    `prompt_logprobs` is like `logprobs`, for the tokens of the prompt. `bad_words` are texts that
+    must not appear. If `allowed_token_ids` is not empty, no other token is chosen. End tokens and stop strings are
+    never part of the text, other special tokens only without `skip_special_tokens`.
 
     Raises InvalidRequest naming field, limit and value.
     """
@@ -78,6 +99,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
@@ -94,24 +119,21 @@ class SamplingParams:
             _number("logit_bias", bias, -100.0, 100.0, "a map to numbers from -100 to 100")
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
-        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
-            raise _refuse("stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_LOGIT_BIAS:
-            raise _refuse("stop_token_ids", self.stop_token_ids, f"at most {MAX_LOGIT_BIAS} token ids")
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, 2**31 - 1, "token ids")
+        _texts("stop", self.stop, MAX_STOP_STRINGS)
+        _texts("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _token_ids("stop_token_ids", self.stop_token_ids, MAX_LOGIT_BIAS)
+        _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_LOGIT_BIAS)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "a positive integer")
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1, "0 or a positive integer")
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 or a positive integer")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_TOP_LOGPROBS, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
         _integer("n", self.n, 1, MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}")
 
 
@@ -124,6 +146,19 @@ class GenerationRequest:
     `broker.priority_seconds` of waiting, so no job waits for ever.
     The job expires `expires_in` seconds after its submission, if that is set.
     `user` and `metadata` are stored with the job and never interpreted. `webhook` is called when the job ends.
+
+    How the prompt is made: `chat_template` replaces the model's own. `add_generation_prompt` begins the assistant's
+    message; `continue_final_message` leaves the last message open instead, so that the answer continues it. `suffix`
+    is the text after the gap that a model with fill-in-the-middle tokens fills. Only the last `truncate_prompt_tokens`
+    tokens of the prompt are used. With `prompt_only` the answer is the prompt, as text and tokens, and nothing is
+    computed.
+
+    What the answer must be: `grammar` is a Lark grammar in llguidance's dialect, which the answer matches after any
+    reasoning. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+
+    How the answer is read: `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning
+    (ktqueue/answers); empty means that the text has none. `endpoint` names the HTTP endpoint whose form the answer has,
+    and `reply_options` are what that form depends on. Workers do not read these two.
 
     Raises InvalidRequest naming field, limit and value.
     """
@@ -141,6 +176,17 @@ class GenerationRequest:
     user: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     webhook: Webhook | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    suffix: str | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_only: bool = False
+    grammar: str | None = None
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    endpoint: str = ""
+    reply_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not 0 < len(self.model) <= 256:
@@ -190,6 +236,35 @@ class GenerationRequest:
             raise _refuse("webhook", self.webhook, "an object of url and events")
         if self.expires_in is not None:
             _number("expires_in", self.expires_in, 0.001, 366 * 86400, "seconds, above 0 and at most a year")
+        self._check_prompt_options()
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not 0 < len(self.grammar) <= MAX_GRAMMAR):
+            raise _refuse("grammar", self.grammar, f"a text of 1 to {MAX_GRAMMAR} characters")
+        for name in ("tool_parser", "reasoning_parser", "endpoint"):
+            if not isinstance(getattr(self, name), str) or len(getattr(self, name)) > 64:
+                raise _refuse(name, getattr(self, name), "a name of at most 64 characters")
+        if not isinstance(self.reply_options, Mapping):
+            raise _refuse("reply_options", self.reply_options, "an object")
+
+    def _check_prompt_options(self) -> None:
+        for name in ("add_generation_prompt", "continue_final_message", "prompt_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt must not both be true",
+                param="continue_final_message",
+                limit="add_generation_prompt: false",
+                value=True,
+            )
+        if self.chat_template is not None:
+            if self.messages is None:
+                raise _refuse("chat_template", self.chat_template, "left out without messages")
+            if not isinstance(self.chat_template, str) or not 0 < len(self.chat_template) <= MAX_TEMPLATE:
+                raise _refuse("chat_template", self.chat_template, f"a text of 1 to {MAX_TEMPLATE} characters")
+        if self.suffix is not None and (not isinstance(self.suffix, str) or self.prompt is None):
+            raise _refuse("suffix", self.suffix, "a text, and allowed only beside a prompt that is a text")
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID, "a positive integer")
 
     def with_seed(self, seed: int) -> "GenerationRequest":
         """Return the same request with this seed of 63 bits. `replace` would repeat all checks, ten times as slow."""
@@ -207,9 +282,15 @@ def _copy(original: _Slotted) -> _Slotted:
 
 
 def summary_of(request: GenerationRequest) -> GenerationRequest:
-    """Return what is kept of a request after its job has ended: without prompt, messages, tools and long lists."""
+    """Return what is kept of a request after its job has ended: no prompt, messages, tools, grammar or long lists."""
     small = _copy(request.sampling)
-    for name, value in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
+    for name, value in (
+        ("logit_bias", {}),
+        ("stop", ()),
+        ("stop_token_ids", ()),
+        ("bad_words", ()),
+        ("allowed_token_ids", ()),
+    ):
         object.__setattr__(small, name, value)
     return GenerationRequest(
         model=request.model,
@@ -222,4 +303,8 @@ def summary_of(request: GenerationRequest) -> GenerationRequest:
         user=request.user,
         metadata=request.metadata,
         webhook=request.webhook,
+        tool_parser=request.tool_parser,
+        reasoning_parser=request.reasoning_parser,
+        endpoint=request.endpoint,
+        reply_options=request.reply_options,
     )

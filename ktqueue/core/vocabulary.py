@@ -19,3 +19,7 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes (perhaps part of a character) of a token; empty for a special token."""
         ...
+
+    def special_token_bytes(self, token_id: int) -> bytes:
+        """The same, but a special token is spelled out, such as `<|im_end|>`."""
+        ...

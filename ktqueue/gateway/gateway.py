@@ -21,6 +21,7 @@ from ktqueue.core.errors import (
     Unavailable,
 )
 from ktqueue.core.events import TokenEvent
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
@@ -72,15 +73,17 @@ class Gateway:
         )
         return True
 
-    async def read_body(self, request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-        """What `parse` makes of the request's JSON body. A body without a model asks for the only one that is served.
+    async def read_body(self, request: Request, parse: Callable[[dict[str, Any], ModelCard | None], Parsed]) -> Parsed:
+        """What `parse` makes of the request's JSON body and the card of its model, which is None if nobody serves it.
 
-        Raises what `BodyReader.read` and `parse` raise.
+        A body without a model asks for the only one that is served. Raises what `BodyReader.read` and `parse` raise.
         """
         body = await self.bodies.read(request)
         if body.value.get("model") is None:
             body.value["model"] = await self.broker.models.only_name()
-        return await self.bodies.run(body.size, parse, body.value)
+        model = body.value["model"]
+        card = await self.broker.models.card(model) if isinstance(model, str) else None
+        return await self.bodies.run(body.size, parse, body.value, card)
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
         """Submit a tenant's job within its limits.

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import TokenLogprob, Usage
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
@@ -33,8 +34,8 @@ class ChatBody(CommonFields):
     reasoning_effort: str | None = Field(None, max_length=32, description="Passed to the chat template.")
     chat_template_kwargs: FreeObject | None = None
 
-    def request(self) -> GenerationRequest:
-        """The request that this body asks for. Raises InvalidRequest."""
+    def request(self, card: ModelCard | None) -> GenerationRequest:
+        """The request that this body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs is allowed only with logprobs: true",
@@ -60,9 +61,9 @@ class ChatBody(CommonFields):
             metadata=self.metadata or {},
         )
 
-    def requests(self) -> tuple[GenerationRequest, ...]:
+    def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """`request` as a tuple. Raises InvalidRequest."""
-        return (self.request(),)
+        return (self.request(card),)
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatBody:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PositionLogprobs, Usage
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import CommonFields
@@ -58,8 +59,8 @@ class CompletionBody(CommonFields):
         single = type(self.prompt[0]) is int
         return [cast(list[int], self.prompt)] if single else cast(list[Prompt], self.prompt)
 
-    def requests(self) -> tuple[GenerationRequest, ...]:
-        """One request for each prompt. Raises InvalidRequest."""
+    def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
+        """One request for each prompt. `card`: of the model, if it is known. Raises InvalidRequest."""
         prompts = self.prompts()
         if len(prompts) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ktqueue.core.events import Usage
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta
 
@@ -28,8 +29,8 @@ class EndpointBody(Protocol):
         """Whether the answer is streamed."""
         ...
 
-    def requests(self) -> tuple[GenerationRequest, ...]:
-        """One request for each job. Raises InvalidRequest."""
+    def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
+        """One request for each job. `card`: of the model, if it is known. Raises InvalidRequest."""
         ...
 
     def wants_usage(self) -> bool:
@@ -73,10 +74,10 @@ class Endpoint:
     reply: ReplyFactory
     id_prefix: str
 
-    def parse_call(self, body: Mapping[str, Any]) -> Call:
-        """What a body asks for. Raises InvalidRequest."""
+    def parse_call(self, body: Mapping[str, Any], card: ModelCard | None) -> Call:
+        """What a body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""
         parsed = self.parse(body)
-        return Call(parsed.requests(), bool(parsed.stream), parsed.wants_usage())
+        return Call(parsed.requests(card), bool(parsed.stream), parsed.wants_usage())
 
     def reply_to(self, request: GenerationRequest, job_id: str, created: int) -> Reply:
         """The writer of the answer to `request`. `job_id` names its first job; `created` in Unix seconds."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
 
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -127,14 +128,14 @@ class _WithWebhook(BaseModel):
     webhook: WebhookBody
 
 
-def parse_job(body: Mapping[str, Any]) -> GenerationRequest:
-    """The request of a job. Raises InvalidRequest."""
+def parse_job(body: Mapping[str, Any], card: ModelCard | None) -> GenerationRequest:
+    """The request of a job. `card`: of its model, if that is known. Raises InvalidRequest."""
     if not _GENERATION_FIELDS & body.keys():
         chat = parse_chat(body)
         chat.wants_usage()
         fields = body.get("webhook")
         webhook = None if fields is None else Webhook.of(parse(_WithWebhook, {"webhook": fields}).webhook.model_dump())
-        return replace(chat.request(), webhook=webhook)
+        return replace(chat.request(card), webhook=webhook)
     _check_names("", body, GenerationBody)
     if isinstance(body.get("sampling"), dict):
         _check_names("sampling.", body["sampling"], SamplingBody)

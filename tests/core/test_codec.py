@@ -23,7 +23,16 @@ from ktqueue.core.codec import (
     encode_request,
 )
 from ktqueue.core.errors import ErrorInfo, InvalidRequest
-from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.events import (
+    FinishReason,
+    JobState,
+    PositionLogprobs,
+    PromptPart,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
@@ -47,10 +56,14 @@ samplings = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(words, max_size=4).map(tuple),
     stop_token_ids=st.lists(ids, max_size=4).map(tuple),
-    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    max_tokens=st.none() | st.integers(0, 2**31 - 1),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     n=st.integers(1, 128),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    bad_words=st.lists(words, max_size=3).map(tuple),
+    allowed_token_ids=st.lists(ids, max_size=4).map(tuple),
+    skip_special_tokens=st.booleans(),
 )
 prompts = st.one_of(
     st.fixed_dictionaries({"prompt": words}),
@@ -75,20 +88,42 @@ requests = st.builds(
     chat_template_kwargs=st.dictionaries(text, json_values, max_size=3),
     user=st.none() | text,
     metadata=st.dictionaries(text, text, max_size=3),
+    truncate_prompt_tokens=st.none() | st.integers(1, 2**31 - 1),
+    prompt_only=st.booleans(),
+    grammar=st.none() | words,
+    tool_parser=text,
+    reasoning_parser=text,
+    endpoint=text,
+    reply_options=st.dictionaries(text, json_values, max_size=3),
 )
 token_logprobs = st.builds(TokenLogprob, ids, st.binary(max_size=6), st.floats(-9_999, 0))
+positions = st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
+seconds = st.floats(0, 1e6)
 events = st.builds(
     TokenEvent,
     seq=st.integers(1, 2**40),
     index=st.integers(0, 127),
     token_ids=st.lists(ids, max_size=5).map(tuple),
     text=text,
-    logprobs=st.lists(
-        st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple)), max_size=3
-    ).map(tuple),
+    logprobs=st.lists(positions, max_size=3).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     state=st.none() | st.sampled_from(JobState),
-    usage=st.none() | st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
+    usage=st.none()
+    | st.builds(
+        Usage,
+        prompt_tokens=counts,
+        completion_tokens=counts,
+        cached_tokens=counts,
+        timings=st.none() | st.builds(Timings, queue=seconds, tokenise=seconds, prefill=seconds, decode=seconds),
+    ),
+    prompt=st.none()
+    | st.builds(
+        PromptPart,
+        token_ids=st.lists(ids, max_size=5).map(tuple),
+        text=text,
+        logprobs=st.lists(st.none() | positions, max_size=3).map(tuple),
+    ),
+    opening=text,
     error=st.none()
     | st.builds(
         ErrorInfo,
@@ -109,6 +144,10 @@ cards = st.builds(
     architecture=text,
     quantization=text,
     max_num_seqs=counts,
+    aliases=st.lists(words, max_size=3).map(tuple),
+    sampling_defaults=st.dictionaries(words, st.floats(0, 100), max_size=3),
+    tool_parser=text,
+    reasoning_parser=text,
 )
 
 
@@ -149,7 +188,7 @@ def test_wrong_fields_never_break_the_decoder(fields: dict[str, Any]) -> None:
             decode(data)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_another_version_is_refused(version: object) -> None:
     with pytest.raises(CodecError, match="version"):
         decode_event(1, json.dumps({"v": version}))
@@ -189,9 +228,22 @@ def test_fields_that_a_newer_version_added_to_a_known_format_are_ignored() -> No
     assert decode_card(encode_card(card)) == replace(card, digest="")
 
 
+def test_a_request_has_the_first_format_while_workers_may_ignore_all_that_is_new_in_it() -> None:
+    request = GenerationRequest(model="tale", prompt="Once")
+    readers = {"endpoint": "chat", "tool_parser": "hermes", "reply_options": {"echo": True}}
+    for ignorable in (request, replace(request, **readers)):
+        assert json.loads(encode_request(ignorable))["v"] == 1
+    binding = {"grammar": "start: /a/", "prompt_only": True, "truncate_prompt_tokens": 3, "suffix": "end"}
+    later = [replace(request, **{name: value}) for name, value in binding.items()]
+    later += [replace(request, sampling=SamplingParams(**one)) for one in ({"max_tokens": 0}, {"bad_words": ("a",)})]
+    for made in later:
+        assert json.loads(encode_request(made))["v"] == 2
+        assert decode_request(encode_request(made)) == made
+
+
 def test_a_newer_format_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NewerFormat, match=r"format 2.*up to 1"):
-        decode_event(1, b'{"v":2,"x":"a"}')
-    monkeypatch.setattr(codec, "VERSION", 2)
-    for version in (1, 2):
+    with pytest.raises(NewerFormat, match=r"format 3.*up to 2"):
+        decode_event(1, b'{"v":3,"x":"a"}')
+    monkeypatch.setattr(codec, "VERSION", 3)
+    for version in (1, 2, 3):
         assert decode_event(1, f'{{"v":{version},"x":"a"}}').text == "a"

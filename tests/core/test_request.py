@@ -68,7 +68,7 @@ BAD = [
     ("stop", (1,)),
     ("stop_token_ids", (-1,)),
     ("stop_token_ids", [1]),
-    ("max_tokens", 0),
+    ("max_tokens", -1),
     ("max_tokens", 1.0),
     ("min_tokens", -1),
     ("ignore_eos", 1),

@@ -22,17 +22,18 @@ GATEWAY = (
     "import os; from ktqueue.core.config import load_config; from ktqueue.gateway.serve import serve; "
     "serve(load_config(environment=os.environ))"
 )
-# The next version: its requests have a new sampling parameter, which must not be ignored, so their format is 2. Its
+# The next version: its requests have a new sampling parameter, which must not be ignored, so their format is 3. Its
 # events and cards have a new field, which can be ignored.
 NEXT = """
 import json
 from ktqueue.core import codec
-codec.VERSION = 2
+codec.VERSION = 3
 request, event, more = codec.encode_request, codec.encode_event, codec.encode_card_more
 
 def encode_request(made):
     value = json.loads(request(made))
     value["sampling"]["novelty"] = 1
+    value["v"] = 3
     return json.dumps(value, separators=(",", ":")).encode()
 
 def with_novelty(encode, **fields):

@@ -46,6 +46,8 @@ class ByteVocabulary:
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
 
+    special_token_bytes = token_bytes
+
 
 def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
     """Logits [vocab] as a function of the whole context; the end token is never the best."""

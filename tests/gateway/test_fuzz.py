@@ -90,11 +90,11 @@ def test_deep_bodies_of_arq_are_refused() -> None:
         {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [nested(1_000, lambda i: {"a": i})]},
     ):
         with pytest.raises(InvalidRequest):
-            parse_job(body)
+            parse_job(body, None)
 
 
 def test_arguments_that_are_not_json_reach_the_template_unchanged() -> None:
     for arguments in ("[" * 100_000, '{"a":' * 1_000, json.dumps(nested(40, lambda inner: {"a": inner}))):
-        request = parse_job({"model": "m", "messages": [call(arguments)], "sampling": {}})
+        request = parse_job({"model": "m", "messages": [call(arguments)], "sampling": {}}, None)
         assert request.messages is not None
         assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments

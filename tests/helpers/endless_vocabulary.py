@@ -12,3 +12,5 @@ class NoEnd:
     def token_bytes(self, token_id: int) -> bytes:
         """A point, whatever the token."""
         return b"."
+
+    special_token_bytes = token_bytes

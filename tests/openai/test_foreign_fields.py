@@ -48,9 +48,9 @@ def test_no_field_is_handled_in_two_ways() -> None:
 def test_an_alias_is_honoured(name: str) -> None:
     ours = foreign_fields.ALIASES[name]
     value: Any = list(ALIASED[ours]) if ours == "stop" else ALIASED[ours]
-    sampling = parse_completion({**COMPLETION, name: value}).requests()[0].sampling
+    sampling = parse_completion({**COMPLETION, name: value}).requests(None)[0].sampling
     assert getattr(sampling, ours) == ALIASED[ours]
-    assert getattr(parse_chat({**CHAT, name: value}).request().sampling, ours) == ALIASED[ours]
+    assert getattr(parse_chat({**CHAT, name: value}).request(None).sampling, ours) == ALIASED[ours]
     with pytest.raises(InvalidRequest) as caught:
         parse_chat({**CHAT, name: value, ours: 99})
     assert caught.value.param == name
@@ -89,4 +89,4 @@ def test_tools_are_refused_until_they_are_served() -> None:
     for wanted in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}, {"functions": [{"name": "f"}]}):
         with pytest.raises(UnsupportedParameter, match="tool calls are not served"):
             parse_chat({**CHAT, **wanted})
-    assert parse_chat({**CHAT, "tools": [tool], "tool_choice": "none"}).request().tools == ()
+    assert parse_chat({**CHAT, "tools": [tool], "tool_choice": "none"}).request(None).tools == ()

@@ -67,7 +67,7 @@ class Bridge(SteadyWorker):
         body = arguments[0] if arguments else fields
         if len(arguments) > 1 or not isinstance(body, dict) or (arguments and fields):
             raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
-        request = parse_job(body)
+        request = parse_job(body, await self._broker.models.card(str(body.get("model"))))
         if request.webhook is not None:
             request.webhook.check_allowed(self._control.webhook_secret, self._control.webhook_hosts)
         arq_id = str(context["job_id"])

@@ -164,6 +164,12 @@ class Tokenizer:
         except KeyError:  # a token of a byte-level vocabulary that is spelled as plain text
             return token.encode()
 
+    def special_token_bytes(self, token_id: int) -> bytes:
+        """Return the same as `token_bytes`, but a special token is spelled out. Ids without a token stay empty."""
+        if 0 <= token_id < len(self._tokens) and self._kinds[token_id] in (TokenKind.CONTROL, TokenKind.UNKNOWN):
+            return self._tokens[token_id].encode()
+        return self.token_bytes(token_id)
+
 
 def _check_characters(text: str) -> None:
     try:
