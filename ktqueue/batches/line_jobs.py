@@ -36,6 +36,7 @@ class LineJobs:
         self.custom_id = line.custom_id
         self.id = request_id(line, run, model)
         self._endpoint = ENDPOINTS[line.url]
+        self._digest = card.digest if card else ""
         requests = self._endpoint.parse(_body(line, model)).requests(card)
         self.requests = tuple(replace(request, job_class=job_class) for request in requests)
 
@@ -47,7 +48,7 @@ class LineJobs:
     def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> dict[str, Any]:
         """The output record of a line whose jobs are done. `events` are (place of the prompt, event)."""
         first = self.requests[0]
-        reply = self._endpoint.reply_to(first, self.id, created)
+        reply = self._endpoint.reply_to(first, self.id, created, self._digest)
         choices = Choices(len(self.requests), first.sampling.n)
         whole = choices.whole(events)
         return response_record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))

@@ -17,13 +17,18 @@ from ktqueue.openai.endpoints import endpoint_of
 
 
 class AnswerWriter:
-    """Writes the answer of one or more jobs in the form of the endpoint that they came from."""
+    """Writes the answer of one or more jobs in the form of the endpoint that they came from.
 
-    def __init__(self, records: Sequence[JobRecord]) -> None:
+    `digest` is that of the model when they were submitted, in case that no worker has started them yet.
+    """
+
+    def __init__(self, records: Sequence[JobRecord], digest: str = "") -> None:
         first = records[0]
         generation = first.readable_request()
         self.headers = {"x-job-id": ",".join(record.id for record in records), **rate_headers(records[-1].tenant_usage)}
-        self._reply = endpoint_of(generation).reply_to(generation, first.id, int(first.created_at))
+        self._reply = endpoint_of(generation).reply_to(
+            generation, first.id, int(first.created_at), first.digest or digest
+        )
         self._choices = Choices(len(records), generation.sampling.n)
 
     def whole(self, events: Batch) -> bytes:

@@ -36,7 +36,7 @@ async def generate(request: Request, endpoint: Endpoint) -> Response:
     gateway: Gateway = request.app.state.gateway
     call = await gateway.read_body(request, endpoint.parse_call)
     submission = await submit_call(gateway, request, call)
-    writer = AnswerWriter(submission.records)
+    writer = AnswerWriter(submission.records, call.digest)
     follower = JobFollower(gateway, request, submission.records, keep=submission.keep)
     if not call.stream:
         return await whole_answer(follower, writer)

@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
-from ktqueue.openai.endpoint import Json, usage_json
+from ktqueue.openai.endpoint import Json, ReplyHead, usage_json
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
 from ktqueue.openai.validation import parse
@@ -76,24 +76,18 @@ def parse_chat(body: Mapping[str, Any]) -> ChatBody:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """Answers of POST /v1/chat/completions. `logprobs`: whether they were asked for. `created`: Unix seconds."""
+    """Answers of POST /v1/chat/completions."""
 
-    id: str
-    created: int
-    model: str
-    logprobs: bool
-
-    def _body(self, kind: str, choices: list[Json]) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+    head: ReplyHead
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
         choice: Json = {"index": index, "delta": delta, "finish_reason": finish}
         if logprobs is not None:
             choice["logprobs"] = logprobs
-        return self._body("chat.completion.chunk", [choice])
+        return self.head.body("chat.completion.chunk", [choice])
 
     def _logprobs(self, positions: Sequence[Position]) -> Json | None:
-        if not self.logprobs or not positions:
+        if not self.head.logprobs or not positions:
             return None
         return {"content": [_chat_logprob(position) for position in positions], "refusal": None}
 
@@ -110,7 +104,7 @@ class ChatReply:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
-        return {**self._body("chat.completion.chunk", []), "usage": usage_json(usage)}
+        return {**self.head.body("chat.completion.chunk", []), "usage": usage_json(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `chat.completion` object."""
@@ -119,13 +113,13 @@ class ChatReply:
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
                 "logprobs": (self._logprobs(choice.positions) or {"content": [], "refusal": None})
-                if self.logprobs
+                if self.head.logprobs
                 else None,
                 "finish_reason": choice.finish_reason,
             }
             for choice in choices
         ]
-        return {**self._body("chat.completion", listed), "usage": usage_json(usage)}
+        return {**self.head.body("chat.completion", listed), "usage": usage_json(usage)}
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:

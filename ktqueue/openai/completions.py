@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import CommonFields
-from ktqueue.openai.endpoint import Json, usage_json
+from ktqueue.openai.endpoint import Json, ReplyHead, usage_json
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.validation import must_be, parse
 
@@ -93,27 +93,18 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
 
 @dataclass(frozen=True, slots=True)
 class CompletionReply:
-    """Answers of POST /v1/completions. `logprobs` and `created` as in ChatReply."""
+    """Answers of POST /v1/completions."""
 
-    id: str
-    created: int
-    model: str
-    logprobs: bool
+    head: ReplyHead
 
     def _body(self, choices: list[Json]) -> Json:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+        return self.head.body("text_completion", choices)
 
     def _choice(self, index: int, text: str, positions: Sequence[Position], finish: str | None) -> Json:
         return {
             "index": index,
             "text": text,
-            "logprobs": _completion_logprobs(positions) if self.logprobs else None,
+            "logprobs": _completion_logprobs(positions) if self.head.logprobs else None,
             "finish_reason": finish,
         }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ktqueue.core.events import Usage
-from ktqueue.core.model_card import ModelCard
+from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta
 
@@ -14,11 +14,15 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a body asks for: one request for each job, and how the answer is sent."""
+    """What a body asks for: one request for each job, and how the answer is sent.
+
+    `digest` of the model is empty if unknown.
+    """
 
     generations: tuple[GenerationRequest, ...]
     stream: bool
     include_usage: bool  # whether the stream ends with a usage chunk
+    digest: str
 
 
 class EndpointBody(Protocol):
@@ -54,11 +58,41 @@ class Reply(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What all answers to one call have in common.
+
+    `created` is in Unix seconds. `fingerprint` names the model's weights, tokenizer and rules; it is empty if unknown.
+    """
+
+    id: str
+    created: int
+    fingerprint: str
+    request: GenerationRequest
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.request.model
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log probabilities were asked for."""
+        return self.request.sampling.logprobs is not None
+
+    def body(self, kind: str, choices: list[Json]) -> Json:
+        """A body or chunk of the object type `kind`, in OpenAI's form."""
+        value: Json = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        if self.fingerprint:
+            value["system_fingerprint"] = f"fp_{self.fingerprint}"
+        return value
+
+
 class ReplyFactory(Protocol):
     """Makes the `Reply` to a call. A class that implements `Reply` is one."""
 
-    def __call__(self, reply_id: str, created: int, model: str, logprobs: bool, /) -> Reply:
-        """`created` in Unix seconds; `logprobs`: whether they were asked for."""
+    def __call__(self, head: ReplyHead, /) -> Reply:
+        """The writer of all answers with this head."""
         ...
 
 
@@ -77,11 +111,14 @@ class Endpoint:
     def parse_call(self, body: Mapping[str, Any], card: ModelCard | None) -> Call:
         """What a body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""
         parsed = self.parse(body)
-        return Call(parsed.requests(card), bool(parsed.stream), parsed.wants_usage())
+        return Call(parsed.requests(card), bool(parsed.stream), parsed.wants_usage(), card.digest if card else "")
 
-    def reply_to(self, request: GenerationRequest, job_id: str, created: int) -> Reply:
-        """The writer of the answer to `request`. `job_id` names its first job; `created` in Unix seconds."""
-        return self.reply(f"{self.id_prefix}-{job_id}", created, request.model, request.sampling.logprobs is not None)
+    def reply_to(self, request: GenerationRequest, job_id: str, created: int, digest: str) -> Reply:
+        """The writer of the answer to `request`.
+
+        `job_id` names its first job; `created` in Unix seconds; `digest` of the model is empty if unknown.
+        """
+        return self.reply(ReplyHead(f"{self.id_prefix}-{job_id}", created, digest[:SHORT_DIGEST], request))
 
 
 def usage_json(usage: Usage) -> Json:

@@ -86,6 +86,7 @@ class ChatCompletion(_Shape):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: CompletionUsage
 
@@ -113,6 +114,7 @@ class ChatCompletionChunk(_Shape):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | None = None
 
@@ -142,6 +144,7 @@ class TextCompletion(_Shape):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: CompletionUsage | None = None
 
