@@ -88,8 +88,11 @@ class Lease:
         self._stepping = asyncio.Lock()
 
     @classmethod
-    async def register(cls, broker: "Broker", card: ModelCard) -> "Lease":
-        """Register as a worker of the model under a new id. Raises Unavailable."""
+    async def register(cls, broker: "Broker", card: ModelCard, *, process: str | None = None) -> "Lease":
+        """Register as a worker of the model under a new id. Raises Unavailable.
+
+        `process`: the name of the process whose death ends the lease; by default this process. See `process_name`.
+        """
         host = socket.gethostname()
         name = re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
         lease_id = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -107,7 +110,7 @@ class Lease:
                 lease._lease,
                 card.name,
                 encode_card(card),
-                dumps({"host": host, "process": process_name(os.getpid())}),
+                dumps({"host": host, "process": process or process_name(os.getpid())}),
                 milliseconds(broker.config.model_ttl),
                 encode_card_more(card),
                 card.digest,

@@ -19,7 +19,7 @@ from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
-from ktqueue.engine.engine_parts import make_parts
+from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
@@ -42,7 +42,8 @@ class Engine:
     `model` is called as described in `runner.Model`. `num_pages` pages of `layout` are allocated at once. A prompt and
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
     runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
-    memory. `clock` gives the default `arrival` in seconds. `profile_path` is a file that gets one JSON line per step.
+    memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
+    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class Engine:
         num_pages: int,
         max_model_len: int,
         *,
+        parts: EngineParts | None = None,
         planner: AttentionPlanner | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
         profile_path: Path | None = None,
     ) -> None:
-        parts = make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
+        parts = parts or make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
         self.profile = Profile(profile_path)
         self._clock = clock
         self._page_size = layout.page_size

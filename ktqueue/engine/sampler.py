@@ -11,6 +11,7 @@ nothing of requests.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,9 @@ _IN_CACHE = 1 << 18  # number of logits that fit into the CPU cache together
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+Uniform = Callable[[NDArray[np.uint64], Integers], Doubles]
+"""Gives a number in [0, 1) for each row from streams and positions, all [rows]: see `noise.uniform`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,10 @@ def greedy(logits: Floats) -> tuple[Integers, NDArray[np.bool_]]:
 
 
 class Sampler:
-    """Draws tokens. Reuses its buffer between calls."""
+    """Draws tokens with the numbers of `noise`. Reuses its buffer between calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: Uniform = uniform) -> None:
+        self._uniform = noise
         self._scratch: Floats = np.empty(0, dtype=np.float32)
 
     def sample(self, logits: Floats, rows: SamplingRows) -> Integers:
@@ -84,7 +89,7 @@ class Sampler:
             np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
             weights *= (1.0 / rows.temperature).astype(np.float32)[:, None]
             np.exp(weights, out=weights)  # 1 for the most likely token
-        noise = uniform(rows.stream, rows.position)
+        noise = self._uniform(rows.stream, rows.position)
         few = (rows.top_k > 0) | (rows.top_p < 1.0)
         chosen = np.empty(len(logits), dtype=np.int64)
         if not few.all():

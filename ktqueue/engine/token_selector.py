@@ -14,7 +14,8 @@ import torch
 from ktqueue.core.events import PositionLogprobs
 from ktqueue.engine.logit_edits import edit, flat_edits
 from ktqueue.engine.logprobs import logprobs
-from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, greedy
+from ktqueue.engine.noise import uniform
+from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, Uniform, greedy
 from ktqueue.engine.sequence import Sequence
 
 
@@ -65,9 +66,9 @@ class Selector(Protocol):
 class HostSelector:
     """Selector for logits on the CPU. `token_bytes` gives the bytes of a token for log probabilities."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], *, noise: Uniform = uniform) -> None:
         self._token_bytes = token_bytes
-        self._sampler = Sampler()
+        self._sampler = Sampler(noise)
 
     def select(
         self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing

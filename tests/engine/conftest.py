@@ -13,6 +13,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
@@ -25,12 +26,12 @@ EOS = 96
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_cpus() -> None:
-    """torch and the kernels on CPUs of their own, as in a worker: else their threads wait for each other."""
+    """Give torch and the kernels separate CPUs, as in a worker. Otherwise their threads wait for each other."""
     native.set_threads()
 
 
 class ByteVocabulary:
-    """Ids to byte strings; the last id ends a text and has no bytes."""
+    """Maps ids to byte strings. The last id ends a text and has no bytes."""
 
     def __init__(self, pieces: Sequence[bytes] | None = None) -> None:
         self.pieces = list(pieces) if pieces is not None else [bytes([33 + i]) for i in range(VOCAB - 1)] + [b""]
@@ -50,7 +51,7 @@ class ByteVocabulary:
 
 
 def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
-    """Logits [vocab] as a function of the whole context; the end token is never the best."""
+    """Logits [vocab] as a function of the whole context. The end token never has the highest."""
     seed = 0
     for token in context:
         seed = (seed * 1_000_003 + int(token) + 1) % (2**61 - 1)
@@ -62,8 +63,8 @@ def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
 class CacheModel:
     """Writes token ids through the slot mapping and reads each row's context back through its page table.
 
-    A page that is wrong, lost or overwritten changes the output. `poison` contexts get NaN logits. Rows that pad a step
-    are not counted, and must keep to the scratch page.
+    A page that is wrong, lost or overwritten changes the output. Contexts for which `poison` is true get NaN logits.
+    Rows that pad a step are not counted, and must write only to the scratch page.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class CacheModel:
 
 
 class Result:
-    """All that came out for one choice."""
+    """All outputs of one choice, added up."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -130,18 +131,18 @@ class Result:
 
 
 def gather(results: dict[tuple[str, int], Result], outputs: Sequence[SequenceOutput]) -> None:
-    """Add a step's outputs up, and assert that nothing follows an end."""
-    for one in outputs:
-        result = results.setdefault((one.request_id, one.index), Result())
-        assert not result.ended or (one.request_done and not one.token_ids), "output after the end"
-        result.outputs.append(one)
-        result.token_ids += one.token_ids
-        result.text += one.text
-        result.logprobs += one.logprobs
-        result.finish_reason = one.finish_reason or result.finish_reason
-        result.error = one.error or result.error
-        result.usage = one.usage or result.usage
-        assert (one.usage is not None) == one.request_done
+    """Add the outputs of a step to the results, and assert that nothing follows an end."""
+    for output in outputs:
+        result = results.setdefault((output.request_id, output.index), Result())
+        assert not result.ended or (output.request_done and not output.token_ids), "output after the end"
+        result.outputs.append(output)
+        result.token_ids += output.token_ids
+        result.text += output.text
+        result.logprobs += output.logprobs
+        result.finish_reason = output.finish_reason or result.finish_reason
+        result.error = output.error or result.error
+        result.usage = output.usage or result.usage
+        assert (output.usage is not None) == output.request_done
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def parts() -> str:
 
 @pytest.fixture
 def make_engine(parts: str) -> Callable[..., Engine]:
-    """Engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
+    """Make an engine over a CacheModel: `make_engine(model, vocabulary, num_pages=..., **EngineConfig fields)`."""
 
     def make(
         model: Any,
@@ -200,19 +201,23 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         max_model_len: int = 128,
         page_size: int = 4,
         clock: Callable[[], float] = lambda: 0.0,
+        change_parts: Callable[[EngineParts], EngineParts] = lambda parts: parts,
         **settings: Any,
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
         config = EngineConfig(page_size=page_size, **settings)
         planner = TorchPlanner(page_size) if parts == "device" else None
-        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, planner=planner, clock=clock)
+        made = change_parts(make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, None))
+        return Engine(
+            model, vocabulary, layout, config, num_pages, max_model_len, parts=change_parts(made), clock=clock
+        )
 
     return make
 
 
 @pytest.fixture
 def run() -> Callable[..., dict[tuple[str, int], Result]]:
-    """Step an engine until it has no work; what came out, by (request id, index)."""
+    """Step an engine until it has no work. Returns the results by (request id, index)."""
 
     def go(engine: Engine, *, limit: int = 10_000) -> dict[tuple[str, int], Result]:
         results: dict[tuple[str, int], Result] = {}
@@ -231,7 +236,7 @@ def run() -> Callable[..., dict[tuple[str, int], Result]]:
 
 @pytest.fixture
 def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Engine], dict[str, list[int]]]:
-    """Step an engine until it has no work; the tokens of each request, none of which may fail."""
+    """Step an engine until it has no work. Returns the tokens of each request, none of which may fail."""
 
     def go(engine: Engine) -> dict[str, list[int]]:
         results = run(engine)
@@ -243,7 +248,7 @@ def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Eng
 
 @pytest.fixture
 def by_decoder(tmp_path: Path) -> str:
-    """Rules that put GpuDecoder in on whatever device."""
+    """A file of rules that select GpuDecoder on any device."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     return str(rules)

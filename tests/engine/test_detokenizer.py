@@ -1,4 +1,4 @@
-"""Text comes out whole however it is cut: characters, stop strings, resumed."""
+"""The detokenizer gives the same text however tokens divide it: characters, stop strings, resumed choices."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the stop string that ends first, the longest of those."""
+    """The text before the stop string that ends first. If several end there, the longest counts."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not ends:
         return text, False
@@ -43,7 +43,7 @@ def run(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool, Detoken
 @example("🜂é€x".encode(), list(range(11)))
 @example(b"\xe2\x82", [1])
 @example(b"\xf0\x9f\x98\xe2\x82\xac\xff", [1, 2, 3, 4, 5, 6])
-def test_any_cut_gives_the_whole_text(data: Any, cuts: Any) -> None:
+def test_text_is_complete_however_its_tokens_arrive(data: Any, cuts: Any) -> None:
     out, _, one = run(pieces_of(data, cuts), [])
     assert "".join(out) == data.decode("utf-8", errors="replace")
     assert one.emitted == sum(map(len, out))
@@ -57,7 +57,7 @@ def test_any_cut_gives_the_whole_text(data: Any, cuts: Any) -> None:
 )
 @example("ababac", [1, 2, 3, 4, 5], ["ababac"])
 @example("aabaab", [3], ["abaac", "baab", "ab"])
-def test_any_cut_finds_the_same_stop(text: Any, cuts: Any, stops: Any) -> None:
+def test_the_same_stop_string_is_found_however_tokens_arrive(text: Any, cuts: Any, stops: Any) -> None:
     pieces = pieces_of(text.encode(), cuts)
     out, stopped, _ = run(pieces, stops)
     assert ("".join(out), stopped) == reference(text, stops)
@@ -75,7 +75,7 @@ def test_every_stop_position_and_length() -> None:
                 assert stopped and "".join(out) == text[: text.find(stop)]
 
 
-def test_nothing_is_emitted_that_might_be_a_stop() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     out, _, _ = run([b"on", b"e E", b"N", b"x", b" EN", b"D"], ["END"])
     assert out == ["on", "e ", "", "ENx", " ", ""]
 
@@ -85,12 +85,12 @@ def test_text_that_is_decided_is_not_held_back() -> None:
     assert out == ["", "", "abc", "d", ""]
 
 
-def test_half_characters_wait_and_wrong_bytes_do_not() -> None:
+def test_incomplete_characters_wait_and_invalid_bytes_do_not() -> None:
     out, _, _ = run([b"\xe2", b"\x82", b"\xac", b"\xff", b"\xe2", b"a", b"\xf0\x9f"], [])
     assert out == ["", "", "€", "\ufffd", "", "\ufffda", "", "\ufffd"]
 
 
-def test_tokens_before_the_least_length_do_not_stop() -> None:
+def test_a_stop_string_before_min_tokens_does_not_stop() -> None:
     pieces = [b"a", b"b", b"a", b"b", b"c"]
     one = Detokenizer(pieces.__getitem__, StopStrings(["ab"]))
     assert [one.push(0, may_stop=False), one.push(1, may_stop=False)] == ["", "ab"]
@@ -100,7 +100,7 @@ def test_tokens_before_the_least_length_do_not_stop() -> None:
     assert [again.push(0, may_stop=False), again.push(1)] == ["ab", ""] and again.stopped
     overlapping = Detokenizer([b"aba", b"ba"].__getitem__, StopStrings(["ababa", "aba"]))
     assert overlapping.push(0, may_stop=False) + overlapping.push(1) == ""
-    assert overlapping.stopped, "the longest that ends first wins, though it began where none could end"
+    assert overlapping.stopped, "the longest stop string that ends first wins, though it began before min_tokens"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -129,7 +129,7 @@ def test_resume_at_every_token(seed: int) -> None:
 
 
 def test_long_stop_strings_are_cheap() -> None:
-    """16 stop strings of 1,024 characters that all but match: no work that grows with their length."""
+    """With 16 stop strings of 1,024 characters that almost match, the work must not grow with their length."""
     import time
 
     stops = StopStrings(["a" * 1023 + chr(200 + i) for i in range(16)])

@@ -1,4 +1,4 @@
-"""The engine over a model that reads its whole context back from the cache."""
+"""Tests of the engine, over a model that reads its whole context back from the cache."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,13 @@ PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
 @pytest.fixture(params=["host", "device"])
 def parts(request: Any) -> Any:
-    """Every test here with the parts of the host and of a device."""
+    """Each test here runs with the parts of the host and with those of a device."""
     return request.param
 
 
 @pytest.mark.parametrize("budget", [2, 3, 16, 512])
 @pytest.mark.parametrize("caching", [True, False])
-def test_greedy_in_any_chunks(
+def test_greedy_tokens_do_not_depend_on_the_chunks(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, budget: int, caching: bool
 ) -> None:
     engine = make_engine(
@@ -42,7 +42,7 @@ def test_greedy_in_any_chunks(
     assert max(tokens for _, tokens in model.steps) <= budget
 
 
-def test_prefix_is_reused_but_never_the_last_token(
+def test_a_prefix_is_reused_but_never_the_last_token(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary)
@@ -89,7 +89,7 @@ def test_choices_share_the_prompt(
     assert (usage.prompt_tokens, usage.completion_tokens) == (length, 30)
 
 
-def test_choices_with_few_pages_are_what_they_are_with_many(
+def test_choices_do_not_depend_on_the_number_of_pages(
     make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
     answers = []
@@ -156,7 +156,7 @@ def test_end_token(
 
     engine.add("later", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=first + 1))
     result = run(engine)["later", 0]
-    assert result.token_ids[: first + 1] == expected[: first + 1], "the next best token is taken"
+    assert result.token_ids[: first + 1] == expected[: first + 1], "the next most likely token is taken"
 
     engine.add("least", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20, stop_token_ids=(end,)))
     result = run(engine)["least", 0]
@@ -183,7 +183,7 @@ def test_stop_string_and_min_tokens(
 def test_penalties_count_what_was_generated(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, scores: Any
 ) -> None:
-    model.scores = lambda context: scores(context[-1:])  # without penalties the same tokens come round again
+    model.scores = lambda context: scores(context[-1:])  # without penalties the tokens repeat
 
     def expected(count: Any) -> Any:
         context = list(PROMPT)
@@ -210,7 +210,7 @@ def test_penalties_count_what_was_generated(
 def test_held_back_text_comes_out_at_the_end(
     model: Any, make_vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
-    """A possible stop string and half a character are decided when the choice ends, by length or by an end token."""
+    """The end of a choice, by length or by an end token, decides about a possible stop string and half a character."""
     expected = greedy(PROMPT, 7)
     assert len(set(expected)) == 7
     pieces = [b"-"] * 96 + [b""]
@@ -282,7 +282,7 @@ def test_logits_that_are_not_finite_end_one_sequence(
     assert all(results["shared", i].error is not None for i in range(3))
 
 
-def test_a_sequence_that_can_never_fit_fails_alone(
+def test_a_sequence_that_can_never_fit_fails_without_the_others(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary, num_pages=5, max_num_batched_tokens=8)  # 20 tokens
@@ -298,7 +298,7 @@ def test_a_sequence_that_can_never_fit_fails_alone(
     assert all(results["huge", i].error.value == 30 for i in range(3))
 
 
-def test_abort_gives_everything_back_at_once(
+def test_an_abort_frees_all_pages_at_once(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, gather_outputs: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=6, max_num_batched_tokens=6)
@@ -322,7 +322,7 @@ def test_abort_gives_everything_back_at_once(
     assert engine.step() == []
 
 
-def test_logprobs_are_of_the_raw_distribution(
+def test_logprobs_describe_the_unedited_distribution(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, scores: Any
 ) -> None:
     engine = make_engine(model, vocabulary)
@@ -345,7 +345,7 @@ def test_logprobs_are_of_the_raw_distribution(
     assert [one.top for one in results["zero", 0].logprobs] == [(), ()]
 
 
-def test_a_forward_that_fails_reaches_the_caller(
+def test_an_error_of_the_model_reaches_the_caller(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
 ) -> None:
     def broken(context: Any) -> None:
@@ -368,7 +368,7 @@ def test_columns_beyond_the_vocabulary_are_never_chosen(
     assert all(max(result.token_ids) <= 20 for result in run(engine).values())
 
 
-def test_profile_writes_a_line_a_step(
+def test_the_profile_has_a_line_for_each_step(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
 ) -> None:
     from ktqueue.core.codec import loads

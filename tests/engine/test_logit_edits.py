@@ -1,4 +1,4 @@
-"""Edits of logits against a plain reference."""
+"""Compares edits of logits with a plain reference."""
 
 from collections import Counter
 from typing import Any
@@ -30,7 +30,7 @@ def reference(logits: Any, sampling: Any, prompt: Any, output: Any, end_ids: Any
     return row
 
 
-def test_equals_the_reference() -> None:
+def test_results_equal_the_reference() -> None:
     noise = np.random.default_rng(0)
     for _ in range(30):
         logits = noise.normal(size=(6, VOCAB)).astype(np.float32) * 5
@@ -58,7 +58,7 @@ def test_equals_the_reference() -> None:
         assert (found[[1, 3]] == logits[[1, 3]]).all()
 
 
-def test_only_what_edits_is_asked_for() -> None:
+def test_edits_are_made_only_if_a_parameter_needs_them() -> None:
     assert not LogitEdits.needed(SamplingParams(temperature=0.3, top_k=4, top_p=0.2, stop=("x",), seed=1))
     for sampling in (
         SamplingParams(min_tokens=1),
@@ -70,7 +70,7 @@ def test_only_what_edits_is_asked_for() -> None:
         assert LogitEdits.needed(sampling)
 
 
-def test_the_mask_ends_with_min_tokens() -> None:
+def test_end_tokens_are_masked_until_min_tokens() -> None:
     edits = LogitEdits(SamplingParams(min_tokens=2), np.array([1], dtype=np.int32), {3, 5}, VOCAB)
     for _ in range(2):
         assert edits.masked_ids.tolist() == [3, 5]

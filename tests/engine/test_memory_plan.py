@@ -1,4 +1,4 @@
-"""Memory plans: nothing is lost, nothing is promised twice, and what does not fit is named."""
+"""Memory plans use all memory and no byte twice. Errors name what does not fit."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ USE = DeviceUse(weights=3 * GIB, experts=8 * GIB, workspaces=2 * GIB, graphs=GIB
 PAGE = 3 << 20
 
 
-def test_pages_are_what_is_left() -> None:
+def test_the_cache_gets_the_memory_that_is_left() -> None:
     plan = plan_memory(80 * GIB, USE, utilization=0.9, page_bytes=PAGE)
     assert plan.pages == (72 - 14) * GIB // PAGE
     assert plan.limit_bytes == 72 * GIB
@@ -42,14 +42,14 @@ def test_the_cache_may_be_smaller() -> None:
         (80 * GIB, {"num_pages": 10**6}, "engine.num_pages", 58 * GIB, 10**6),
     ],
 )
-def test_what_does_not_fit_is_named(device: Any, asked: Any, param: Any, limit: Any, value: Any) -> None:
+def test_an_error_names_what_does_not_fit(device: Any, asked: Any, param: Any, limit: Any, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_memory(device, USE, utilization=0.9, page_bytes=PAGE, **asked)
     assert (caught.value.param, caught.value.limit, caught.value.value) == (param, limit, value)
     assert param in caught.value.message
 
 
-def test_estimates_grow_with_what_they_are_for() -> None:
+def test_estimates_grow_with_their_settings() -> None:
     sizes = {"hidden": 2048, "vocabulary": 151_936, "experts_per_token": 8}
     small, large = estimate_step(512, 32, **sizes), estimate_step(8192, 32, **sizes)
     assert GIB // 2 < small < large < 4 * GIB

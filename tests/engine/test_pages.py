@@ -1,4 +1,4 @@
-"""Pages under random use: the books balance, contents are found again, nothing is lost."""
+"""Pages under random use: counts stay consistent, contents are found again, and no page is lost."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from ktqueue.engine.pages import Pages, page_digest
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Holders take, share, split, name and release pages; a list of plain sets is the model."""
+    """Takes, shares, splits, names and releases pages at random. Plain lists are the reference."""
 
     TOTAL = 7
 
@@ -18,8 +18,8 @@ class PagesMachine(RuleBasedStateMachine):
         super().__init__()
         self.copies: list[tuple[int, int]] = []
         self.pages = Pages(self.TOTAL, lambda source, target: self.copies.append((source, target)))
-        self.holds: list[int] = []  # a page for each hold
-        self.names: dict[bytes, int] = {}  # digests of pages held now
+        self.holds: list[int] = []  # an entry for each user of a page
+        self.names: dict[bytes, int] = {}  # digests of pages in use
         self.count = 0
 
     @rule()
@@ -86,28 +86,28 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.check()
         assert self.pages.available == self.TOTAL - len(set(self.holds))
         for digest, page in self.names.items():
-            assert self.pages.find_prefix([digest]) == [page], "a held page lost its name"
+            assert self.pages.find_prefix([digest]) == [page], "a page in use lost its digest"
 
 
 TestPages = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_idle_pages_go_least_recently_used_first() -> None:
+def test_the_least_recently_used_idle_page_is_taken_first() -> None:
     pages = Pages(4, lambda source, target: None)
     held = [pages.allocate() for _ in range(4)]
     for i, page in enumerate(held):
         pages.register(page, bytes([i]))
     for i in (2, 0, 3, 1):
         pages.release(held[i])
-    pages.share(held[0])  # used again: it is the youngest now
+    pages.share(held[0])  # now it is the most recently used page
     pages.release(held[0])
     assert pages.available == 4
     assert [pages.allocate() for _ in range(4)] == [held[2], held[3], held[1], held[0]]
     assert pages.find_prefix([bytes([0])]) == []
 
 
-def test_free_pages_go_before_idle_ones() -> None:
+def test_free_pages_are_taken_before_idle_pages() -> None:
     pages = Pages(2, lambda source, target: None)
     named, plain = pages.allocate(), pages.allocate()
     pages.register(named, b"x")
@@ -117,7 +117,7 @@ def test_free_pages_go_before_idle_ones() -> None:
     assert pages.find_prefix([b"x"]) == [named]
 
 
-def test_first_page_of_a_name_keeps_it() -> None:
+def test_the_first_page_with_a_digest_keeps_it() -> None:
     pages = Pages(2, lambda source, target: None)
     first, second = pages.allocate(), pages.allocate()
     pages.register(first, b"x")
@@ -136,7 +136,7 @@ def test_find_ends_at_the_first_gap() -> None:
     assert pages.find_prefix([b"a", b"b", b"c"]) == [a]
 
 
-def test_digest_names_the_whole_prefix() -> None:
+def test_a_digest_covers_the_whole_prefix() -> None:
     one, two = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
     root = page_digest(b"", one)
     assert page_digest(root, two) == page_digest(page_digest(b"", one.copy()), two.copy())

@@ -1,10 +1,10 @@
-"""Greedy output equals transformers.generate token for token, whatever the engine does on the way.
+"""Greedy output equals transformers.generate token for token, under any schedule.
 
 64 requests arrive at random steps with prompts of 1 to 700 tokens, in steps of at most 16, 64 and
 512 tokens, with and without prefix reuse, and with so few pages that sequences are preempted.
-The random model runs the whole matrix. On the demo model, which the engine runs from its quantised
-file and transformers from the same weights dequantised, two corners run always with 24 of the
-requests, and the whole of it with `-m parity`.
+The random model runs the whole matrix. The engine loads the demo model from its quantised file, and
+transformers gets the same weights dequantised. Of its matrix, two corners always run with 24 of the
+requests; `-m parity` runs all of it.
 """
 
 import copy
@@ -47,7 +47,7 @@ PAGE_SIZE = 16
 
 
 def make_prompts(vocab: int) -> list[list[int]]:
-    """64 prompts of 1 to 700 tokens; every third begins with a part of an earlier one."""
+    """64 prompts of 1 to 700 tokens. Every third prompt begins with a part of an earlier one."""
     noise = random.Random(64)
     prompts: list[list[int]] = []
     for i in range(REQUESTS):
@@ -58,12 +58,12 @@ def make_prompts(vocab: int) -> list[list[int]]:
 
 
 def float_model(kind: Any, config: Any) -> Any:
-    """A model of transformers in float32, for inference."""
+    """Prepare a model of transformers for inference in float32."""
     return kind(config).eval().float()
 
 
 def answers_of(model: Any, prompts: list[list[int]], end: list[int] | None) -> list[list[int]]:
-    """What transformers generates for each prompt by itself."""
+    """The tokens that transformers generates for each prompt alone."""
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -81,7 +81,7 @@ def answers_of(model: Any, prompts: list[list[int]], end: list[int] | None) -> l
 
 
 def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-    """The engine's answers when the prompts arrive at random steps."""
+    """The engine's answers to prompts that arrive at random steps."""
     noise = random.Random(1)
     arrivals = sorted((noise.randrange(len(prompts)), i) for i in range(len(prompts)))
     found: list[list[int]] = [[] for _ in prompts]
@@ -103,7 +103,7 @@ def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) ->
 def check_parity(
     model: Any, vocabulary: Any, layout: Any, prompts: Any, answers: Any, *, budget: int, caching: bool, pages: int
 ) -> None:
-    """The engine's greedy tokens are `answers`, with steps of `budget` tokens; few pages preempt, reuse is seen."""
+    """Assert that greedy tokens equal `answers` in steps of `budget` tokens, with preemption and reuse."""
     config = EngineConfig(
         max_num_seqs=32, max_num_batched_tokens=budget, enable_prefix_caching=caching, page_size=PAGE_SIZE
     )
@@ -141,7 +141,7 @@ def random_model() -> Any:
 
 @pytest.fixture(scope="module", params=["modules of transformers", "CpuDecoder"])
 def tiny(request: Any, random_model: Any, tmp_path_factory: Any) -> Any:
-    """The random model on paged attention, or as one operator; its vocabulary, layout, prompts and answers."""
+    """The random model on paged attention or as one operator, with its vocabulary, layout, prompts and answers."""
     model, prompts, answers = random_model
     if request.param == "CpuDecoder":
         folder = tmp_path_factory.mktemp("tiny")
@@ -165,7 +165,7 @@ def test_tiny_random_model(tiny: Any, budget: int, caching: bool, pages: int) ->
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: Any) -> Any:
-    """As `tiny`, of a random DeepSeek-V2 with all that the family has, loaded by the default rules."""
+    """Like `tiny`, but a random DeepSeek-V2 with all features of the family, loaded by the default rules."""
     config = DeepseekV2Config(
         **LATENT_SIZES | {"q_lora_rank": 48},
         vocab_size=512,
@@ -198,7 +198,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=NEW_TOKE
 
 
 def run_all(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
-    """Token ids of requests that all come at once."""
+    """Token ids of requests that are all added before the first step."""
     for name, (prompt, sampling) in requests.items():
         engine.add(name, prompt, sampling)
     found: dict[str, list[int]] = {name: [] for name in requests}
@@ -208,8 +208,8 @@ def run_all(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]
     return found
 
 
-def test_seeded_alone_in_a_crowd_and_after_preemption(tiny: Any) -> None:
-    """The same tokens though the batches differ: of this model at these seeds no draw falls into the float noise."""
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(tiny: Any) -> None:
+    """The tokens are equal though the batches differ: with these seeds no draw is decided by rounding."""
     model, vocabulary, layout, prompts, _ = tiny
     mine = {f"mine {i}": (prompts[8 + i], dataclasses.replace(SEEDED, seed=i)) for i in range(8)}
     others = {f"other {i}": (prompts[16 + i], dataclasses.replace(SEEDED, seed=90 + i)) for i in range(24)}
@@ -250,7 +250,7 @@ they came to a castle of glass, where a wolf lay at the gate and twelve ravens s
 
 
 def make_texts(tokenizer: Any) -> list[list[int]]:
-    """64 prompts of 1 to 700 tokens from a tale; those that begin at the same word share a prefix."""
+    """64 prompts of 1 to 700 tokens from a story. Prompts that begin at the same word share a prefix."""
     noise = random.Random(64)
     words = TALE.split(" ")
     prompts = []
@@ -265,7 +265,7 @@ def make_texts(tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    """The demo model from its file, its tokenizer, prompts, and transformers' first answers on dequantised weights."""
+    """The demo model from its file, its tokenizer, prompts, and the first answers of transformers."""
     checkpoint = open_checkpoint("demo")
     twin = float_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**checkpoint.config()))
     weights = {name: checkpoint.decode(name, torch.float32) for name in checkpoint.names()}

@@ -1,5 +1,6 @@
-"""Steps that are prepared while the device is at the one before: when they are, and that nobody can tell."""
+"""Which steps are prepared while the device computes the step before, and that this changes no output."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.outputs import EmittedChoice
+from ktqueue.engine.runner import Runner
+from ktqueue.engine.token_selector import Selector, TokenSelection
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
@@ -23,7 +28,7 @@ def greedily(count: Any, **more: Any) -> Any:
 
 
 def prepared(engine: Any, steps: Any = 1) -> Any:
-    """How many of the next steps were prepared."""
+    """Run some steps. Returns how many of them were prepared."""
     before = engine.stats().prepared_steps
     for _ in range(steps):
         engine.step()
@@ -31,8 +36,8 @@ def prepared(engine: Any, steps: Any = 1) -> Any:
 
 
 def random_sampling(noise: Any, name: Any) -> Any:
-    """Any mix of what may end, edit, fork or tell of a choice."""
-    given = {"temperature": noise.choice([0.0, 0.7, 1.0]), "max_tokens": noise.randint(3, 20), "seed": name}
+    """A random mix of parameters that end, edit, fork or describe a choice."""
+    settings = {"temperature": noise.choice([0.0, 0.7, 1.0]), "max_tokens": noise.randint(3, 20), "seed": name}
     for chance, more in (
         (0.2, {"stop": ("5", "AB")}),
         (0.3, {"stop_token_ids": tuple(noise.sample(range(96), 8))}),
@@ -43,14 +48,14 @@ def random_sampling(noise: Any, name: Any) -> Any:
         (0.5, {"ignore_eos": True}),
     ):
         if noise.random() < chance:
-            given |= more
-    if given["temperature"]:
-        given["n"] = noise.choice([1, 1, 2, 3])
-    return SamplingParams(**given)
+            settings |= more
+    if settings["temperature"]:
+        settings["n"] = noise.choice([1, 1, 2, 3])
+    return SamplingParams(**settings)
 
 
 def workload(seed: Any) -> Any:
-    """What happens before each step: names to abort, requests to add. In bursts, resumed ones among them."""
+    """What happens before each step: names to abort and requests to add, in bursts. Some requests are resumed."""
     noise = random.Random(seed)
     stems = [[noise.randrange(96) for _ in range(25)] for _ in range(3)]
     turns, names = [], list(range(20))
@@ -68,9 +73,9 @@ def workload(seed: Any) -> Any:
     return turns
 
 
-def lives(engine: Any, turns: Any, go_on: Any = lambda: False) -> Any:
-    """Every step's outputs."""
-    told = []
+def outputs_of_steps(engine: Any, turns: Any, launch_next: Any = lambda: False) -> Any:
+    """Run the workload. Returns the outputs of each step."""
+    outputs = []
     turns = list(turns)
     while turns or engine.has_work:
         aborts, adds = turns.pop(0) if turns else ((), ())
@@ -78,18 +83,18 @@ def lives(engine: Any, turns: Any, go_on: Any = lambda: False) -> Any:
             engine.abort(name)
         for name, prompt, sampling, kind, emitted in adds:
             engine.add(name, prompt, sampling, job_class=kind, emitted=emitted)
-        told.append(engine.step(go_on))
+        outputs.append(engine.step(launch_next))
         engine.check()
     stats = engine.stats()
     assert stats.free_pages == stats.total_pages and stats.running == stats.waiting == 0
-    return told
+    return outputs
 
 
 @pytest.fixture
 def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> Any:
-    """An engine for a workload, over a model that gives some of its contexts no numbers."""
+    """Make an engine for a workload. Its model gives NaN logits for some contexts."""
 
-    def make(seed: Any, pages: Any) -> Any:
+    def make(seed: Any, pages: Any, **more: Any) -> Any:
         model = make_model()
         model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
         return make_engine(
@@ -101,23 +106,37 @@ def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., En
             max_num_batched_tokens=16,
             cuda_graphs=seed % 3 < 2,
             enable_prefix_caching=seed % 2 == 0,
+            **more,
         )
 
     return make
 
 
+class PatientSelector:
+    """A selector that calls nothing while it waits for the device."""
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+
+    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> TokenSelection:
+        return self.selector.select(logits, rows, sequences)
+
+
+def without_preparation(parts: EngineParts) -> EngineParts:
+    """The parts of an engine that prepares no step."""
+    return dataclasses.replace(parts, selector=PatientSelector(parts.selector))
+
+
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_can_tell(make_crowded: Any, monkeypatch: pytest.MonkeyPatch, seed: int, pages: int) -> None:
-    """Step by step the same tokens, text, log probabilities and ends, in the same order."""
+def test_preparing_steps_changes_no_output(make_crowded: Any, seed: int, pages: int) -> None:
+    """Each step gives the same tokens, text, log probabilities and ends, in the same order."""
     answers = []
     for ahead in (True, False):
-        engine = make_crowded(seed, pages)
-        if not ahead:
-            monkeypatch.setattr(engine, "_prepare_next_step", lambda: None)
-        told = lives(engine, workload(seed))
+        engine = make_crowded(seed, pages, **({} if ahead else {"change_parts": without_preparation}))
+        outputs = outputs_of_steps(engine, workload(seed))
         stats = engine.stats()
-        answers.append((told, stats.steps, stats.preemptions, stats.prefix_hits))
+        answers.append((outputs, stats.steps, stats.preemptions, stats.prefix_hits))
         assert (stats.prepared_steps > 2) == ahead
         assert stats.preemptions > 0 or pages == 400
     assert answers[0] == answers[1]
@@ -128,53 +147,69 @@ def test_nobody_can_tell(make_crowded: Any, monkeypatch: pytest.MonkeyPatch, see
 def test_steps_that_are_launched_early_give_the_same(
     make_crowded: Any, gather_outputs: Any, seed: int, pages: int
 ) -> None:
-    """Who comes meanwhile joins a step later, so steps differ; what each request gets does not."""
+    """Requests that arrive meanwhile join one step later, so the steps differ, but the answers do not."""
     turns = workload(seed)
     aborted = {name for aborts, _ in turns for name in aborts}
     noise, answers = random.Random(seed), []
-    for go_on in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
+    for launch_next in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
         results: dict[Any, Any] = {}
-        for outputs in lives(make_crowded(seed, pages), turns, go_on):
+        for outputs in outputs_of_steps(make_crowded(seed, pages), turns, launch_next):
             gather_outputs(results, outputs)
         answers.append(
             {
-                key: (one.token_ids, one.text, one.logprobs, one.finish_reason, one.error)
-                for key, one in results.items()
+                key: (result.token_ids, result.text, result.logprobs, result.finish_reason, result.error)
+                for key, result in results.items()
                 if key[0] not in aborted
             }
         )
     assert answers[0] == answers[1] == answers[2]
-    assert any(one[-1] is not None for one in answers[0].values())
+    assert any(error is not None for *_, error in answers[0].values())
+
+
+class CountingRunner:
+    """A runner that counts the batches that it prepares."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.execute, self.wait = runner.execute, runner.wait
+        self.prepared = 0
+
+    @property
+    def replayed(self) -> int:
+        return self.runner.replayed
+
+    def prepare(self, batch: Batch) -> bool:
+        self.prepared += 1
+        return self.runner.prepare(batch)
 
 
 def test_all_steps_that_only_decode_are_prepared(
     model: Any,
     vocabulary: Any,
     make_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
     run: Any,
     greedy: Any,
 ) -> None:
-    """Also that behind a prefill, and those that take new pages, be they free or kept for later; none in vain."""
-    engine = make_engine(model, vocabulary, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16)
-    made: list[Any] = []
-    prepare = engine._runner.prepare
+    """Also the step after a prefill, and steps that take new pages, free or cached. No prepared step is wasted."""
+    runners: list[CountingRunner] = []
 
-    def recorded(batch: Any) -> Any:
-        made.append(batch)
-        return prepare(batch)
+    def count_prepared(parts: EngineParts) -> EngineParts:
+        runners.append(CountingRunner(parts.runner))
+        return dataclasses.replace(parts, runner=runners[0])
 
-    monkeypatch.setattr(engine._runner, "prepare", recorded)
+    engine = make_engine(
+        model, vocabulary, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16, change_parts=count_prepared
+    )
     for turn in range(3):
         for i in range(3):
             engine.add(f"r{i}", [turn, i, 7], greedily(20))
         results = run(engine)
         assert all(results[f"r{i}", 0].token_ids == greedy([turn, i, 7], 20) for i in range(3))
     stats = engine.stats()
-    assert stats.steps == 60 and stats.prepared_steps == stats.replayed_steps == len(made) == 57
+    assert stats.steps == 60 and stats.prepared_steps == stats.replayed_steps == runners[0].prepared == 57
 
 
-def test_who_comes_or_goes_changes_the_next_step(
+def test_a_new_or_aborted_request_changes_the_next_step(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4)
@@ -204,10 +239,10 @@ def test_a_stop_string_ends_a_row_that_was_prepared(
     results = run(engine)
     assert results["ends", 0].text == text[:6] and len(results["ends", 0].token_ids) == 9
     assert results["stays", 0].token_ids == greedy(PROMPT[:4], 12)
-    assert engine.stats().prepared_steps == 12 - 1 - 1  # not the prompts', not the one behind the stop
+    assert engine.stats().prepared_steps == 12 - 1 - 1  # neither the prompts' step nor the step after the stop
 
 
-def test_who_waits_for_a_seat_holds_nothing_up(
+def test_steps_are_prepared_while_requests_wait_for_a_row(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=2)
@@ -218,10 +253,10 @@ def test_who_waits_for_a_seat_holds_nothing_up(
     run(engine)
 
 
-def test_what_needs_more_than_a_free_page_is_not_prepared(
+def test_a_step_that_needs_a_preemption_is_not_prepared(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
-    """Two rows have all pages; then one has to give way, which only the scheduler itself decides."""
+    """Two rows have all pages. Then a row has to be preempted, and only `schedule` may decide which."""
     engine = make_engine(model, vocabulary, num_pages=6, enable_prefix_caching=False)
     for i in range(2):
         engine.add(f"r{i}", [i, 1, 2, 3], greedily(16))
@@ -231,7 +266,7 @@ def test_what_needs_more_than_a_free_page_is_not_prepared(
 
 
 @pytest.mark.parametrize("parts", ["host"])
-def test_the_host_s_parts_prepare_nothing(
+def test_an_engine_on_the_cpu_prepares_nothing(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, parts: str
 ) -> None:
     engine = make_engine(model, vocabulary)
@@ -240,20 +275,20 @@ def test_the_host_s_parts_prepare_nothing(
     assert engine.stats().prepared_steps == 0
 
 
-def test_a_step_that_is_launched_early_goes_on_without_those_who_left(
+def test_a_step_that_is_launched_early_ignores_aborted_requests(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4)
     for i in range(3):
         engine.add(f"r{i}", PROMPT[: 3 + i], greedily(20, logprobs=1))
     engine.step()
-    told = engine.step(lambda: True)
-    assert len(model.steps) == 3, "one more than was told of"
+    outputs = engine.step(lambda: True)
+    assert len(model.steps) == 3, "one step more than the caller has outputs of"
     engine.abort("r1")
     engine.add("late", PROMPT[:3], greedily(20))
-    told += engine.step(lambda: True)
-    assert len(model.steps) == 3, "nothing is launched when somebody came"
-    assert [one.request_id for one in told] == ["r0", "r1", "r2", "r0", "r2"]
+    outputs += engine.step(lambda: True)
+    assert len(model.steps) == 3, "nothing is launched after a request was added"
+    assert [output.request_id for output in outputs] == ["r0", "r1", "r2", "r0", "r2"]
     results = run(engine)
     for name, prompt in (("r0", PROMPT[:3]), ("r2", PROMPT[:5]), ("late", PROMPT[:3])):
         expected = greedy(prompt, 20)
@@ -261,7 +296,7 @@ def test_a_step_that_is_launched_early_goes_on_without_those_who_left(
     assert len(results["late", 0].token_ids) == 20 and len(results["r0", 0].token_ids) == 17
 
 
-def test_a_step_that_everybody_left_is_forgotten(
+def test_a_launched_step_is_dropped_if_all_its_requests_are_aborted(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary)
@@ -270,7 +305,7 @@ def test_a_step_that_everybody_left_is_forgotten(
     engine.abort("x")
     assert not engine.has_work
     engine.add("y", PROMPT[:3], greedily(9))
-    assert engine.step()[0].token_ids == tuple(greedy(PROMPT[:3], 1)), "nobody waits for it"
+    assert engine.step()[0].token_ids == tuple(greedy(PROMPT[:3], 1)), "the new request waits for the dropped step"
     assert run(engine)["y", 0].token_ids == greedy(PROMPT[:3], 9)[1:]
     engine.add("z", PROMPT[:4], greedily(9))
     engine.step(lambda: True)
@@ -286,11 +321,13 @@ def test_a_step_that_follows_an_end_is_not_launched_early(
     engine.add("stays", PROMPT[:4], greedily(20))
     tokens = 0
     while engine.has_work:
-        tokens += sum(len(one.token_ids) for one in engine.step(lambda: True))
-    assert 20 < tokens <= 29 and model.computed_tokens == len(PROMPT) + 4 + tokens - 2, "nothing is computed in vain"
+        tokens += sum(len(output.token_ids) for output in engine.step(lambda: True))
+    assert 20 < tokens <= 29 and model.computed_tokens == len(PROMPT) + 4 + tokens - 2, "no token is computed in vain"
 
 
-def test_nothing_is_launched_that_takes_time(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
+def test_a_step_whose_launch_takes_time_is_not_launched_early(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
     """An eager step is prepared, but the caller would have to wait for its launch."""
     engine = make_engine(model, vocabulary, cuda_graphs=False)
     engine.add("x", PROMPT, greedily(20))

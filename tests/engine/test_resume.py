@@ -1,4 +1,4 @@
-"""A request that an earlier worker began goes on at the exact next token, text and limits included."""
+"""A request that an earlier worker began continues at the exact next token, with its text and limits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +88,7 @@ def test_resume_with_uneven_choices(
         engine.add("x", PROMPT, sampling, emitted=emitted)
         rest = run(engine)
         for i, cut in enumerate(cuts):
-            assert cut < 10 or ("x", i) not in rest or rest["x", i].finish_reason is None, "it had ended before"
+            assert cut < 10 or ("x", i) not in rest or rest["x", i].finish_reason is None, "it had already ended"
             if ("x", i) in rest:
                 assert tokens[i][:cut] + rest["x", i].token_ids == tokens[i]
                 assert text[i].endswith(rest["x", i].text)
@@ -96,7 +96,7 @@ def test_resume_with_uneven_choices(
         assert usage.completion_tokens == 40
 
 
-def test_resumed_choice_that_had_ended_without_saying_so(
+def test_a_resumed_choice_whose_end_was_not_written_ends_at_once(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
     engine = make_engine(model, vocabulary)
@@ -111,10 +111,10 @@ def test_resumed_choice_that_had_ended_without_saying_so(
     assert [results["x", i].usage is not None for i in range(2)] == [False, True]
 
 
-def test_a_named_page_is_not_written_by_a_sibling(
+def test_a_cached_page_is_not_overwritten_by_a_sibling(
     make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
-    """The first choice ends, and its sibling goes on within a page that the first had filled and named."""
+    """The first choice ends. Its sibling continues within a page that the first choice had filled and cached."""
     sampling = SamplingParams(seed=2, n=2, max_tokens=10, ignore_eos=True)
     whole = make_engine(make_model(), vocabulary, page_size=16)
     whole.add("x", PROMPT, sampling)

@@ -1,4 +1,4 @@
-"""The sampler against a plain reference, its distributions, and its noise."""
+"""Tests of the sampler: its results against a plain reference, its distributions, and its noise."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ktqueue.engine.noise import stream, uniform
-from ktqueue.engine.sampler import Sampler, SamplingRows, greedy
+from ktqueue.engine.sampler import Sampler, SamplingRows, Uniform, greedy
 
 sample = Sampler().sample
 
@@ -30,7 +30,7 @@ def make_rows(count: Any, **columns: Any) -> Any:
 
 
 def reference_kept(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
-    """Weights of one row after the filters, in the order of the definition, one token at a time."""
+    """Weights of a row after the filters, computed token by token in the order of the definition."""
     scaled = (logits - logits.max()) * np.float32(1.0 / temperature)
     weights = [float(w) for w in np.exp(scaled)]
     best = max(weights)
@@ -61,13 +61,13 @@ def reference_draw(weights: Any, noise: Any) -> Any:
 
 @pytest.mark.parametrize("vocab", [5, 100, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
-def test_equals_the_reference(vocab: Any, scale: Any) -> None:
+def test_results_equal_the_reference(vocab: Any, scale: Any) -> None:
     noise = np.random.default_rng(vocab + int(10 * scale))
     for _ in range(8):
         count = 24
         logits = (noise.normal(size=(count, vocab)) * scale).astype(np.float32)
         if scale == 3.0:
-            logits = np.round(logits)  # many equals
+            logits = np.round(logits)  # many equal logits
         logits[noise.random(logits.shape) < 0.1] = -np.inf
         logits[:, 0] = 0.5
         rows = make_rows(
@@ -100,21 +100,23 @@ def test_many_unlikely_tokens_hold_most_of_the_weight(top_p: Any) -> None:
     assert len(set(drawn)) > 30
 
 
+def constant_noise(number: float) -> Uniform:
+    """Noise that is the same number for each row."""
+    return lambda streams, _: np.full(len(streams), number)
+
+
 @pytest.mark.parametrize(
     ("settings", "first"), [({"top_k": 3}, 70), ({"top_k": 2}, 130), ({"top_p": 0.7}, 130), ({"min_p": 0.5}, 130)]
 )
-def test_the_ends_of_the_noise_never_choose_what_was_filtered(
-    monkeypatch: pytest.MonkeyPatch, settings: Any, first: Any
-) -> None:
+def test_extreme_noise_never_chooses_a_filtered_token(settings: Any, first: Any) -> None:
     logits = np.full((4, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
     for extreme, expected in ((0.0, first), (1.0 - 2.0**-53, 131)):
-        monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, _, u=extreme: np.full(len(streams), u))
-        assert set(sample(logits, make_rows(4, **settings)).tolist()) == {expected}
-    assert set(sample(logits, make_rows(4)).tolist()) <= {131, 298}
-    monkeypatch.setattr("ktqueue.engine.sampler.uniform", lambda streams, _: np.zeros(len(streams)))
-    assert set(sample(logits, make_rows(4)).tolist()) == {1}
+        sampler = Sampler(constant_noise(extreme))
+        assert set(sampler.sample(logits, make_rows(4, **settings)).tolist()) == {expected}
+    assert set(sampler.sample(logits, make_rows(4)).tolist()) <= {131, 298}
+    assert set(Sampler(constant_noise(0.0)).sample(logits, make_rows(4)).tolist()) == {1}
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -145,7 +147,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     ],
 )
 def test_distribution(settings: Any) -> None:
-    """A chi-squared test of 40,000 draws at fixed seeds (99.9 % quantile, so a right sampler passes for good)."""
+    """A chi-squared test of 40,000 draws with fixed seeds. A correct sampler passes the 99.9 % quantile."""
     logits = np.array([0.1, 2.0, -1.0, 1.5, 1.4, -3.0, 0.7, 0.0], dtype=np.float32)
     draws = 40_000
     rows = make_rows(draws, seed=77, position=np.arange(draws), **settings)
@@ -181,7 +183,7 @@ def test_noise_is_uniform_and_independent() -> None:
 
 
 def test_noise_never_changes() -> None:
-    """Journals outlive versions: a resumed job must draw as the one before would have."""
+    """A journal may be older than this version: a resumed job must draw the tokens that the old version would draw."""
     found = uniform(streams([0, 1, -1, 2**63 - 1], [0, 0, 3, 127]), np.array([0, 1, 2, 4096]))
     assert found.tolist() == PINNED
 
@@ -189,7 +191,7 @@ def test_noise_never_changes() -> None:
 PINNED = [0.13870941014555427, 0.42321144819582723, 0.8857738890608448, 0.1792350175977745]
 
 
-def test_greedy_and_what_is_not_finite() -> None:
+def test_greedy_finds_rows_that_are_not_finite() -> None:
     logits = np.array(
         [[0, 2, 2], [-np.inf, -5, -np.inf], [np.nan, 1, 2], [1, np.inf, 0], [-np.inf] * 3, [1, 2, np.nan]],
         dtype=np.float32,

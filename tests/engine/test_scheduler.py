@@ -1,4 +1,4 @@
-"""The scheduler under random arrivals and aborts, and its rules one by one."""
+"""The scheduler under random arrivals and aborts, and a test for each of its rules."""
 
 import random
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def continue_greedily(scores: Any, prompt: Any, count: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_lives(
+def test_random_requests_get_the_right_tokens(
     make_model: Any,
     vocabulary: Any,
     make_engine: Callable[..., Engine],
@@ -38,7 +38,7 @@ def test_random_lives(
     scores: Any,
     seed: int,
 ) -> None:
-    """Random requests, classes, aborts, small caches: everybody who stays gets exactly the right tokens."""
+    """With random classes, aborts and small caches, every request that is not aborted gets the right tokens."""
     noise = random.Random(seed)
     clock = Clock()
     seats, budget = noise.randint(2, 9), noise.choice([3, 8, 17, 100])
@@ -83,7 +83,7 @@ def test_random_lives(
         gather_outputs(results, engine.step())
         engine.check()
         steps += 1
-        assert steps < 3000, "somebody starves"
+        assert steps < 3000, "a request starves"
     stats = engine.stats()
     assert stats.free_pages == stats.total_pages == pages
     assert stats.running == stats.waiting == 0
@@ -103,10 +103,10 @@ def test_random_lives(
 
 
 def names(outputs: Any) -> Any:
-    return {one.request_id for one in outputs if one.token_ids}
+    return {output.request_id for output in outputs if output.token_ids}
 
 
-def test_decode_rows_are_never_held_up_by_a_long_prompt(
+def test_a_long_prompt_never_delays_decode_rows(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_batched_tokens=10, num_pages=64)
@@ -120,7 +120,7 @@ def test_decode_rows_are_never_held_up_by_a_long_prompt(
     assert names(engine.step()) == {"d0", "d1", "d2", "d3", "long"}
 
 
-def test_interactive_goes_first_and_takes_seats_from_batch(
+def test_interactive_requests_go_first_and_take_rows_from_batch(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
     clock = Clock()
@@ -130,23 +130,23 @@ def test_interactive_goes_first_and_takes_seats_from_batch(
     assert names(engine.step()) == {"b0", "b1"}
     clock.now += 1
     engine.add("i0", [7], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert names(engine.step()) == {"b0", "i0"}, "the youngest of the lowest class gives its seat"
+    assert names(engine.step()) == {"b0", "i0"}, "the youngest request of the lowest class loses its row"
     assert engine.stats().preemptions == 1
     engine.add("i1", [8], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.add("i2", [9], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert names(engine.step()) == {"b0", "i0"}, "equals take no seats from each other, and b0 has batch's own"
+    assert names(engine.step()) == {"b0", "i0"}, "no row is taken from the same class, and batch keeps one"
     run(engine)
 
 
 def test_batch_keeps_its_rows(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
-    """Of 8 rows with a share of 4, two are the two oldest batch requests', and go to the next ones in line."""
+    """With `batch_share` 4, the oldest batch requests keep two of 8 rows, and the next batch requests inherit them."""
     clock = Clock()
     engine = make_engine(model, vocabulary, max_num_seqs=8, num_pages=400, clock=clock, batch_share=4)
     for i in range(8):
         clock.now += 1
         engine.add(f"b{i}", [i], SamplingParams(max_tokens=5 if i < 2 else 90, ignore_eos=True), job_class=BATCH)
     assert len(names(engine.step())) == 8
-    for i in range(9):  # more than there are rows
+    for i in range(9):  # more requests than rows
         clock.now += 1
         engine.add(f"i{i}", [i], SamplingParams(max_tokens=90, ignore_eos=True))
     assert names(engine.step()) == {"b0", "b1", *(f"i{i}" for i in range(6))}
@@ -158,7 +158,7 @@ def test_batch_keeps_its_rows(model: Any, vocabulary: Any, make_engine: Callable
         assert names(engine.step()) == {"b2", "b3", *(f"i{i}" for i in range(6))}
 
 
-def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(
+def test_the_earliest_arrival_goes_first_even_if_it_was_added_later(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=3, batch_share=3)
@@ -169,7 +169,7 @@ def test_an_early_arrival_goes_before_a_later_one_that_came_here_first(
     assert names(engine.step()) == {"b3", "b4", "i"}
 
 
-def test_nobody_is_preempted_for_one_that_cannot_run_then(
+def test_nothing_is_preempted_for_a_request_that_still_could_not_run(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=4, batch_share=4)
@@ -182,7 +182,7 @@ def test_nobody_is_preempted_for_one_that_cannot_run_then(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preemption_takes_the_lowest_class_then_the_youngest(
+def test_the_youngest_sequence_of_the_lowest_class_is_preempted(
     model: Any,
     vocabulary: Any,
     make_engine: Callable[..., Engine],
@@ -191,8 +191,10 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
     scores: Any,
     caching: bool,
 ) -> None:
-    """Three sequences of 5 pages in the end and one of 4, batch's own, share 13: the youngest of the lowest class is
-    set back, the oldest never."""
+    """Three sequences of at last 5 pages, and one of 4 in the row that batch keeps, share 13 pages.
+
+    The youngest sequence of the lowest class is preempted, the oldest never.
+    """
     clock = Clock()
     engine = make_engine(model, vocabulary, num_pages=13, clock=clock, enable_prefix_caching=caching, max_num_seqs=4)
     prompts = {"kept": [1], "batch": [1, 2, 3], "old": [4, 5, 6], "young": [7, 8, 9]}
@@ -218,7 +220,7 @@ def test_preemption_takes_the_lowest_class_then_the_youngest(
 def test_cached_pages_are_not_counted_as_room_twice(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
-    """8 pages: 4 are running, 4 idle hold the head of a prompt of 6 pages. Those 4 leave no room for the other 2."""
+    """Of 8 pages 4 run, and 4 idle pages hold the prefix of a prompt of 6 pages. They leave no room for the other 2."""
     engine = make_engine(model, vocabulary, num_pages=8)
     head = list(range(16))
     engine.add("before", [*head, 1], SamplingParams(max_tokens=1))
@@ -232,7 +234,9 @@ def test_cached_pages_are_not_counted_as_room_twice(
     assert result.usage.cached_tokens >= 12 and len(result.token_ids) == 1
 
 
-def test_nothing_is_reserved(model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> None:
+def test_no_pages_are_reserved_for_future_tokens(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine]
+) -> None:
     """Eight requests that could grow to 100 tokens each run at once on pages for 64 tokens."""
     engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8)
     for i in range(8):
@@ -241,7 +245,7 @@ def test_nothing_is_reserved(model: Any, vocabulary: Any, make_engine: Callable[
     assert engine.stats().free_pages == 8 and engine.stats().preemptions == 0
 
 
-def test_a_big_prompt_is_not_overtaken_for_ever(
+def test_a_long_prompt_is_not_overtaken_for_ever_by_short_prompts(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], gather_outputs: Any
 ) -> None:
     engine = make_engine(model, vocabulary, num_pages=16, max_num_seqs=8, max_num_batched_tokens=16)

@@ -82,14 +82,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "ktqueue/workers/generation/admission.py",
         "if is_large and self._large_running == THREADS - 1:",
         "if False:",
-        (f"{ADMISSION}::test_large_prompts_leave_a_thread_to_the_others",),
+        (f"{ADMISSION}::test_large_prompts_leave_a_thread_for_small_prompts",),
     ),
     "claims wait for a prompt": Mutation(
         "one request's fate never touches another's",
         "ktqueue/workers/generation/incarnation.py",
         "                admission = group.create_task(self._admit(job)",
         "                await self._admit(job)\n                admission = group.create_task(asyncio.sleep(0)",
-        (f"{ADMISSION}::test_others_are_admitted_while_large_prompts_are_tokenised",),
+        (f"{ADMISSION}::test_small_prompts_are_admitted_while_large_prompts_are_tokenised",),
     ),
     "templates have for ever": Mutation(
         "a chat template costs its own request and no other",

@@ -100,7 +100,10 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/engine/memory_plan.py",
         "    return min(tokens * token_bytes, int(available * utilization))\n",
         "    return tokens * token_bytes\n",
-        (f"{STARTUP}::test_too_little_memory_for_one_page_is_said", f"{FIT}::test_the_host_must_hold_the_weights"),
+        (
+            f"{STARTUP}::test_an_error_says_that_memory_is_too_small_for_a_page",
+            f"{FIT}::test_the_host_must_hold_the_weights",
+        ),
     ),
     "workers take the memory many times": Mutation(
         "the workers of ktqueue up divide the memory for caches",
@@ -121,7 +124,7 @@ MODELS: dict[str, Mutation] = {
         "workers/startup/fit.py",
         "chosen.gpu_memory_utilization - others / total",
         "chosen.gpu_memory_utilization",
-        (f"{FIT}::test_memory_of_others_is_not_there",),
+        (f"{FIT}::test_memory_of_other_processes_is_not_used",),
     ),
     "a yes without the host": Mutation(
         "ktqueue fit says yes only where its sums keep within the memory that is free",

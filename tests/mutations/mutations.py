@@ -82,22 +82,22 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/generation/running_job.py",
         "self._seq = claim.events[-1].seq if claim.events else 0",
         "self._seq = 0",
-        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
+        (f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling0]",),
     ),
     "resume from 0": Mutation(
         "a resumed job goes on after the tokens that it has",
         "workers/generation/engine_thread.py",
         "emitted=job.emitted if job.resumed else ()",
         "emitted=()",
-        (f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling0]",),
+        (f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling0]",),
     ),
     "noise by the clock": Mutation(
         "sampling noise depends on seed and position alone",
         "ktqueue/engine/sampler.py",
-        "noise = uniform(rows.stream, rows.position)",
-        "noise = uniform(rows.stream, rows.position + __import__('time').time_ns() % 1_000_003)",
+        "noise = self._uniform(rows.stream, rows.position)",
+        "noise = self._uniform(rows.stream, rows.position + __import__('time').time_ns() % 1_000_003)",
         (
-            f"{GENERATION}::test_a_resumed_job_goes_on_as_if_nothing_had_happened[killed-sampling1]",
+            f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling1]",
             "tests/cli/test_demo.py::test_the_tale_survives_its_worker_and_nothing_is_left_behind",
         ),
     ),
@@ -122,7 +122,7 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (
             f"{ENDS}::test_a_running_job_is_cancelled_by_its_worker",
-            f"{GENERATION}::test_cancel_while_it_decodes",
+            f"{GENERATION}::test_a_running_job_can_be_cancelled",
         ),
     ),
     "a cancel told once": Mutation(
@@ -161,7 +161,7 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/generation/incarnation.py",
         "return job.deaths_without_progress >= max(1, self._config.broker.max_attempts - 1)",
         "return False",
-        ("tests/workers/generation/test_trials.py::test_suspects_begin_one_after_the_other",),
+        ("tests/workers/generation/test_trials.py::test_suspect_jobs_begin_one_after_the_other",),
     ),
     "a drain costs a try": Mutation(
         "a drain uses no try",
@@ -170,7 +170,7 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (
             f"{LEASE}::test_released_jobs_keep_their_place_and_their_tries",
-            f"{GENERATION}::test_drain_returns_the_rest_without_using_an_attempt",
+            f"{GENERATION}::test_jobs_that_a_drain_returns_do_not_lose_an_attempt",
         ),
     ),
     "a dead worker keeps its jobs": Mutation(
@@ -199,7 +199,7 @@ MUTATIONS: dict[str, Mutation] = {
         "workers/generation/incarnation.py",
         "        while not self._draining.is_set():\n",
         "        while not self._drain_time_is_over:\n",
-        (f"{GENERATION}::test_drain_finishes_what_runs",),
+        (f"{GENERATION}::test_a_draining_worker_finishes_its_running_jobs",),
     ),
     "leaked page": Mutation(
         "what a sequence held is free after it",
@@ -207,8 +207,8 @@ MUTATIONS: dict[str, Mutation] = {
         "        if self._users[page] == 0:\n            if self._digest_of[page] is None:\n",
         "        if self._users[page] == 0 and page % 3:\n            if self._digest_of[page] is None:\n",
         (
-            f"{GENERATION}::test_cancel_while_it_decodes",
-            "tests/engine/test_engine.py::test_abort_gives_everything_back_at_once",
+            f"{GENERATION}::test_a_running_job_can_be_cancelled",
+            "tests/engine/test_engine.py::test_an_abort_frees_all_pages_at_once",
         ),
     ),
     "unbounded mailbox": Mutation(

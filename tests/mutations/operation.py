@@ -34,7 +34,7 @@ OPERATION: dict[str, Mutation] = {
         "workers/supervision/log_files.py",
         "        source.truncate(0)\n",
         "",
-        (f"{LOG_FILES}::test_the_log_of_a_writing_process_keeps_to_the_size",),
+        (f"{LOG_FILES}::test_a_log_stays_below_its_size_while_a_process_writes",),
     ),
     "an access log of queries": Mutation(
         "the access log has one line a request, without its query",
@@ -55,7 +55,7 @@ OPERATION: dict[str, Mutation] = {
         "ktqueue/core/settings/processes.py",
         '"ktqueue:arq",',
         '"arq:queue",',
-        ("tests/workers/arq/test_bridge.py::test_by_default_the_bridge_leaves_the_jobs_of_others_alone",),
+        ("tests/workers/arq/test_bridge.py::test_by_default_the_bridge_does_not_touch_jobs_of_other_programs",),
     ),
     "bridges that exclude each other": Mutation(
         "several bridges share a queue",

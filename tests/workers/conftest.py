@@ -1,4 +1,4 @@
-"""A real engine on the built-in model, a real Redis, and a worker between them, all in this process."""
+"""Fixtures of the workers' tests: the built-in model in a real engine, a real Redis, and a worker between them."""
 
 import asyncio
 import contextlib
@@ -23,6 +23,7 @@ from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.workers.generation.generation_worker import GenerationWorker
+from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS
 
 ENGINE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, num_pages=256, max_model_len=512, threads=1)
 LEASE_SECONDS = 1.0
@@ -83,7 +84,7 @@ def model() -> Model:
 
 @pytest.fixture
 def hang() -> Iterator[Callable[..., Any]]:
-    """A model whose call does not return before the test is over."""
+    """A model whose call returns only when the test is over."""
     over = threading.Event()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +142,12 @@ def start_worker(model: Model, broker: Broker) -> StartWorker:
 
     @contextlib.asynccontextmanager
     async def start(
-        engine: Engine | None = None, engine_config: EngineConfig = ENGINE, **worker_settings: float
+        engine: Engine | None = None,
+        engine_config: EngineConfig = ENGINE,
+        *,
+        tokenizer: Any = None,
+        no_row_seconds: float = NO_ROW_SECONDS,
+        **worker_settings: float,
     ) -> AsyncIterator[Running]:
         engine = engine or model.engine(engine_config)
         config = Config(
@@ -149,7 +155,14 @@ def start_worker(model: Model, broker: Broker) -> StartWorker:
             engine=engine_config,
             worker=replace(WorkerConfig(drain_seconds=0.0, stall_seconds=30.0), **worker_settings),
         )
-        worker = GenerationWorker(engine, model.tokenizer, broker, model.card(engine_config), config)
+        worker = GenerationWorker(
+            engine,
+            tokenizer or model.tokenizer,
+            broker,
+            model.card(engine_config),
+            config,
+            no_row_seconds=no_row_seconds,
+        )
         running = Running(worker, engine, asyncio.create_task(worker.run()))
         try:
             async with asyncio.timeout(10.0):
@@ -182,7 +195,7 @@ class Observed:
 
 
 def observe(events: list[TokenEvent], n: int) -> Observed:
-    """Check what holds for every finished journal, then sum it up."""
+    """Check what holds for every finished journal, and add up its choices."""
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert [event.state is not None for event in events] == [False] * (len(events) - 1) + [True]
     choices: list[tuple[list[int], str]] = [([], "") for _ in range(n)]
@@ -194,7 +207,7 @@ def observe(events: list[TokenEvent], n: int) -> Observed:
 
 @pytest.fixture
 def finished(broker: Broker) -> Callable[..., Any]:
-    """`await finished(job_id, n=1)`: follow the job to its end."""
+    """`await finished(job_id, n=1)` follows the job to its end."""
 
     async def wait(job_id: str, n: int = 1, within: float = 20.0) -> Observed:
         async with asyncio.timeout(within):

@@ -95,7 +95,13 @@ class SteadyWorker(Worker):
             log_results=False,
         )
         self.in_progress_timeout_s = LOCK_SECONDS
+        self.outage_pause_s = OUTAGE_PAUSE_SECONDS
         self.job_timeout_s = None  # type: ignore[assignment] # jobs have no time limit; arq accepts no None for several functions
+
+    @property
+    def connected(self) -> bool:
+        """Whether the worker has found the server of its queue."""
+        return self._node is not None
 
     async def main(self) -> None:
         """Poll until cancelled. An error in one poll is logged, and polling continues.
@@ -122,7 +128,7 @@ class SteadyWorker(Worker):
                     if last_error != str(error):
                         log.warning("queue %s: %s: %s", self.queue_name, type(error).__name__, error)
                     last_error = str(error)
-                    pause = OUTAGE_PAUSE_SECONDS
+                    pause = self.outage_pause_s
                 await asyncio.sleep(pause)
         finally:
             renewal.cancel()

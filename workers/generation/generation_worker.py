@@ -17,7 +17,7 @@ from ktqueue.loading.tokenizer.template_process import TemplateProcesses
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer
 from ktqueue.workers.generation.admission import TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread
-from ktqueue.workers.generation.incarnation import Incarnation
+from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS, Incarnation
 
 RETRY_SECONDS = 0.25
 
@@ -27,10 +27,20 @@ log = logging.getLogger(__name__)
 class GenerationWorker:
     """Claims jobs for its engine's free rows, generates, and commits every step to the journals.
 
-    One thread calls the engine. Nothing else may use the engine while `run` is active.
+    One thread calls the engine. Nothing else may use the engine while `run` is active. `no_row_seconds`: see
+    `Incarnation`.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, broker: Broker, card: ModelCard, config: Config) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        broker: Broker,
+        card: ModelCard,
+        config: Config,
+        *,
+        no_row_seconds: float = NO_ROW_SECONDS,
+    ) -> None:
         self._engine = EngineThread(engine)
         self._templates = None if tokenizer.template is None else TemplateProcesses(tokenizer.template)
         render = None if self._templates is None else self._templates.render
@@ -39,6 +49,7 @@ class GenerationWorker:
         self._broker = broker
         self._card = card
         self._config = config
+        self._no_row_seconds = no_row_seconds
         self._draining = asyncio.Event()
         self.incarnations = 0
         self.lease_id: str | None = None  # of the current incarnation
@@ -63,7 +74,13 @@ class GenerationWorker:
                 self.lease_id = lease.id
                 log.info("serving %s as %s", self._card.name, lease.id)
                 incarnation = Incarnation(
-                    lease, self._engine, self._tokeniser, self._config, self._card.max_num_seqs, self._draining
+                    lease,
+                    self._engine,
+                    self._tokeniser,
+                    self._config,
+                    self._card.max_num_seqs,
+                    self._draining,
+                    self._no_row_seconds,
                 )
                 try:
                     await incarnation.run()

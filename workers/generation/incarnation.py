@@ -22,7 +22,7 @@ from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
 from ktqueue.workers.generation.running_job import RunningJob
 
-NO_ROW_SECONDS = 10.0  # after so long without a row a batch job goes back to the queue: another worker may have one
+NO_ROW_SECONDS = 10.0  # then a batch job goes back to the queue, because another worker may have a free row
 IDLE_SECONDS = 0.5  # longest pause between two claims, so that a lost wake-up costs no more
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 class Incarnation:
     """A worker for as long as it holds one lease.
 
-    `rows`: number of rows of the engine. `draining` is set from outside, once.
+    `rows`: number of rows of the engine. `draining` is set from outside, once. `no_row_seconds`: time without a row,
+    after which a batch job goes back to the queue.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Incarnation:
         config: Config,
         rows: int,
         draining: asyncio.Event,
+        no_row_seconds: float = NO_ROW_SECONDS,
     ) -> None:
         self._lease = lease
         self._engine = engine
         self._tokeniser = tokeniser
         self._config = config
         self._rows = rows
+        self._no_row_seconds = no_row_seconds
         self._batch_floor = config.engine.batch_floor(rows)
         self._draining = draining
         self._drain_time_is_over = False
@@ -150,7 +153,7 @@ class Incarnation:
         They lost their rows to interactive jobs.
         """
         surplus = sum(job.rows for job in self._jobs.values()) - self._rows
-        oldest_output = time.monotonic() - NO_ROW_SECONDS
+        oldest_output = time.monotonic() - self._no_row_seconds
         batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
         released = []
         for job in sorted(batch, key=lambda job: job.rank, reverse=True):

@@ -3,6 +3,7 @@
 torch is imported only to search for a GPU, so that `ktqueue up` refuses an unknown name at once.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.core.errors import ConfigError
@@ -35,40 +36,75 @@ def check_device_name(device: str) -> None:
         raise _wrong(device, SUPPORTED)
 
 
-def check_device_is_here(device: str) -> None:
-    """Raise ConfigError, with the reason, for a GPU that this process cannot use. `device` passed check_device_name."""
-    if device == "cpu":
-        return
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaInstallation:
+    """What decides whether CUDA works in this process. `cuda` and `hip`: versions that torch was built for, if any.
+
+    `gpus`: number of GPUs that torch can use. `has_driver`: whether NVIDIA's driver is loaded. `fault`: why torch
+    cannot use that driver; empty if it can.
+    """
+
+    torch: str
+    cuda: str | None
+    hip: str | None = None
+    gpus: int = 0
+    has_driver: bool = False
+    fault: str = ""
+
+
+def find_cuda() -> CudaInstallation:
+    """Examine torch and the driver of this machine."""
     import torch
 
-    if reason := missing_cuda():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_driver, fault = NVIDIA_DRIVER.exists(), ""
+    if not gpus and has_driver and torch.version.cuda is not None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            fault = str(error)
+    return CudaInstallation(
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        gpus=gpus,
+        has_driver=has_driver,
+        fault=fault,
+    )
+
+
+def check_device_is_here(device: str, installation: CudaInstallation | None = None) -> None:
+    """Raise ConfigError, with the reason, for a GPU that this process cannot use. `device` passed check_device_name.
+
+    `installation`: the result of `find_cuda`, which is called if it is not given.
+    """
+    if device == "cpu":
+        return
+    installation = installation or find_cuda()
+    if reason := missing_cuda(installation):
         raise _wrong(device, f"cpu on this machine: {reason}", "cpu")
-    count = torch.cuda.device_count()
+    count = installation.gpus
     if int(device.partition(":")[2] or 0) >= count:
         last = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda or cuda:0"
         raise _wrong(device, f"{last} on this machine, which has {count} GPU{'s' if count > 1 else ''}", last)
 
 
-def missing_cuda() -> str | None:
-    """Return why CUDA cannot be used here, and how to change that; None if it can be used."""
-    import torch
-
-    if torch.version.hip is not None:
-        return f"torch {torch.__version__} is built for ROCm (AMD GPUs are not supported yet), not for CUDA"
-    if torch.version.cuda is None:
-        release = torch.__version__.partition("+")[0]
+def missing_cuda(found: CudaInstallation) -> str | None:
+    """Return why CUDA cannot be used, and how to change that; None if it can be used."""
+    if found.hip is not None:
+        return f"torch {found.torch} is built for ROCm (AMD GPUs are not supported yet), not for CUDA"
+    if found.cuda is None:
+        release = found.torch.partition("+")[0]
         return (
-            f"torch {torch.__version__} is built without CUDA; `pip install --force-reinstall torch=={release}` "
+            f"torch {found.torch} is built without CUDA; `pip install --force-reinstall torch=={release}` "
             "installs the build with CUDA from PyPI"
         )
-    if torch.cuda.is_available():
+    if found.gpus:
         return None
-    if not NVIDIA_DRIVER.exists():
+    if not found.has_driver:
         return "no NVIDIA driver is loaded; `nvidia-smi` must list a GPU (start a container with --gpus all)"
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:
-        return f"torch's CUDA {torch.version.cuda} cannot use the driver: {str(error).splitlines()[0]}"
+    if found.fault:
+        return f"torch's CUDA {found.cuda} cannot use the driver: {found.fault.splitlines()[0]}"
     return "the NVIDIA driver lists no GPU to this process (CUDA_VISIBLE_DEVICES may hide them)"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ktqueue.workers.startup.device import missing_cuda
+from ktqueue.workers.startup.device import find_cuda, missing_cuda
 from ktqueue.workers.startup.host_memory import available_memory
 
 _COPY_BYTES = 128 << 20  # size of a measured copy
@@ -38,7 +38,7 @@ class MachineResources:
 
 def detect_resources(device: str | None = None) -> MachineResources:
     """Examine this machine and the GPU that `device` names, else its first. Copies memory to measure a GPU's bus."""
-    reason = missing_cuda()
+    reason = missing_cuda(find_cuda())
     gpu = None
     if reason is None and device != "cpu":
         gpu = _gpu(torch.device(device or "cuda"))

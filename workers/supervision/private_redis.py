@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 class PrivateRedis:
     """A Redis server with its data in the state folder. It is restarted with its data when it dies."""
 
-    def __init__(self, state_dir: Path, durability: str) -> None:
-        """`durability`: the setting `broker.durability`."""
+    def __init__(self, state_dir: Path, durability: str, server: PrivateServer | None = None) -> None:
+        """`durability`: the setting `broker.durability`. `server`: the server to run, by default a new one."""
         self._state_dir = state_dir
         self._durability = durability
-        self._server = PrivateServer()
+        self._server = server or PrivateServer()
         # The kernel kills the server when the thread that started it ends, so this thread lives as long as we do.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
 

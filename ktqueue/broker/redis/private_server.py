@@ -17,6 +17,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
@@ -84,9 +85,13 @@ def running_url(state_dir: str | Path) -> str | None:
 
 
 class PrivateServer:
-    """A server process that we start and stop. Another `start` after it has died brings it back with its data."""
+    """A server process that we start and stop. Another `start` after it has died brings it back with its data.
 
-    def __init__(self) -> None:
+    `answers` says whether the server at a URL is ready; it is asked again and again during the start.
+    """
+
+    def __init__(self, answers: Callable[[str], bool] = probe) -> None:
+        self._answers = answers
         self.url: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._last_code = 0
@@ -156,7 +161,7 @@ class PrivateServer:
         assert self._process is not None
         assert self.url is not None
         end = time.monotonic() + START_SECONDS
-        while not probe(self.url):
+        while not self._answers(self.url):
             log = folder / "redis.log"
             if self._process.poll() is not None:
                 raise Unavailable(f"the Redis server exited at once: {_last_line(log)} (see {log})")

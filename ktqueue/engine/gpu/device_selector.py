@@ -29,7 +29,7 @@ from ktqueue.engine.gpu.staging import ResultFetcher, Staging
 from ktqueue.engine.logit_edits import flat_edits
 from ktqueue.engine.logprobs import position_logprobs
 from ktqueue.engine.noise import uniform
-from ktqueue.engine.sampler import GREEDY_BELOW
+from ktqueue.engine.sampler import GREEDY_BELOW, Uniform
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing, sampling_rows
 
@@ -46,10 +46,22 @@ class _StepArrays:
 
 
 class DeviceSelector:
-    """Selector for logits on `device`. `token_bytes` gives the bytes of a token for log probabilities."""
+    """Selector for logits on `device`. `token_bytes` gives the bytes of a token for log probabilities.
 
-    def __init__(self, token_bytes: Callable[[int], bytes], device: str) -> None:
+    Filtered rows look at `candidates` tokens, and at all tokens only if these are too few.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        device: str,
+        *,
+        candidates: int = CANDIDATES,
+        noise: Uniform = uniform,
+    ) -> None:
         self._token_bytes = token_bytes
+        self._candidates = candidates
+        self._uniform = noise
         self._staging = Staging(device)
         self._fetcher = ResultFetcher(device)
 
@@ -63,7 +75,7 @@ class DeviceSelector:
     def _select(
         self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile
     ) -> TokenSelection:
-        work = _collect(rows, sequences, logits.shape)
+        work = _collect(rows, sequences, logits.shape, self._uniform)
         arrays = work.arrays
         on_device: dict[str, torch.Tensor] = {}
         if arrays:
@@ -77,7 +89,7 @@ class DeviceSelector:
             _edit(logits, on_device)
             chosen, still = greedy(logits)
             finite &= still
-        answer = self._draw(logits, unedited, chosen, finite, on_device, work, CANDIDATES, meanwhile)
+        answer = self._draw(logits, unedited, chosen, finite, on_device, work, self._candidates, meanwhile)
         waited = answer.waited
         if not answer.enough:
             answer = self._draw(logits, unedited, chosen, finite, on_device, work, logits.shape[1], do_nothing)
@@ -160,7 +172,7 @@ class _FetchedTokens:
     waited: float  # seconds
 
 
-def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size) -> _StepArrays:
+def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size, noise: Uniform) -> _StepArrays:
     """Sort the rows by kind and collect the arrays that the device needs. `shape`: of the logits, [scored, vocab]."""
     scored, vocab = shape
     work = _StepArrays()
@@ -188,7 +200,7 @@ def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size) -> _
             arrays[f"{kind}_top_k"] = numbers.top_k
             arrays[f"{kind}_top_p"] = numbers.top_p
             arrays[f"{kind}_min_p"] = numbers.min_p.astype(np.float32)
-            arrays[f"{kind}_noise"] = uniform(numbers.stream, numbers.position)
+            arrays[f"{kind}_noise"] = noise(numbers.stream, numbers.position)
     return work
 
 

@@ -1,6 +1,6 @@
-"""The device's selector against the host's: the same tokens and log probabilities for the same logits.
+"""The device's selector chooses the same tokens, with the same log probabilities, as the host's.
 
-The logits are CPU tensors here; tests/gpu does it again on a GPU.
+The logits are CPU tensors here; tests/gpu repeats it on a GPU.
 """
 
 import itertools
@@ -12,7 +12,6 @@ import torch
 
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.detokenizer import Detokenizer
-from ktqueue.engine.gpu import device_selector
 from ktqueue.engine.gpu.device_sampler import DrawnRows, draw_from_all, draw_from_few, weigh
 from ktqueue.engine.gpu.device_selector import DeviceSelector
 from ktqueue.engine.logit_edits import LogitEdits
@@ -27,7 +26,7 @@ def token_bytes(token_id: int) -> bytes:
 
 
 def sequence(sampling: SamplingParams, vocab: int, generated: list[int], prompt: list[int]) -> Sequence:
-    """A sequence that has generated something."""
+    """A sequence that has generated these tokens."""
     ids = np.array(prompt, dtype=np.int32)
     request = Request(
         "x",
@@ -48,7 +47,7 @@ def sequence(sampling: SamplingParams, vocab: int, generated: list[int], prompt:
 
 
 def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed: Any) -> list[Sequence]:
-    """Any mix of parameters."""
+    """Sequences with a random mix of parameters."""
     made = []
     for _ in range(count):
         settings: dict[str, Any] = {
@@ -77,7 +76,7 @@ def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed
 def random_logits(noise: np.random.Generator, rows: int, vocab: int, scale: float) -> np.ndarray:
     logits = (noise.normal(size=(rows, vocab)) * scale).astype(np.float32)
     if scale == 3.0:
-        logits = np.round(logits)  # many equals
+        logits = np.round(logits)  # many equal logits
     logits[noise.random(logits.shape) < 0.1] = -np.inf
     logits[:, 0] = 0.5
     return logits
@@ -86,10 +85,9 @@ def random_logits(noise: np.random.Generator, rows: int, vocab: int, scale: floa
 @pytest.mark.parametrize("candidates", [8, 1024])
 @pytest.mark.parametrize("vocab", [5, 100, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
-def test_equals_the_host(monkeypatch: pytest.MonkeyPatch, vocab: Any, scale: Any, candidates: Any) -> None:
-    monkeypatch.setattr(device_selector, "CANDIDATES", candidates)
+def test_the_device_selects_the_same_tokens_as_the_host(vocab: Any, scale: Any, candidates: Any) -> None:
     noise = np.random.default_rng(vocab + int(10 * scale))
-    host, device = HostSelector(token_bytes), DeviceSelector(token_bytes, "cpu")
+    host, device = HostSelector(token_bytes), DeviceSelector(token_bytes, "cpu", candidates=candidates)
     for _ in range(6):
         sequences = random_sequences(noise, 40, vocab)
         logits = random_logits(noise, 40, vocab, scale)
@@ -101,12 +99,12 @@ def test_equals_the_host(monkeypatch: pytest.MonkeyPatch, vocab: Any, scale: Any
             if fine:
                 assert found.token_ids[row] == expected.token_ids[row], (row, sequences[row].request.sampling)
         assert found.logprobs.keys() == expected.logprobs.keys()
-        for row, told in expected.logprobs.items():
-            same_logprobs(found.logprobs[row], told)
+        for row, logprobs in expected.logprobs.items():
+            same_logprobs(found.logprobs[row], logprobs)
 
 
 def same_logprobs(found: Any, expected: Any) -> None:
-    """Equal but for rounding, and for which of several equals are told."""
+    """Assert equality, except for rounding and for the choice between equally likely tokens."""
     for one, other in itertools.zip_longest((found.chosen, *found.top), (expected.chosen, *expected.top)):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
     assert found.chosen.token_id == expected.chosen.token_id
@@ -126,7 +124,7 @@ def test_choices_may_share_a_row() -> None:
 
 
 def test_the_same_call_may_be_made_again() -> None:
-    """As the engine does when memory runs out on the way: edits must not add up."""
+    """The engine repeats a call when memory runs out. Edits must not add up."""
     noise = np.random.default_rng(6)
     logits = torch.tensor(random_logits(noise, 20, 50, 0.5))
     sequences = random_sequences(noise, 20, 50, repetition_penalty=1.5, logit_bias={3: 0.7})
@@ -135,7 +133,7 @@ def test_the_same_call_may_be_made_again() -> None:
 
 
 def drawn(logits: np.ndarray, rows: SamplingRows, candidates: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens by the device's functions, and where the candidates sufficed."""
+    """Tokens drawn by the device's functions, and in which rows the candidates sufficed."""
     parameters = DrawnRows(
         inverse_temperature=torch.from_numpy((1.0 / rows.temperature).astype(np.float32)),
         top_k=torch.from_numpy(rows.top_k),
@@ -154,7 +152,7 @@ def drawn(logits: np.ndarray, rows: SamplingRows, candidates: int) -> tuple[np.n
     "settings", [{}, {"min_p": 0.01}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.97}]
 )
 def test_thousands_of_rows(settings: Any) -> None:
-    """Of the logits of a big vocabulary; the borders that float rounding moves are too thin to be hit here."""
+    """With a large vocabulary. No draw of these seeds is near enough to a border for rounding to change it."""
     noise = np.random.default_rng(len(settings))
     count, vocab = 2000, 4001
     logits = (noise.normal(size=(count, vocab)) * 2.5).astype(np.float32)
@@ -179,14 +177,14 @@ def test_thousands_of_rows(settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "row"),
     [
-        ({"top_k": 4}, [3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0]),  # five are as likely as the fourth
+        ({"top_k": 4}, [3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0]),  # five tokens are as likely as the fourth
         ({"top_k": 6}, [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]),  # more than the candidates
         ({"top_p": 0.9}, [0.0] * 8),  # needs nearly all
-        ({"top_p": 0.5}, [0.0] * 8),  # reached by the fourth, and all are as likely as that
+        ({"top_p": 0.5}, [0.0] * 8),  # reached by the fourth, and all are equally likely
         ({"top_k": 6, "top_p": 0.01}, [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]),
     ],
 )
-def test_candidates_that_do_not_suffice_are_told(settings: Any, row: Any) -> None:
+def test_rows_with_too_few_candidates_are_reported(settings: Any, row: Any) -> None:
     logits = np.tile(np.array(row, dtype=np.float32), (200, 1))
     rows = SamplingRows(
         temperature=np.ones(200),
@@ -208,11 +206,11 @@ def test_candidates_that_do_not_suffice_are_told(settings: Any, row: Any) -> Non
         ({"top_k": 3}, [3.0, 2.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]),
         ({"top_k": 4}, [3.0, 2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0]),
         ({"top_p": 0.9}, [9.0, 8.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0]),
-        ({"top_k": 6}, [3.0, 2.0, 1.0, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf]),  # others have no weight
+        ({"top_k": 6}, [3.0, 2.0, 1.0, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf]),  # the other tokens have no weight
         ({"top_p": 0.99, "min_p": 0.2}, [1.0, 0.9, 0.8, -1.0, -1.0, -1.0, -1.0, -1.0]),
     ],
 )
-def test_candidates_that_suffice_are_not_looked_beyond(settings: Any, row: Any) -> None:
+def test_rows_with_enough_candidates_are_drawn_from_them(settings: Any, row: Any) -> None:
     logits = np.tile(np.array(row, dtype=np.float32), (200, 1))
     rows = SamplingRows(
         temperature=np.ones(200),
@@ -228,17 +226,15 @@ def test_candidates_that_suffice_are_not_looked_beyond(settings: Any, row: Any) 
 
 
 @pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-53])
-def test_the_ends_of_the_noise_never_choose_what_was_filtered(monkeypatch: pytest.MonkeyPatch, extreme: Any) -> None:
-    def ends(streams: Any, _: Any) -> Any:
+def test_extreme_noise_never_chooses_a_filtered_token(extreme: Any) -> None:
+    def noise(streams: Any, _: Any) -> Any:
         return np.full(len(streams), extreme)
 
-    monkeypatch.setattr("ktqueue.engine.sampler.uniform", ends)
-    monkeypatch.setattr("ktqueue.engine.gpu.device_selector.uniform", ends)
     logits = np.full((5, 300), -40.0, dtype=np.float32)
     logits[:, [0, 299]] = -np.inf
     logits[:, [70, 130, 131]] = [1.0, 2.0, 1.5]
     cases: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}, {})
     sequences = [sequence(SamplingParams(temperature=1.0, seed=1, **case), 300, [], [1]) for case in cases]
-    expected = HostSelector(token_bytes).select(torch.tensor(logits), range(5), sequences)
-    found = DeviceSelector(token_bytes, "cpu").select(torch.tensor(logits), range(5), sequences)
+    expected = HostSelector(token_bytes, noise=noise).select(torch.tensor(logits), range(5), sequences)
+    found = DeviceSelector(token_bytes, "cpu", noise=noise).select(torch.tensor(logits), range(5), sequences)
     assert found.token_ids == expected.token_ids

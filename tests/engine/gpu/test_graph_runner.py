@@ -1,4 +1,4 @@
-"""Captured steps, on the CPU: fixed tensors, padding, and what goes beside them. Nothing here is of the scheduler."""
+"""Captured steps, run on the CPU: fixed tensors, padding, and steps that run eagerly. The scheduler is not tested."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,9 +11,11 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
+from ktqueue.engine.token_selector import Selector, TokenSelection
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
@@ -34,10 +36,10 @@ def test_buckets() -> None:
     assert buckets_up_to(300) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
 
 
-def test_staged_arrays_arrive_as_they_were() -> None:
+def test_staged_arrays_arrive_unchanged() -> None:
     staging = Staging("cpu")
     noise = np.random.default_rng(0)
-    for size in (3, 40_000, 5):  # the middle one does not fit the first buffer
+    for size in (3, 40_000, 5):  # the second array does not fit the first buffer
         arrays: list[np.ndarray[Any, np.dtype[Any]]] = [
             noise.integers(0, 9, (2, size)),
             noise.normal(size=size).astype(np.float32),
@@ -56,7 +58,7 @@ def test_fixed_arrays_never_move() -> None:
     for value in (1, 2):
         staging.open()["a"][:] = value
         staging.arrays["b"][:] = -value
-        assert not (staging.device["a"] == value).any(), "nothing is sent yet"
+        assert not (staging.device["a"] == value).any(), "nothing has been sent yet"
         staging.send()
         assert (staging.device["a"] == value).all() and (staging.host["b"] == -value).all()
     assert places == {name: tensor.data_ptr() for name, tensor in staging.device.items()}
@@ -69,7 +71,7 @@ def test_fetching() -> None:
 
 
 class Recorder(RepeatedCall):
-    """Counts what is captured."""
+    """Records the captured steps."""
 
     def __init__(self) -> None:
         self.captured = 0
@@ -82,7 +84,7 @@ class Recorder(RepeatedCall):
         return 1000 + 10 * self.captured
 
 
-def test_the_largest_bucket_is_captured_first_and_memory_is_told(model: Any, make_vocabulary: Any) -> None:
+def test_the_largest_bucket_is_captured_first_and_memory_is_reported(model: Any, make_vocabulary: Any) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32)
     seen = []
     runner = GraphRunner(
@@ -122,7 +124,7 @@ def test_steps_that_only_decode_are_replayed(
     assert decode == 8 and engine.stats().replayed_steps == decode == engine.stats().steps - 1
 
 
-def test_rows_that_end_leave_nothing_behind(
+def test_rows_that_ended_do_not_affect_the_next_steps(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=8)
@@ -133,7 +135,7 @@ def test_rows_that_end_leave_nothing_behind(
         assert results[f"r{i}", 0].token_ids == greedy(PROMPT, 2 + 3 * (8 - i))
 
 
-def test_more_rows_than_the_largest_bucket_never_run(
+def test_a_step_never_has_more_rows_than_the_largest_bucket(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     engine = make_engine(model, vocabulary, max_num_seqs=3)
@@ -153,7 +155,7 @@ def test_without_graphs_everything_is_eager(
 
 
 class Limited:
-    """A model on a device that has memory for so many rows."""
+    """A model on a device with memory for a limited number of rows."""
 
     def __init__(self, model: Any, rows: Any) -> None:
         self.model, self.rows, self.refused = model, rows, 0
@@ -166,7 +168,7 @@ class Limited:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_step_that_does_not_fit_is_made_smaller(
+def test_a_step_that_does_not_fit_in_memory_is_halved(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, rows: Any
 ) -> None:
     limited = Limited(model, rows)
@@ -180,7 +182,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(
     assert max(step[0] for step in model.steps) <= rows
 
 
-def test_a_sequence_that_does_not_fit_alone_fails_alone(
+def test_a_sequence_that_does_not_fit_alone_fails_without_the_others(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     class Greedy:
@@ -199,19 +201,26 @@ def test_a_sequence_that_does_not_fit_alone_fails_alone(
     assert results["good", 0].token_ids == greedy([1, 2], 3)
 
 
+class SmallSelector:
+    """A selector that has memory for `limit` rows."""
+
+    def __init__(self, selector: Selector, limit: int) -> None:
+        self.selector, self.limit = selector, limit
+
+    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> TokenSelection:
+        if len(rows) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.selector.select(logits, rows, sequences, meanwhile)
+
+
 def test_choosing_in_halves_gives_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
-    def answers(limit: Any) -> Any:
-        engine = make_engine(make_model(), vocabulary, max_num_seqs=8)
-        select = engine._selector.select
+    def answers(limit: int) -> Any:
+        def with_little_memory(parts: EngineParts) -> EngineParts:
+            return dataclasses.replace(parts, selector=SmallSelector(parts.selector, limit))
 
-        def limited(logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> Any:
-            if len(rows) > limit:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return select(logits, rows, sequences, meanwhile)
-
-        monkeypatch.setattr(engine._selector, "select", limited)
+        engine = make_engine(make_model(), vocabulary, max_num_seqs=8, change_parts=with_little_memory)
         sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=1, repetition_penalty=1.4, n=2)
         for i in range(4):
             engine.add(f"r{i}", PROMPT[: 1 + i], dataclasses.replace(sampling, seed=i))
@@ -222,8 +231,8 @@ def test_choosing_in_halves_gives_the_same_tokens(
     assert answers(8) == answers(3) == answers(1)
 
 
-class Wanting:
-    """A model that wants to know of steps."""
+class DeviceModelRecorder:
+    """A model with the optional methods of a device model. It records the calls."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -234,7 +243,7 @@ class Wanting:
         return self.model(**arguments)
 
     def prepare_device(self, settings: Any) -> None:
-        raise AssertionError("the composition root calls this")
+        raise AssertionError("whoever builds the engine calls this, not the engine")
 
     def after_step(self) -> None:
         self.calls.append("after")
@@ -246,16 +255,16 @@ class Wanting:
         self.calls.append("close")
 
 
-def test_a_model_may_want_to_know_of_steps(
+def test_a_model_is_called_after_each_step(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
-    wanting = Wanting(model)
-    engine = make_engine(wanting, vocabulary, max_num_batched_tokens=4, max_num_seqs=4)
+    recorder = DeviceModelRecorder(model)
+    engine = make_engine(recorder, vocabulary, max_num_batched_tokens=4, max_num_seqs=4)
     engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
     run(engine)
     assert engine.model_stats() == {"calls": 8}
     engine.close()
-    assert wanting.calls == ["forward", "after"] * 4 + ["close"]
+    assert recorder.calls == ["forward", "after"] * 4 + ["close"]
 
 
 def test_a_gpu_needs_a_planner(model: Any, vocabulary: Any) -> None:
@@ -265,8 +274,8 @@ def test_a_gpu_needs_a_planner(model: Any, vocabulary: Any) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_demo_model_says_the_same(graphs: Any, answered: Any) -> None:
-    """As CpuDecoder, of which the device's runner knows nothing."""
+def test_the_demo_model_gives_the_same_tokens(graphs: Any, answered: Any) -> None:
+    """Its operator is CpuDecoder, which the device's runner does not know."""
     loaded, tokenizer = load_model("demo"), load_tokenizer("demo")
     layout = loaded.kv_layout(16)
     answers = []

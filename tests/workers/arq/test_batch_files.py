@@ -1,4 +1,4 @@
-"""The control worker's folder of batch files: found by the clock, run once, gone on with, cleared away."""
+"""The control worker's folder of batch files: files are found by the clock, run once, resumed, and deleted later."""
 
 import asyncio
 import contextlib
@@ -42,14 +42,14 @@ def config(broker: Broker, folder: Path) -> Config:
 
 @contextlib.asynccontextmanager
 async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker]:
-    one = ControlWorker(broker, config, broker.config.url or "")
-    task = asyncio.create_task(one.async_run())
-    await until(lambda: one._pool is not None)
-    yield one
+    control = ControlWorker(broker, config, broker.config.url or "")
+    task = asyncio.create_task(control.async_run())
+    await until(lambda: control.connected)
+    yield control
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await one.leave()
+    await control.leave()
 
 
 async def until(predicate: Callable[[], Any], within: float = 30.0) -> None:
@@ -61,8 +61,8 @@ async def until(predicate: Callable[[], Any], within: float = 30.0) -> None:
 def write(path: Path, count: int, **body: Any) -> None:
     with path.open("w") as file:
         for number in range(count):
-            asked = {"model": "demo", "prompt": f"The {number}. tale", "max_tokens": 8, **body}
-            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": asked}
+            body_json = {"model": "demo", "prompt": f"The {number}. tale", "max_tokens": 8, **body}
+            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": body_json}
             file.write(json.dumps(line) + "\n")
 
 
@@ -79,9 +79,7 @@ async def test_a_file_may_be_asked_for_before_the_first_look(broker: Broker, tmp
     assert (tmp_path / "done" / "first.jsonl").exists()
 
 
-async def test_files_are_found_run_and_put_away(
-    broker: Broker, config: Config, folder: Path, start_worker: Any
-) -> None:
+async def test_files_are_found_run_and_moved(broker: Broker, config: Config, folder: Path, start_worker: Any) -> None:
     write(folder / "in" / "good.jsonl", 5)
     write(folder / "in" / "half.jsonl", 1, temperature=900)
     (folder / "in" / "bad.jsonl").write_text("{}\n")
@@ -110,7 +108,7 @@ def has_lines(path: Path, count: int) -> bool:
     return path.exists() and path.read_bytes().count(b"\n") >= count
 
 
-async def test_a_batch_that_was_interrupted_goes_on(
+async def test_an_interrupted_batch_file_continues(
     broker: Broker, config: Config, folder: Path, start_worker: Any
 ) -> None:
     write(folder / "in" / "long.jsonl", 40, max_tokens=24, ignore_eos=True)
@@ -121,20 +119,18 @@ async def test_a_batch_that_was_interrupted_goes_on(
                 await control.pool.enqueue_job("batches")
                 await until(functools.partial(has_lines, out, answers))
         assert (folder / "in" / "long.jsonl").exists()
-        async with running(broker, config):  # arq's queue has it still
+        async with running(broker, config):  # the job is still in arq's queue
             await until(lambda: (folder / "done" / "long.jsonl").exists())
     assert Counter(one["custom_id"] for one in records(out)) == {f"c{number}": 1 for number in range(40)}
-    assert len(await broker.jobs.list(limit=1000)) == 40  # none was computed twice
+    assert len(await broker.jobs.list(limit=1000)) == 40  # no line was computed twice
 
 
-async def test_what_cannot_run_now_runs_later_and_what_never_can_is_refused(
-    broker: Broker, config: Config, folder: Path
-) -> None:
+async def test_a_locked_file_runs_later_and_a_bad_name_is_refused(broker: Broker, config: Config, folder: Path) -> None:
     write(folder / "in" / "one.jsonl", 1)
-    control = ControlWorker(broker, config, broker.config.url or "")
+    files = BatchFiles(broker, config.control)
     other = BatchOutput(folder / "out" / "one.jsonl")
     with pytest.raises(Retry) as locked:
-        await control._files.run({}, "one.jsonl")
+        await files.run({}, "one.jsonl")
     assert isinstance(locked.value.__cause__, OutputLocked)
     other.close(finished=False)
     assert (folder / "in" / "one.jsonl").exists()
@@ -142,16 +138,15 @@ async def test_what_cannot_run_now_runs_later_and_what_never_can_is_refused(
     secret.write_text("{}\n")
     for name in ("../secret.jsonl", "/etc/passwd", "one.txt", "none.jsonl"):
         with pytest.raises(InvalidRequest):
-            await control._files.run({}, name)
-    assert secret.exists()  # neither read nor put away
-    await control.leave()
+            await files.run({}, name)
+    assert secret.exists()  # neither read nor moved
 
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.glob("*/*"))
 
 
-async def test_retention_removes_what_is_old(broker: Broker, config: Config, folder: Path) -> None:
+async def test_old_files_are_removed(broker: Broker, config: Config, folder: Path) -> None:
     old = time.time() - 61.0
     names = ["in/going.jsonl", "out/going.jsonl", "out/going.errors.jsonl", "out/going.jsonl.run", "out/past.jsonl",
              "done/past.jsonl", "failed/worse.jsonl.txt", "out/new.jsonl"]  # fmt: skip
@@ -163,7 +158,7 @@ async def test_retention_removes_what_is_old(broker: Broker, config: Config, fol
     assert files(folder) == sorted([*names[:4], "out/new.jsonl"])
 
 
-async def test_a_line_that_failed_leaves_no_prompt_behind(broker: Broker, start_worker: Any, tmp_path: Path) -> None:
+async def test_the_prompt_of_a_failed_line_is_deleted_too(broker: Broker, start_worker: Any, tmp_path: Path) -> None:
     body = {"model": "demo", "prompt": ["x" * 4000, "The tale"], "max_tokens": 60, "ignore_eos": True}
     output = BatchOutput(tmp_path / "out.jsonl")
     async with await Broker.open(replace(broker.config, max_request_bytes=2000)) as narrow, start_worker():
@@ -183,11 +178,11 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
         await until(lambda: all(job.next_run is not None for job in jobs))
         due = datetime.now(tz=one.timezone) - timedelta(seconds=1)
         for job in jobs:
-            job.next_run = due  # one moment for both, as it is on the clock
+            job.next_run = due  # both are due at the same time, as with a real clock
         await until(lambda: not old.exists())
         await until(lambda: one.jobs_complete + other.jobs_complete == 1)
         await until(lambda: all(is_in_the_future(worker) for worker in (one, other)))
-        async with asyncio.timeout(30.0):  # arq counts a job before it takes it out
+        async with asyncio.timeout(30.0):  # arq counts a job before it removes it from the queue
             while await one.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
                 await asyncio.sleep(0.01)
     assert one.jobs_complete + other.jobs_complete == 1

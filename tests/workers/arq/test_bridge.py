@@ -1,4 +1,4 @@
-"""arq's own client, as its users have it, against the bridge: a real engine, a real Redis, arq's `Job.result()`."""
+"""The bridge with arq's own client and `Job.result()`, a real engine and a real Redis."""
 
 import asyncio
 import contextlib
@@ -38,14 +38,14 @@ ENDLESS: dict[str, Any] = {"model": "demo", "prompt": "Once", "sampling": {"max_
 
 def settings(url: str) -> RedisSettings:
     found = RedisSettings.from_dsn(url)
-    if url.startswith("unix:"):  # from_dsn leaves the password out
+    if url.startswith("unix:"):  # from_dsn ignores the password
         found.password = url.rpartition("password=")[2]
     return found
 
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Callable[..., Any]]:
-    """`await client(**options)`: a pool of arq's, JSON unless said otherwise."""
+    """`await client(**options)` makes one of arq's pools. It uses JSON unless the options say otherwise."""
     pools: list[ArqRedis] = []
 
     async def connect(**options: Any) -> ArqRedis:
@@ -99,7 +99,7 @@ async def state_of(broker: Broker, job_id: str) -> JobState:
     return (await broker.jobs.get(job_id)).state
 
 
-async def test_a_plain_arq_client_gets_what_http_would(
+async def test_an_arq_client_gets_the_same_result_as_over_http(
     client: Any, bridge: Bridge, start_worker: Any, broker: Broker, model: Any
 ) -> None:
     pool = await client()
@@ -125,7 +125,7 @@ async def test_a_plain_arq_client_gets_what_http_would(
     assert record.tenant == "arq"
 
 
-async def test_by_default_the_bridge_leaves_the_jobs_of_others_alone(client: Any, bridge: Bridge) -> None:
+async def test_by_default_the_bridge_does_not_touch_jobs_of_other_programs(client: Any, bridge: Bridge) -> None:
     pool = await client()
     await pool.enqueue_job("send_mail", _job_id="mail", _queue_name="arq:queue")
     with pytest.raises(ModelNotFound):
@@ -165,13 +165,13 @@ async def test_two_bridges_share_a_queue(client: Any, bridge: Bridge, broker: Br
     pool = await client()
     await until(lambda: pool.exists(f"{QUEUE}{HEALTH_SUFFIX}"))
     async with running(broker, config) as second:
-        await until(lambda: second._node is not None)
+        await until(lambda: second.connected)
         with pytest.raises(ModelNotFound):
             await result(await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"}))
         assert not second.main_task.done()  # type: ignore[union-attr]
 
 
-async def test_errors_come_out_of_result_with_their_code(client: Any, bridge: Bridge, redis_url: str) -> None:
+async def test_result_raises_errors_with_their_codes(client: Any, bridge: Bridge, redis_url: str) -> None:
     pool = await client()
     with pytest.raises(ModelNotFound) as unknown:
         await result(await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"}))
@@ -196,13 +196,13 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
-async def test_pickle_is_refused_unread_and_in_json(
+async def test_a_pickled_job_is_refused_in_json_and_never_loaded(
     client: Any, bridge: Bridge, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = await client(job_serializer=None)  # arq's default
     trap = tmp_path / "sprung"
     words = r"not pickle.*job_serializer=ktqueue\.arq_json\.dumps"
-    with pytest.raises(DeserializationError):  # its client cannot read JSON either, and says so
+    with pytest.raises(DeserializationError):  # its client cannot read our JSON and raises an error
         await result(await pool.enqueue_job("generate", Trap(str(trap)), _job_id="pickled"))
     assert not trap.exists()
     assert re.search(words, caplog.text)
@@ -211,7 +211,7 @@ async def test_pickle_is_refused_unread_and_in_json(
         await result(Job("pickled", json_reader, _queue_name=QUEUE, _deserializer=loads))
 
 
-async def test_abort_cancels_our_job(client: Any, bridge: Bridge, start_worker: Any, broker: Broker) -> None:
+async def test_an_abort_cancels_our_job(client: Any, bridge: Bridge, start_worker: Any, broker: Broker) -> None:
     pool = await client()
     async with start_worker():
         job = await pool.enqueue_job("generate", ENDLESS, _job_id="endless")
@@ -229,12 +229,12 @@ async def is_ended(broker: Broker, job_id: str) -> bool:
 async def test_an_abort_while_no_bridge_runs_cancels_our_job(client: Any, broker: Broker, config: Config) -> None:
     pool = await client()
     async with running(broker, config) as one:
-        job = await pool.enqueue_job("generate", ENDLESS, _job_id="left/alone")  # an id that we do not allow
+        job = await pool.enqueue_job("generate", ENDLESS, _job_id="left/alone")  # an id that our jobs may not have
         await until(lambda: one.job_tasks)
         await until(lambda: jobs_of(broker))
     (job_id,) = [record.id for record in await broker.jobs.list()]
     assert job_id.startswith("arq-")
-    assert await state_of(broker, job_id) is JobState.QUEUED  # the bridge's end cancelled nothing
+    assert await state_of(broker, job_id) is JobState.QUEUED  # the end of the bridge cancelled nothing
     waiting = asyncio.create_task(job.abort(timeout=10, poll_delay=0.02))
     await until(lambda: pool.zcard("arq:abort"))
     async with running(broker, config):
@@ -261,17 +261,15 @@ async def test_the_lock_of_a_running_job_is_short_and_renewed(client: Any, bridg
     await pool.enqueue_job("generate", BODY, _job_id="held")
     await until(lambda: bridge.job_tasks)
     left = [await pool.pttl("arq:in-progress:held")]
-    while left[-1] <= min(left):  # it falls, until it is renewed
+    while left[-1] <= min(left):  # it decreases until the lock is renewed
         assert 0 < left[-1] <= 3_000
         await asyncio.sleep(0.02)
         left.append(await pool.pttl("arq:in-progress:held"))
     assert left[-1] <= 3_000
 
 
-async def test_no_slot_is_lost_where_jobs_cannot_be_started(
-    client: Any, bridge: Bridge, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ktqueue.workers.arq.worker.OUTAGE_PAUSE_SECONDS", 0.01)
+async def test_no_slot_is_lost_when_jobs_cannot_be_started(client: Any, bridge: Bridge, redis_url: str) -> None:
+    bridge.outage_pause_s = 0.01
     pool = await client()
     with redis.Redis.from_url(redis_url) as admin:
         admin.config_resetstat()
@@ -288,7 +286,7 @@ async def test_no_slot_is_lost_where_jobs_cannot_be_started(
         await result(await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"}))
 
 
-async def test_no_more_jobs_than_it_may_and_no_slot_is_lost(client: Any, bridge: Bridge, broker: Broker) -> None:
+async def test_the_bridge_runs_at_most_max_jobs_and_loses_no_slot(client: Any, bridge: Bridge, broker: Broker) -> None:
     pool = await client()
     jobs = [await pool.enqueue_job("generate", BODY, _job_id=f"one-{number}") for number in range(7)]
     await until(lambda: bridge.job_counter == 4)
@@ -303,7 +301,7 @@ async def test_no_more_jobs_than_it_may_and_no_slot_is_lost(client: Any, bridge:
 
 
 async def cancel_all(broker: Broker, count: int) -> None:
-    """Cancel whatever is queued, until it was so many jobs."""
+    """Cancel queued jobs until `count` jobs are cancelled."""
     while count:
         for record in await broker.jobs.list(state=JobState.QUEUED):
             await broker.jobs.cancel(record.id)
@@ -311,7 +309,7 @@ async def cancel_all(broker: Broker, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_redis_may_die_and_come_back(model: Any, config: Config, tmp_path: Path) -> None:
+async def test_the_bridge_survives_a_restart_of_redis(model: Any, config: Config, tmp_path: Path) -> None:
     server = PrivateServer()
     url = await asyncio.to_thread(server.start, tmp_path)
     config = replace(config, broker=replace(config.broker, url=url))
@@ -352,7 +350,7 @@ async def test_redis_may_die_and_come_back(model: Any, config: Config, tmp_path:
         await asyncio.to_thread(server.stop)
 
 
-async def test_kill_9_of_the_bridge_in_mid_job_costs_nothing(
+async def test_killing_the_bridge_during_a_job_loses_nothing(
     client: Any, config: Config, start_worker: Any, broker: Broker, model: Any, tmp_path: Path
 ) -> None:
     environment = {**os.environ, **config_environment(replace(config, bridge=BridgeConfig(enabled=True)))}

@@ -22,7 +22,7 @@ EVERY = set(range(60))
         ("0 * * * 7 batches", {"minute": {0}, "weekday": {6}}, ("batches", [])),
     ],
 )  # fmt: skip
-def test_entries(entry: str, when: dict[str, Any], rest: Any) -> None:
+def test_lines_of_the_crontab_are_parsed(entry: str, when: dict[str, Any], rest: Any) -> None:
     assert parse_entry(entry, CHORES) == (when, *rest)
 
 
@@ -32,6 +32,6 @@ def test_entries(entry: str, when: dict[str, Any], rest: Any) -> None:
      "5-1 * * * * batches", "x * * * * batches", "* * * * 8 batches", "* * * * * sweep",
      "1,2 * * * * batches", "0 0 30-31 2 * batches"],
 )  # fmt: skip
-def test_what_is_no_entry(entry: str) -> None:
+def test_a_wrong_line_of_the_crontab_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"control\.crontab"):
         parse_entry(entry, CHORES)

@@ -1,4 +1,4 @@
-"""Webhooks: a real receiver, a real control worker; signatures, retries, deaths, and addresses that are not called."""
+"""Webhooks from a real control worker to a real receiver: signatures, retries, kills and forbidden addresses."""
 
 import asyncio
 import base64
@@ -36,9 +36,9 @@ SECRET = "whsec_" + base64.b64encode(b"a key of twenty-four bytes").decode()
 
 
 class Receiver:
-    """An HTTP server that keeps what it gets. It gives `answers` in turn, the last for ever; None: it is silent.
+    """An HTTP server that records requests. It gives `answers` in turn and repeats the last; None means no answer.
 
-    `certificate` and its key: files; then it speaks TLS.
+    With `certificate` and its key, which are files, it uses TLS.
     """
 
     def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
@@ -126,20 +126,20 @@ async def cancelled(broker: Broker, receiver: Receiver, **hook: Any) -> JobRecor
 
 
 def left(broker: Broker) -> set[str]:
-    """Keys of webhooks and of arq that are left."""
+    """Remaining keys of webhooks and of arq."""
     with redis.Redis.from_url(broker.config.url or "") as client:
         keys = {key.decode() for key in client.scan_iter()}
     return {key for key in keys if "webhook" in key or key == "ktqueue:control"}
 
 
 def check_signature(headers: dict[str, str], body: bytes) -> None:
-    """As the specification tells a receiver to."""
+    """Check the signature as the specification requires of a receiver."""
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     digest = hmac.new(b"a key of twenty-four bytes", signed, hashlib.sha256).digest()
     assert headers["webhook-signature"] == "v1," + base64.b64encode(digest).decode()
 
 
-async def test_a_job_that_is_done_is_told_signed_and_again_until_it_is_heard(
+async def test_a_finished_job_is_posted_with_a_signature_until_the_receiver_accepts(
     broker: Broker, config: Config, receiver: Receiver, start_worker: Any, finished: Any
 ) -> None:
     receiver.answers = [500, 302, 204]
@@ -150,7 +150,7 @@ async def test_a_job_that_is_done_is_told_signed_and_again_until_it_is_heard(
     async with start_worker():
         record = await broker.jobs.submit(request)
         observed = await finished(record.id)
-    assert left(broker) == {f"{broker.keys.tag}:webhooks"}  # no control worker yet: it waits
+    assert left(broker) == {f"{broker.keys.tag}:webhooks"}  # the webhook waits, because no control worker runs yet
     async with running(broker, config) as control:
         await until(lambda: len(receiver.got) == 3)
         await until(lambda: not control.tasks)
@@ -167,7 +167,7 @@ async def test_a_job_that_is_done_is_told_signed_and_again_until_it_is_heard(
     assert told["data"]["usage"]["completion_tokens"] == 8
 
 
-async def test_other_ends_are_failures_and_only_wanted_events_are_told(
+async def test_other_ends_are_failures_and_only_subscribed_events_are_posted(
     broker: Broker, config: Config, receiver: Receiver
 ) -> None:
     await cancelled(broker, receiver, events=("completed",))
@@ -181,7 +181,7 @@ async def test_other_ends_are_failures_and_only_wanted_events_are_told(
     assert told["data"]["error"]["code"] == "cancelled"
 
 
-async def test_attempts_are_bounded(broker: Broker, config: Config, receiver: Receiver) -> None:
+async def test_a_webhook_has_a_limited_number_of_attempts(broker: Broker, config: Config, receiver: Receiver) -> None:
     receiver.answers = [500]
     await cancelled(broker, receiver)
     async with running(broker, config):
@@ -190,7 +190,9 @@ async def test_attempts_are_bounded(broker: Broker, config: Config, receiver: Re
     assert len(receiver.got) == 4
 
 
-async def test_a_receiver_that_wants_no_more_is_left_alone(broker: Broker, config: Config, receiver: Receiver) -> None:
+async def test_a_receiver_that_answers_gone_is_not_called_again(
+    broker: Broker, config: Config, receiver: Receiver
+) -> None:
     receiver.answers = [410]
     await cancelled(broker, receiver)
     async with running(broker, config):
@@ -199,7 +201,7 @@ async def test_a_receiver_that_wants_no_more_is_left_alone(broker: Broker, confi
     assert len(receiver.got) == 1
 
 
-async def test_kill_9_in_the_middle_of_a_call_and_it_is_called_again(
+async def test_a_webhook_is_posted_again_after_its_worker_is_killed(
     broker: Broker, config: Config, receiver: Receiver
 ) -> None:
     def start() -> "subprocess.Popen[bytes]":
@@ -255,7 +257,7 @@ async def test_https_is_called_by_name_with_certificates_checked(broker: Broker,
         contextlib.closing(Receiver(authority.certificate("localhost"))) as receiver,
         contextlib.closing(Receiver(authority.certificate("example.org"))) as stranger,
     ):
-        hosts = (f"localhost:{receiver.port}", f"localhost:{stranger.port}")  # private, but TLS all the same
+        hosts = (f"localhost:{receiver.port}", f"localhost:{stranger.port}")  # private addresses, but with TLS
         control = ControlConfig(
             webhook_secret=SECRET, webhook_hosts=hosts, webhook_pause=0.01, webhook_attempts=2,
             webhook_ca_certs=str(authority.file),
@@ -276,7 +278,7 @@ async def test_https_is_called_by_name_with_certificates_checked(broker: Broker,
         assert (len(receiver.got), stranger.got) == (1, [])
 
 
-def test_signature_of_the_specification_s_example() -> None:
+def test_the_example_of_the_specification_gets_the_same_signature() -> None:
     secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
     body = b'{"test": 2432232314}'
     headers = signed_headers(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", body, 1614265330.0)

@@ -1,15 +1,12 @@
-"""Interactive jobs take rows from batch jobs that run, but never the rows that are batch's own."""
+"""Interactive jobs take rows from running batch jobs, but not the rows that `batch_share` keeps for batch jobs."""
 
 import asyncio
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ktqueue.broker.broker import Broker
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.generation import incarnation
 
 ROWS, FLOOR = 8, 1  # of the conftest's engine
 
@@ -24,7 +21,7 @@ async def submit(broker: Broker, count: int, request: GenerationRequest, name: s
 
 
 async def until_states(broker: Broker, **counts: int) -> None:
-    """Wait until so many jobs are in each state."""
+    """Wait until each state has this number of jobs."""
     async with asyncio.timeout(20.0):
         while True:
             jobs = await broker.jobs.list(limit=1000)
@@ -34,7 +31,7 @@ async def until_states(broker: Broker, **counts: int) -> None:
 
 
 async def until_all_speak(broker: Broker, jobs: list[str]) -> None:
-    """Wait until each has a token: it has had a row."""
+    """Wait until each job has a token, and so has had a row."""
     async with asyncio.timeout(20.0):
         for job in jobs:
             async for _ in broker.journal.follow(job):
@@ -51,24 +48,26 @@ async def test_an_interactive_job_does_not_wait_for_batch_jobs(
         await until_all_speak(broker, batch[:ROWS])
         (job,) = await submit(broker, 1, ask(3), "interactive")
         assert (await finished(job)).state is JobState.DONE
-        states = [(await broker.jobs.get(one)).state for one in batch]
+        states = [(await broker.jobs.get(job_id)).state for job_id in batch]
         assert states == [JobState.RUNNING] * ROWS + [JobState.QUEUED] * 4
         assert running.engine.stats().preemptions >= 1
-        for one in batch[1 : ROWS - 1] + batch[ROWS:]:
-            await broker.jobs.cancel(one)
-        for one in (batch[0], batch[ROWS - 1]):  # the last one gave up its row
-            assert (await finished(one)).choices == expected
-            assert (await broker.jobs.get(one)).attempts == 1
+        for job_id in batch[1 : ROWS - 1] + batch[ROWS:]:
+            await broker.jobs.cancel(job_id)
+        for job_id in (batch[0], batch[ROWS - 1]):  # the second of these lost its row
+            assert (await finished(job_id)).choices == expected
+            assert (await broker.jobs.get(job_id)).attempts == 1
 
 
-async def test_no_more_is_claimed_than_the_engine_can_run(broker: Broker, start_worker: Any, finished: Any) -> None:
+async def test_a_worker_claims_only_as_many_jobs_as_its_engine_can_run(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
     async with start_worker() as running:
         batch = await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch")
         await until_all_speak(broker, batch)
         interactive = await submit(broker, 2 * ROWS, ask(400), "interactive")
         await until_states(broker, running=2 * ROWS - FLOOR)
         before = len(await broker.journal.replay(batch[0]))
-        async with asyncio.timeout(20.0):  # the oldest batch job goes on beside them
+        async with asyncio.timeout(20.0):  # the oldest batch job keeps running beside them
             async for event in broker.journal.follow(batch[0], before):
                 if event.seq >= before + 20:
                     break
@@ -81,11 +80,11 @@ async def test_no_more_is_claimed_than_the_engine_can_run(broker: Broker, start_
     assert running.engine.stats().free_pages == running.engine.stats().total_pages
 
 
-async def test_choices_take_a_row_each(broker: Broker, start_worker: Any, finished: Any) -> None:
+async def test_each_choice_of_a_job_takes_a_row(broker: Broker, start_worker: Any, finished: Any) -> None:
     async with start_worker():
         await until_all_speak(broker, await submit(broker, ROWS, ask(400, JobClass.BATCH), "batch"))
         wide = await submit(broker, 3, ask(400, n=3), "wide")
-        await until_states(broker, running=ROWS + 2)  # 6 of the 7 rows that batch gives up
+        await until_states(broker, running=ROWS + 2)  # 6 of the 7 rows that batch jobs can lose
         assert (await broker.jobs.get(wide[2])).state is JobState.QUEUED
         for job in await broker.jobs.list():
             await broker.jobs.cancel(job.id)
@@ -102,33 +101,31 @@ async def test_batch_jobs_run_however_many_interactive_jobs_wait(
             await finished(job)
         ended = {job.id: job.finished_at or 0.0 for job in await broker.jobs.list(limit=1000)}
         last = max(ended[job] for job in interactive)
-        assert all(0.0 < ended[job] < last for job in batch), "batch waited for all interactive work"
+        assert all(0.0 < ended[job] < last for job in batch), "batch jobs waited for all interactive jobs"
 
 
 async def test_batch_jobs_without_a_row_go_back_to_the_queue(
-    broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     long = ask(200, JobClass.BATCH)
     expected = model.undisturbed(long)
-    async with start_worker():
+    async with start_worker(no_row_seconds=0.0):
         batch = await submit(broker, ROWS, replace(long, sampling=replace(long.sampling, max_tokens=450)), "batch")
         await until_all_speak(broker, batch)
         interactive = await submit(broker, ROWS - FLOOR, ask(450), "interactive")
         await until_all_speak(broker, interactive)
-        monkeypatch.setattr(incarnation, "NO_ROW_SECONDS", 0.0)
-        await broker.jobs.cancel(interactive[0])  # the worker looks again; one batch job has its row back
-        await until_states(broker, running=ROWS, queued=ROWS - 2)
-        records = [await broker.jobs.get(one) for one in batch]
-        assert [one.state for one in records] == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 6
-        assert [one.attempts for one in records] == [1] * 2 + [0] * 6, "it costs no try"
-        assert [one.position for one in records[2:]] == [1, 2, 3, 4, 5, 6]
-        for one in [*interactive, *batch[1:-1]]:
-            await broker.jobs.cancel(one)
-        seen = await finished(batch[-1])
-        assert seen.choices[0][0][:200] == expected[0][0]
+        await until_states(broker, running=ROWS, queued=ROWS - 1)
+        records = [await broker.jobs.get(job) for job in batch]
+        assert [record.state for record in records] == [JobState.RUNNING] + [JobState.QUEUED] * 7
+        assert [record.attempts for record in records] == [1] + [0] * 7, "a release does not count as an attempt"
+        assert [record.position for record in records[1:]] == [1, 2, 3, 4, 5, 6, 7]
+        for job in [*interactive, *batch[1:-1]]:
+            await broker.jobs.cancel(job)
+        last = await finished(batch[-1])
+        assert last.choices[0][0][:200] == expected[0][0]
 
 
-async def test_a_dead_worker_that_had_preempted_loses_nothing(
+async def test_preempted_jobs_of_a_dead_worker_continue_elsewhere(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     requests = {"batch": ask(400, JobClass.BATCH), "interactive": ask(50)}

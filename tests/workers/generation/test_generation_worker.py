@@ -1,4 +1,4 @@
-"""The worker with a real engine and a real Redis."""
+"""Tests of the worker with a real engine and a real Redis."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ def ask(prompt: str = STORY, **sampling: Any) -> GenerationRequest:
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 
 
-async def test_many_jobs_stream_the_same_text_as_the_engine_alone(
+async def test_many_jobs_stream_the_same_text_as_an_engine_alone(
     model: Any, broker: Broker, start_worker: Any, finished: Any
 ) -> None:
     requests = [ask(f"{STORY} had {i} horses", max_tokens=8 + i, **(SEEDED if i % 2 else {})) for i in range(12)]
@@ -45,12 +45,12 @@ async def test_many_jobs_stream_the_same_text_as_the_engine_alone(
             assert one.last.usage is not None
             assert one.last.usage.completion_tokens == request.sampling.max_tokens
             assert one.last.usage.prompt_tokens == len(model.tokenizer.encode_request(request))
-            assert len(one.events) > 4  # it streamed
+            assert len(one.events) > 4  # tokens were streamed
         await running.drained()
         assert running.engine.stats().running == running.engine.stats().waiting == 0
 
 
-async def test_steps_of_a_device_are_launched_ahead(
+async def test_steps_on_a_device_are_launched_early(
     model: Any, broker: Broker, start_worker: Any, finished: Any
 ) -> None:
     """The texts stay the same, whichever jobs arrive or are cancelled in the meantime."""
@@ -85,7 +85,9 @@ async def test_choices_share_a_job(model: Any, broker: Broker, start_worker: Any
     assert sum(event.finish_reason is not None for event in one.events) == 3
 
 
-async def test_more_rows_than_the_engine_has(model: Any, broker: Broker, start_worker: Any, finished: Any) -> None:
+async def test_jobs_with_more_choices_than_rows_run_one_after_another(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
+) -> None:
     requests = [ask(n=3, max_tokens=4, **SEEDED) for _ in range(10)]
     jobs = [await broker.jobs.submit(request, job_id=f"job-{i}") for i, request in enumerate(requests)]
     expected = model.undisturbed(requests[0])
@@ -105,7 +107,7 @@ async def test_more_rows_than_the_engine_has(model: Any, broker: Broker, start_w
     ],
     ids=["too long", "out of vocabulary", "more choices than rows", "template"],
 )
-async def test_a_bad_request_ends_its_own_job(
+async def test_a_bad_request_ends_only_its_own_job(
     request_: GenerationRequest,
     code: str,
     param: str | None,
@@ -114,7 +116,7 @@ async def test_a_bad_request_ends_its_own_job(
     start_worker: Any,
     finished: Any,
 ) -> None:
-    expected = model.undisturbed(ask())  # now: two threads cannot use one model at the same time
+    expected = model.undisturbed(ask())  # two threads cannot use a model at the same time
     async with start_worker():
         good = await broker.jobs.submit(ask())
         bad = await broker.jobs.submit(request_)
@@ -130,7 +132,7 @@ async def test_a_bad_request_ends_its_own_job(
             assert (await finished(job.id)).choices == expected
 
 
-async def test_cancel_while_it_decodes(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
+async def test_a_running_job_can_be_cancelled(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
     async with start_worker() as running:
         other = await broker.jobs.submit(ask())
         job = await broker.jobs.submit(ask(max_tokens=400))
@@ -148,7 +150,9 @@ async def test_cancel_while_it_decodes(broker: Broker, start_worker: Any, finish
         assert_empty(running.engine)
 
 
-async def test_cancel_in_the_queue_and_in_prefill(broker: Broker, start_worker: Any, finished: Any) -> None:
+async def test_a_job_can_be_cancelled_in_the_queue_and_during_prefill(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
     queued = await broker.jobs.submit(ask())
     await broker.jobs.cancel(queued.id)
     assert (await finished(queued.id)).state is JobState.CANCELLED
@@ -187,7 +191,7 @@ async def test_a_deadline_ends_the_job(broker: Broker, start_worker: Any, finish
 
 @pytest.mark.parametrize("sampling", [{}, SEEDED, {**SEEDED, "n": 2, "repetition_penalty": 1.2}])
 @pytest.mark.parametrize("how", ["killed", "lease deleted"])
-async def test_a_resumed_job_goes_on_as_if_nothing_had_happened(
+async def test_a_resumed_job_gives_the_same_text(
     how: str, sampling: dict[str, Any], model: Any, broker: Broker, start_worker: Any, finished: Any, lose_lease: Any
 ) -> None:
     request = ask(max_tokens=60, **sampling)
@@ -213,7 +217,7 @@ async def test_a_resumed_job_goes_on_as_if_nothing_had_happened(
     assert (await broker.jobs.get(job.id)).attempts == 2
 
 
-async def test_a_complete_journal_only_needs_its_last_event(
+async def test_a_job_with_a_complete_journal_only_gets_its_last_event(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     request = ask(max_tokens=2)
@@ -234,7 +238,9 @@ async def test_a_complete_journal_only_needs_its_last_event(
     assert one.last.usage.completion_tokens == 2
 
 
-async def test_drain_finishes_what_runs(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
+async def test_a_draining_worker_finishes_its_running_jobs(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
     async with start_worker(drain_seconds=10.0) as running:
         job = await broker.jobs.submit(ask(max_tokens=40))
         async for event in broker.journal.follow(job.id):
@@ -269,7 +275,7 @@ async def test_a_job_that_arrives_as_the_drain_begins_is_returned_at_once(
             assert (await finished(long.id)).state is JobState.DONE
 
 
-async def test_drain_returns_the_rest_without_using_an_attempt(
+async def test_jobs_that_a_drain_returns_do_not_lose_an_attempt(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     request = ask(max_tokens=150)
@@ -317,7 +323,7 @@ async def test_a_hanging_engine_ends_the_worker(
         assert (await finished(job.id)).choices == model.undisturbed(ask())
 
 
-async def test_batch_jobs_run_too(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
+async def test_a_worker_also_runs_batch_jobs(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
     async with start_worker():
         job = await broker.jobs.submit(replace(ask(), job_class=JobClass.BATCH))
         assert (await finished(job.id)).choices == model.undisturbed(ask())
@@ -337,21 +343,24 @@ def assert_empty(engine: Any) -> None:
     assert stats.free_pages == stats.total_pages
 
 
-async def test_cancel_while_a_bad_prompt_is_tokenised(
-    broker: Broker, start_worker: Any, finished: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_can_be_cancelled_while_its_bad_prompt_is_tokenised(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
     began, over = threading.Event(), threading.Event()
 
-    def refuse_late(request: GenerationRequest, **options: Any) -> list[int]:
-        if request.prompt == "bad":
-            began.set()
-            over.wait(30)
-            raise InvalidRequest("no", param="prompt")
-        return encode(request, **options)
+    class LateRefusal:
+        """The model's tokenizer, which takes long to refuse a bad prompt."""
 
-    encode: Callable[..., list[int]] = model.tokenizer.encode_request
-    monkeypatch.setattr(model.tokenizer, "encode_request", refuse_late)
-    async with start_worker() as running:
+        template = model.tokenizer.template
+
+        def encode_request(self, request: GenerationRequest, **options: Any) -> list[int]:
+            if request.prompt == "bad":
+                began.set()
+                over.wait(30)
+                raise InvalidRequest("no", param="prompt")
+            return list(model.tokenizer.encode_request(request, **options))
+
+    async with start_worker(tokenizer=LateRefusal()) as running:
         other = await broker.jobs.submit(ask(max_tokens=400))  # the cancellation arrives with the commits of its steps
         bad = await broker.jobs.submit(ask("bad"))
         assert await asyncio.to_thread(began.wait, 30)

@@ -1,4 +1,4 @@
-"""Tokens per second, from counters that are read from time to time."""
+"""Tokens per second, computed from counters that are read now and then."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_rare_heartbeats_give_the_rate_between_two_of_them() -> None:
     assert rates.update(120.0, counters(6060))["generation_tokens_per_second"] == pytest.approx(1)
 
 
-def test_a_counter_that_rests_has_rate_zero() -> None:
+def test_a_counter_that_does_not_change_has_rate_zero() -> None:
     rates = TokenRates()
     rates.update(0.0, counters(0))
     for beat in range(1, 20):

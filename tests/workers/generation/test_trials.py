@@ -11,10 +11,12 @@ from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.engine.engine import Engine
 
 
-async def test_suspects_begin_one_after_the_other(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
+async def test_suspect_jobs_begin_one_after_the_other(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
     request = GenerationRequest(model="demo", prompt="Once", sampling=SamplingParams(max_tokens=8, ignore_eos=True))
     jobs = [(await broker.jobs.submit(request)).id for _ in range(3)]
-    for _ in range(broker.config.max_attempts - 1):  # workers that claimed all of them and died without a token
+    for _ in range(broker.config.max_attempts - 1):  # workers that claimed all jobs and died without a token
         lease = await Lease.register(broker, model.card())
         assert len(await lease.claim(8)) == len(jobs)
         await broker.reaper().release_lease(lease.id)

@@ -1,4 +1,4 @@
-"""The watchdog ends a process that hangs as a whole, and leaves alone a process that works."""
+"""The watchdog ends a process if all of it hangs, but not a process that works."""
 
 import asyncio
 import sys

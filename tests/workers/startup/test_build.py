@@ -1,8 +1,8 @@
-"""Settings that cannot work are refused at start, by name."""
+"""Building an engine from settings. Errors name the settings that cannot work."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +10,9 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
-from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
-from ktqueue.workers.startup import device as device_module
 from ktqueue.workers.startup.build import build, check_choices, resolve_max_model_len, resolve_num_pages, served_name
+from ktqueue.workers.startup.device import CudaInstallation, check_device_is_here
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
 
@@ -41,7 +40,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"host_memory_utilization": 0}, "engine.host_memory_utilization"),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: str) -> None:
+def test_an_error_names_a_setting_that_cannot_work(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(EngineConfig(**settings))
     assert caught.value.param == param
@@ -64,8 +63,8 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], param: st
         ("meta", "cpu, cuda or cuda:N"),
     ],
 )
-def test_a_device_that_no_engine_runs_on_is_refused_by_name(device: str, words: str) -> None:
-    """By what looks at a model, too."""
+def test_an_error_names_a_device_on_which_no_engine_runs(device: str, words: str) -> None:
+    """Commands that only examine a model refuse it, too."""
     for check in (build, check_choices):
         with pytest.raises(ConfigError) as caught:
             check(EngineConfig(device=device))
@@ -73,43 +72,58 @@ def test_a_device_that_no_engine_runs_on_is_refused_by_name(device: str, words: 
         assert (caught.value.param, caught.value.value) == ("engine.device", device)
 
 
-def test_why_there_is_no_cuda_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    driver = tmp_path / "version"
-    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def refusal() -> str:
-        with pytest.raises(ConfigError) as caught:
-            build(EngineConfig(device="cuda:1"))
-        return str(caught.value)
-
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
-    assert "torch 2.99.1+cpu is built without CUDA; `pip install --force-reinstall torch==2.99.1`" in refusal()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "no NVIDIA driver is loaded" in refusal()
-    driver.touch()
-
-    def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old\nmore")
-
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert "torch's CUDA 13.0 cannot use the driver: The NVIDIA driver on your system is too old," in refusal()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "must be cuda or cuda:0 on this machine, which has 1 GPU, got 'cuda:1'" in refusal()
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "built for ROCm" in refusal()
+@pytest.mark.parametrize(
+    ("installation", "words"),
+    [
+        (
+            CudaInstallation(torch="2.99.1+cpu", cuda=None),
+            "torch 2.99.1+cpu is built without CUDA; `pip install --force-reinstall torch==2.99.1`",
+        ),
+        (CudaInstallation(torch="2.9", cuda="13.0"), "no NVIDIA driver is loaded"),
+        (
+            CudaInstallation(torch="2.9", cuda="13.0", has_driver=True, fault="The NVIDIA driver is too old\nmore"),
+            "torch's CUDA 13.0 cannot use the driver: The NVIDIA driver is too old,",
+        ),
+        (CudaInstallation(torch="2.9", cuda="13.0", has_driver=True), "the NVIDIA driver lists no GPU"),
+        (
+            CudaInstallation(torch="2.9", cuda="13.0", has_driver=True, gpus=1),
+            "must be cuda or cuda:0 on this machine, which has 1 GPU, got 'cuda:1'",
+        ),
+        (CudaInstallation(torch="2.9", cuda=None, hip="6.4"), "built for ROCm"),
+    ],
+)
+def test_an_error_says_why_there_is_no_cuda_and_what_to_do(installation: CudaInstallation, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_device_is_here("cuda:1", installation)
+    assert words in str(caught.value)
 
 
-def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def isa() -> str:
-        raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
+def test_a_gpu_that_this_machine_lacks_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(EngineConfig(device="cuda:99", model="nowhere.gguf"))
+    assert (caught.value.param, caught.value.value) == ("engine.device", "cuda:99")
 
-    monkeypatch.setattr(native, "isa", isa)
-    with pytest.raises(ConfigError, match="KTQUEUE_ISA must be one of") as caught:
-        build(EngineConfig())
-    assert caught.value.param == "KTQUEUE_ISA"
+
+UNKNOWN_INSTRUCTION_SET = """
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.workers.startup.build import build
+
+try:
+    build(EngineConfig())
+except ConfigError as error:
+    print(error.param, error)
+"""
+
+
+def test_an_error_names_an_unknown_instruction_set() -> None:
+    """Another process builds the engine, because the kernels read KTQUEUE_ISA only once."""
+    environment = {**os.environ, "KTQUEUE_ISA": "neon"}
+    command = [sys.executable, "-c", UNKNOWN_INSTRUCTION_SET]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.startswith("KTQUEUE_ISA ")
+    assert "KTQUEUE_ISA must be one of" in found
+    assert "got 'neon'" in found
 
 
 def test_a_context_longer_than_the_cache_is_refused() -> None:
@@ -119,7 +133,7 @@ def test_a_context_longer_than_the_cache_is_refused() -> None:
     assert resolve_max_model_len(config, 1_000, 7) == 100
 
 
-def test_the_context_is_what_model_and_cache_allow() -> None:
+def test_the_context_is_limited_by_model_and_cache() -> None:
     assert resolve_max_model_len(EngineConfig(), 1_000, 10_000) == 1_000
     assert resolve_max_model_len(EngineConfig(), 1_000, 10) == 160
 
@@ -135,14 +149,14 @@ def test_the_context_is_what_model_and_cache_allow() -> None:
         ({"host_memory_utilization": 0.125}, 100_000, 10_000 * 256, 10_000 // 8),
     ],
 )
-def test_the_cache_follows_the_memory_that_is_there(
+def test_the_cache_size_depends_on_the_available_memory(
     settings: dict[str, Any], longest: int, available: int, tokens: int
 ) -> None:
     assert LAYOUT.page_bytes == 256 * 16
     assert resolve_num_pages(EngineConfig(**settings), LAYOUT, longest, available) == tokens // 16
 
 
-def test_too_little_memory_for_one_page_is_said() -> None:
+def test_an_error_says_that_memory_is_too_small_for_a_page() -> None:
     with pytest.raises(ConfigError, match=r"at least one page of 4\.0 KiB \(16 tokens\), got 2\.0 KiB"):
         resolve_num_pages(EngineConfig(), LAYOUT, 1_000, 4096)
 
@@ -153,7 +167,7 @@ def test_pages_fill_the_cache() -> None:
     assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT, 1_000, 0) == 9
 
 
-def test_the_name_that_clients_use() -> None:
+def test_the_served_name_comes_from_the_file_name() -> None:
     assert served_name("demo") == "demo"
     assert served_name("models/Qwen3-30B-Q4_K_M.gguf") == "Qwen3-30B-Q4_K_M"
     assert served_name("models/deep-00001-of-00003.gguf") == "deep"
@@ -171,7 +185,7 @@ def test_the_built_in_model_is_served_by_default() -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_a_missing_model_is_named(tmp_path: Any) -> None:
+def test_an_error_names_a_missing_model(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         build(EngineConfig(model=str(tmp_path / "nowhere.gguf")))
 
@@ -200,14 +214,14 @@ def serve(tokens):
     while engine.has_work:
         engine.step()
 
-serve(3)  # what Python keeps once it has run a line
+serve(3)  # Python itself allocates when it runs a line for the first time
 before = taken()
 serve(500)
 print(taken() - before)
 """
 
 
-def test_the_largest_step_takes_no_memory_that_was_not_there_at_the_start() -> None:
-    """In a process of its own: the kernels' buffers are those of the process."""
+def test_the_largest_step_allocates_no_more_memory() -> None:
+    """It runs in another process, because the kernels' buffers belong to the process."""
     found = subprocess.run([sys.executable, "-c", MEMORY_OF_STEPS], capture_output=True, text=True, check=True)
     assert int(found.stdout) < 1 << 20

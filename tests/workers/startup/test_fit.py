@@ -1,4 +1,4 @@
-"""Will it run, and with which settings: sums that hold for every machine, and flags that stay as they are given."""
+"""`fit` says whether a model runs here and with which settings. Flags that the user gave are not changed."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ LARGE = "synthetic:qwen3-30b-a3b:q4_k_m"
 
 
 class Reports:
-    """The reports of models, each made once."""
+    """Makes the report of each model only once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], ModelReport] = {}
@@ -37,10 +37,10 @@ def reports() -> Reports:
 
 
 def machine(host: float, gpu: float = 0, others: float = 0) -> MachineResources:
-    """With so many GiB free, and so many of the GPU taken by others."""
-    one = Gpu(name="GPU", total=int(gpu * GIB), free=int((gpu - others) * GIB), bus=50e9) if gpu else None
+    """A machine with `host` GiB of free memory and a GPU of `gpu` GiB. Other processes use `others` GiB of it."""
+    device = Gpu(name="GPU", total=int(gpu * GIB), free=int((gpu - others) * GIB), bus=50e9) if gpu else None
     return MachineResources(
-        cpu="CPU", cores=8, host_available=int(host * GIB), gpu=one, no_gpu="" if gpu else "no driver"
+        cpu="CPU", cores=8, host_available=int(host * GIB), gpu=device, no_gpu="" if gpu else "no driver"
     )
 
 
@@ -48,8 +48,8 @@ def ask(reports: Reports, where: MachineResources, device: str | None = None, mo
     return choose_settings(EngineConfig(model=model, **given), where, reports, device=device, fixed=list(given))
 
 
-def test_what_fits_keeps_within_the_memory(reports: Reports) -> None:
-    """And a worker's own plan, made of the settings that are chosen, has room for the context."""
+def test_chosen_settings_fit_in_the_memory(reports: Reports) -> None:
+    """The plan that a worker makes from the chosen settings must have room for the context."""
     experts = -1
     for size in (6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 80, 141):
         found = ask(reports, machine(64, size))
@@ -64,20 +64,20 @@ def test_what_fits_keeps_within_the_memory(reports: Reports) -> None:
     assert experts >= 16 * GIB and found.notes == ("All experts are on the GPU.",)
 
 
-def test_dense_weights_stay_quantised_where_that_makes_room_for_all_experts(reports: Reports) -> None:
+def test_dense_weights_stay_quantised_if_all_experts_fit_then(reports: Reports) -> None:
     rules = {size: ask(reports, machine(64, size)).config.rules for size in (24, 30, 31, 33, 80)}
     assert rules[24] is None and rules[80] is None
     assert "quantised" in rules.values()
 
 
-def test_memory_of_others_is_not_there(reports: Reports) -> None:
+def test_memory_of_other_processes_is_not_used(reports: Reports) -> None:
     alone, shared = ask(reports, machine(64, 24)), ask(reports, machine(64, 24, others=8))
     assert sum(shared.gpu.values()) <= sum(alone.gpu.values()) - 7.9 * GIB
     assert 0 < shared.config.gpu_expert_memory_bytes < alone.config.gpu_expert_memory_bytes
     assert "streams the other" in shared.notes[1]
 
 
-def test_a_gpu_that_is_too_small_leaves_the_cpu(reports: Reports) -> None:
+def test_a_model_that_a_gpu_is_too_small_for_runs_on_the_cpu(reports: Reports) -> None:
     found = ask(reports, machine(64, 3))
     assert found.fits and found.config.device == "cpu" and "does not fit the GPU" in found.notes[0]
     forced = ask(reports, machine(64, 3), device="cuda")
@@ -98,7 +98,7 @@ def test_the_host_must_hold_the_weights(reports: Reports) -> None:
     assert sizes[0].config.max_num_seqs < 32 == sizes[-1].config.max_num_seqs
 
 
-def test_flags_that_are_given_stay(reports: Reports) -> None:
+def test_flags_that_the_user_gave_are_not_changed(reports: Reports) -> None:
     found = ask(reports, machine(64, 24), max_num_seqs=3, max_model_len=20_000, gpu_expert_memory_bytes=GIB)
     assert found.fits
     config = found.config
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_loaded_does_not_fit() -> None:
     assert (found.fits, found.why_not, found.notes) == (False, "quantised with AWQ", ())
 
 
-def test_what_is_chosen_here_can_be_built(reports: Reports) -> None:
+def test_an_engine_can_be_built_with_the_chosen_settings(reports: Reports) -> None:
     here = detect_resources("cpu")
     assert here.gpu is None and here.cores >= 1
     found = ask(reports, replace(here, host_available=min(here.host_available, 4 * GIB)), model="demo")

@@ -1,4 +1,4 @@
-"""A GPU is made ready and its memory divided, with a CPU and made-up figures in its place."""
+"""Preparing a GPU and dividing its memory, tested on a CPU with made-up figures."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=100, gpu_expert_mem
 
 
 class MadeUpMemory:
-    """Takes `step` bytes in each step, and what the model says when it is prepared."""
+    """A GPU's memory. Each step takes `step` bytes; preparing the model takes what the model says."""
 
     total = 1000 * MIB
 
@@ -97,7 +97,7 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
     ("error", "param"),
     [(ValueError("no such way"), "engine.device"), (torch.OutOfMemoryError("no"), "engine.gpu_expert_memory_bytes")],
 )
-def test_a_model_that_cannot_be_prepared_is_named(demo: LoadedModel, error: Exception, param: str) -> None:
+def test_an_error_names_a_model_that_cannot_be_prepared(demo: LoadedModel, error: Exception, param: str) -> None:
     def prepare(settings: GpuSettings) -> None:
         raise error
 
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_prepared_is_named(demo: LoadedModel, error: Exce
     assert caught.value.param == param
 
 
-def test_a_step_that_does_not_fit_is_named(demo: LoadedModel) -> None:
+def test_an_error_names_a_step_that_does_not_fit(demo: LoadedModel) -> None:
     class Large(torch.nn.Module):
         def forward(self, **arguments: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -116,19 +116,19 @@ def test_a_step_that_does_not_fit_is_named(demo: LoadedModel) -> None:
         prepare_gpu(replace(demo, module=Large()), demo.kv_layout(16), CONFIG, MadeUpMemory())
 
 
-def test_an_attention_backend_that_is_not_there_is_named(demo: LoadedModel) -> None:
+def test_an_error_names_a_missing_attention_backend(demo: LoadedModel) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare_gpu(demo, demo.kv_layout(16), replace(CONFIG, attention_backend="flashinfer"), MadeUpMemory())
     assert caught.value.param == "engine.attention_backend"
 
 
-def test_facts_of_attention(demo: LoadedModel) -> None:
+def test_attention_facts_describe_the_model(demo: LoadedModel) -> None:
     assert demo.attention.heads == demo.config.num_attention_heads
     assert demo.attention.scaling == pytest.approx(demo.config.head_dim**-0.5)
     assert demo.attention.windows == {0}
 
 
-def test_a_plan_before_loading() -> None:
+def test_memory_can_be_planned_before_loading() -> None:
     config = replace(CONFIG, device="cuda", gpu_memory_utilization=0.5)
     report = inspect("demo", device="cuda", dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     whole = inspect("demo", device="cuda", dtype=torch.bfloat16)
@@ -143,8 +143,8 @@ def test_a_plan_before_loading() -> None:
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
-def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming: AutoOnOff, tmp_path: Path) -> None:
-    """But for the table of where they are, and parts of an expert that 5 MiB would have had room for."""
+def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streaming: AutoOnOff, tmp_path: Path) -> None:
+    """Except for the table of their places, and the part of an expert that 5 MiB would still have room for."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
     decoder = load_model("demo", rules=str(rules)).module
@@ -160,8 +160,8 @@ def test_experts_before_loading_are_what_the_model_takes(placed: int, streaming:
 
 
 @pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
-def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
-    """Which is there if any expert is left to the CPU."""
+def test_host_memory_counts_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
+    """There is a hand-off if the CPU computes any expert."""
     report = inspect("demo", device="cuda", dtype=torch.bfloat16)
     config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed)
     assert host_memory_before_loading(report, config) == {
@@ -173,12 +173,12 @@ def test_the_host_has_its_weights_and_the_hand_off(placed: int, handed_over: boo
 @pytest.mark.parametrize(
     ("settings", "graphs"),
     [
-        ({}, 3),  # of 1, 2 and 3 rows
+        ({}, 3),  # steps of 1, 2 and 3 rows
         ({"gpu_expert_memory_bytes": 1 << 40}, 3),
         ({"cuda_graphs": False}, 0),
     ],
 )
-def test_graphs_before_loading_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
+def test_the_planned_graphs_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
     config = replace(CONFIG, device="cuda", **settings)
     plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.graphs // (16 * MIB) == graphs

@@ -1,4 +1,4 @@
-"""The memory that is there: the machine's, and what control groups leave of it."""
+"""Available memory: the machine's, limited by control groups."""
 
 from pathlib import Path
 
@@ -43,14 +43,14 @@ def old_group(folder: str, limit: int, used: int) -> dict[str, str]:
         ({"proc/self/cgroup": "0::/a/b\n", **group("/a/b", "max", 7)}, 1024),
         ({"proc/self/cgroup": "0::/a/b\n", **group("/a/b", 100 * MIB, 60 * MIB)}, 100 - 60 + 4 + 8 // 2),
         ({"proc/self/cgroup": "0::/a/b\n", **group("/a/b", "max", 7), **group("/a", 50 * MIB, 20 * MIB)}, 38),
-        ({"proc/self/cgroup": "0::/../x\n", **group("", 50 * MIB, 20 * MIB)}, 38),  # a container's own
+        ({"proc/self/cgroup": "0::/../x\n", **group("", 50 * MIB, 20 * MIB)}, 38),  # as a container sees it
         ({"proc/self/cgroup": "4:memory:/j\n0::/\n", **old_group("/j", 90 * MIB, 50 * MIB)}, 48),
         ({"proc/self/cgroup": "0::/a\n", **group("/a", 10 * MIB, 90 * MIB)}, 0),
     ],
 )
-def test_what_is_left(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_available_memory_respects_control_groups(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert available_memory(write(tmp_path, {**MACHINE, **files})) == expected * MIB
 
 
-def test_this_machine() -> None:
+def test_this_machine_has_available_memory() -> None:
     assert 0 < available_memory() < 1 << 50

@@ -50,7 +50,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_a_dead_process_is_started_again_at_once_and_can_be_stopped(tmp_path: Path) -> None:
+async def test_a_dead_process_is_restarted_at_once_and_can_be_stopped(tmp_path: Path) -> None:
     child = child_of(SLEEPS, tmp_path / "log")
     watching = asyncio.create_task(child.run())
     first = await running_pid(child)
@@ -66,7 +66,7 @@ async def test_a_dead_process_is_started_again_at_once_and_can_be_stopped(tmp_pa
     assert child.pid is None
 
 
-async def test_a_process_that_keeps_dying_is_given_up_and_its_log_is_shown(tmp_path: Path) -> None:
+async def test_a_process_that_keeps_dying_is_given_up_with_its_log(tmp_path: Path) -> None:
     child = child_of([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path / "log")
     with pytest.raises(ProcessFailed, match=r"died 5 times.*code 1\n  no such model"):
         await child.run()
@@ -74,7 +74,7 @@ async def test_a_process_that_keeps_dying_is_given_up_and_its_log_is_shown(tmp_p
 
 
 @pytest.mark.parametrize(("script", "code"), [("kill -9 $$", -signal.SIGKILL), ("exit 0", 0)])
-async def test_a_process_that_others_end_is_always_started_again(script: str, code: int, tmp_path: Path) -> None:
+async def test_a_killed_process_is_always_restarted(script: str, code: int, tmp_path: Path) -> None:
     deaths: list[tuple[int, int]] = []
     command = Command(["sh", "-c", script], os.environ)
     child = Child(
@@ -93,7 +93,7 @@ async def test_a_process_that_others_end_is_always_started_again(script: str, co
     await watching
 
 
-async def test_a_final_exit_code_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_process_with_a_final_exit_code_is_not_restarted(tmp_path: Path) -> None:
     child = child_of([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "log", final_codes=frozenset({2}))
     with pytest.raises(ProcessFailed, match="ended with code 2"):
         await child.run()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ktqueue.broker import process_name
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.broker.process_name import process_name
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.model_card import ModelCard
@@ -38,14 +38,12 @@ async def test_the_leases_of_a_process_end_with_it(config: BrokerConfig) -> None
 
 
 async def test_a_process_with_the_same_id_in_another_container_keeps_its_lease(
-    config: BrokerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: BrokerConfig, tmp_path: Path
 ) -> None:
     other = tmp_path / "namespace"
     other.touch()
     async with await Broker.open(config) as broker:
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(process_name, "NAMESPACE", other)
-            lease = await Lease.register(broker, CARD)
+        lease = await Lease.register(broker, CARD, process=process_name(os.getpid(), other))
         await release_leases_of(config, os.getpid(), -signal.SIGKILL)
         assert [worker.worker_id for worker in await broker.models.workers()] == [lease.id]
         await lease.close()

@@ -12,7 +12,7 @@ from ktqueue.workers.supervision.process import open_log
 WRITER = "import sys\nfor line in sys.stdin: print(line.strip() * 100, flush=True)"
 
 
-def test_the_log_of_a_writing_process_keeps_to_the_size(tmp_path: Path) -> None:
+def test_a_log_stays_below_its_size_while_a_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     begin_log(path)
     with open_log(path) as sink:
@@ -36,7 +36,7 @@ def test_the_log_of_a_writing_process_keeps_to_the_size(tmp_path: Path) -> None:
     assert {stat.S_IMODE(log.stat().st_mode) for log in (old, new)} == {0o600}
 
 
-def test_a_log_that_is_far_too_long_is_cut(tmp_path: Path) -> None:
+def test_a_log_that_is_much_too_long_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "redis.log"
     path.write_bytes((b"x" * 99 + b"\n") * 1000 + b"the end\n")
     rotate(path, 4096)

@@ -1,14 +1,14 @@
-"""The supervised private Redis is restarted whatever kills it, and given up if it cannot start."""
+"""A private Redis that dies is restarted. If it cannot start, the supervisor gives up."""
 
 import asyncio
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from ktqueue.broker.redis.node import probe
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, ProcessFailed
 from ktqueue.workers.supervision.private_redis import PrivateRedis
@@ -22,21 +22,18 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_is_restarted_however_often_it_is_killed_also_during_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_redis_is_restarted_however_often_it_is_killed_even_during_a_start(tmp_path: Path) -> None:
     killed: list[int] = []
-    wait_until_ready = PrivateServer._wait_until_ready
 
-    def die_at_first(self: PrivateServer, *given: Any) -> None:
+    def kill_during_the_first_restart(url: str) -> bool:
         if len(killed) == 1:
-            assert self.pid is not None
-            killed.append(self.pid)
-            os.kill(self.pid, signal.SIGKILL)
-        wait_until_ready(self, *given)
+            assert server.pid is not None
+            killed.append(server.pid)
+            os.kill(server.pid, signal.SIGKILL)
+        return probe(url)
 
-    monkeypatch.setattr(PrivateServer, "_wait_until_ready", die_at_first)
-    redis = PrivateRedis(tmp_path, "process")
+    server = PrivateServer(kill_during_the_first_restart)
+    redis = PrivateRedis(tmp_path, "process", server)
     await redis.start()
     watching = asyncio.create_task(redis.run())
     while len(killed) <= 2 * MAX_QUICK_DEATHS:
@@ -51,7 +48,7 @@ async def test_it_is_restarted_however_often_it_is_killed_also_during_its_start(
     await redis.stop()
 
 
-async def test_it_is_given_up_if_it_cannot_start(tmp_path: Path) -> None:
+async def test_a_redis_that_cannot_start_is_given_up(tmp_path: Path) -> None:
     redis = PrivateRedis(tmp_path, "process")
     await redis.start()
     pid = redis.pid

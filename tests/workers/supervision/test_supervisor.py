@@ -52,7 +52,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported_at_once(redis_url: str,
     assert up.config.engine.host_memory_utilization == pytest.approx(0.6 / 3)  # the workers share the memory
 
 
-async def test_a_port_in_use_is_named(redis_url: str, tmp_path: Path) -> None:
+async def test_an_error_names_a_port_that_is_in_use(redis_url: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config(broker=BrokerConfig(url=redis_url, state_dir=str(tmp_path)), gateway=GatewayConfig(port=port))
