@@ -34,8 +34,8 @@ def test_a_few_steps_then_convert_and_load(tmp_path: Path, capsys: pytest.Captur
     convert(folder, target, experts="q4_0", dense="q8_0")
     assert load_model(str(target)).card_facts.quantization == "Q4_0"
     tokenizer = load_tokenizer(str(target))
-    ids = tokenizer.encode_request(GenerationRequest(model="m", messages=({"role": "user", "content": "Hi"},)))
-    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") == ids
+    prompt = tokenizer.encode_request(GenerationRequest(model="m", messages=({"role": "user", "content": "Hi"},)))
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") == prompt.token_ids
     assert [tokenizer.token_bytes(i) for i in tokenizer.eos_token_ids] == [b""]
 
 

@@ -65,7 +65,7 @@ class Model:
     def undisturbed(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
         """Token ids and text of each choice, from an engine without other requests."""
         engine = self.engine()
-        engine.add("one", self.tokenizer.encode_request(request), request.sampling)
+        engine.add("one", self.tokenizer.encode_request(request).token_ids, request.sampling)
         choices: list[tuple[list[int], str]] = [([], "") for _ in range(request.sampling.n)]
         while engine.has_work:
             for output in engine.step():

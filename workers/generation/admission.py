@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 THREADS = 3
 LARGE_CHARACTERS = 64 << 10  # longer prompts never occupy all threads
@@ -42,10 +43,10 @@ class TokeniserThreads:
     """Threads that tokenise requests while the engine computes.
 
     Requests wait for a thread in the order of arrival time plus expected duration. So a short prompt overtakes long
-    prompts that arrived shortly before, and every prompt gets its turn. `encode` returns the token ids of a request.
+    prompts that arrived shortly before, and every prompt gets its turn. `encode` returns the prompt of a request.
     """
 
-    def __init__(self, encode: Callable[[GenerationRequest], list[int]]) -> None:
+    def __init__(self, encode: Callable[[GenerationRequest], EncodedPrompt]) -> None:
         self._encode = encode
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._free = THREADS
@@ -53,20 +54,20 @@ class TokeniserThreads:
         self._waiting: list[tuple[float, int, bool, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
-    async def encode(self, job_id: str, request: GenerationRequest) -> list[int]:
-        """Return the prompt's token ids, at least one. Raises AdmissionRefused."""
+    async def encode(self, job_id: str, request: GenerationRequest) -> EncodedPrompt:
+        """Return the request's prompt of at least one token. Raises AdmissionRefused."""
         size = _characters(request)
         is_large = size > LARGE_CHARACTERS
         await self._acquire_thread(size, is_large)
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._encode, request)
         work.add_done_callback(lambda done: self._finish(done, is_large))
         try:
-            ids = await asyncio.shield(work)  # a thread cannot be stopped, so it stays counted until it has finished
-            if not ids:
+            prompt = await asyncio.shield(work)  # a thread cannot be stopped, so it stays counted until it has finished
+            if not prompt.token_ids:
                 raise InvalidRequest("the prompt has no tokens", param="prompt", limit=1, value=0)
         except Exception as error:  # a chat template is foreign code and may raise anything
             raise AdmissionRefused(error_info(error, job_id, "tokenising")) from error
-        return ids
+        return prompt
 
     def close(self) -> None:
         """Stop the threads."""
@@ -101,7 +102,7 @@ class TokeniserThreads:
         for entry in passed_over:
             heapq.heappush(self._waiting, entry)
 
-    def _finish(self, done: asyncio.Future[list[int]], is_large: bool) -> None:
+    def _finish(self, done: asyncio.Future[EncodedPrompt], is_large: bool) -> None:
         if not done.cancelled():
             done.exception()  # marks it as retrieved, in case the caller was cancelled
         self._release_thread(is_large)

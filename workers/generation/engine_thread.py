@@ -85,7 +85,7 @@ class EngineThread:
         try:
             self._engine.add(
                 job.id,
-                job.prompt_token_ids,
+                job.prompt.token_ids,
                 job.request.sampling,
                 job_class=job.request.job_class,
                 arrival=job.rank,

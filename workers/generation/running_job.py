@@ -11,6 +11,7 @@ from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.outputs import EmittedChoice, SequenceOutput
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 
 class RunningJob:
@@ -24,7 +25,7 @@ class RunningJob:
         self.deaths_without_progress = claim.deaths_without_progress
         self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
         self.last_output_at = time.monotonic()  # of the claim, while there is no output
-        self.prompt_token_ids: list[int] = []
+        self.prompt = EncodedPrompt()  # empty until it has been tokenised
         self.ended = False
         self._seq = claim.events[-1].seq if claim.events else 0
         choices = range(claim.request.sampling.n)
@@ -82,7 +83,7 @@ class RunningJob:
 
     def usage(self) -> Usage:
         """Tokens of the job up to now, counted over all workers that ran it."""
-        return Usage(prompt_tokens=len(self.prompt_token_ids), completion_tokens=self._completion_tokens)
+        return Usage(prompt_tokens=len(self.prompt.token_ids), completion_tokens=self._completion_tokens)
 
     def release(self) -> None:
         """Mark the job as returned to the queue."""

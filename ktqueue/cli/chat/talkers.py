@@ -146,7 +146,7 @@ class LocalTalker:
 
         before = signal.signal(signal.SIGINT, note)
         try:
-            self._engine.add(request_id, self._tokenizer.encode_request(request), sampling)
+            self._engine.add(request_id, self._tokenizer.encode_request(request).token_ids, sampling)
             while self._engine.has_work and not interrupted:
                 for output in self._engine.step():
                     if output.error is not None:

@@ -14,6 +14,7 @@ from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 CHARACTERS_PER_TOKEN = 6  # of the beginning that is checked; plain text has three to five
 
@@ -97,21 +98,22 @@ class Tokenizer:
         *,
         max_model_len: int | None = None,
         render: Callable[[GenerationRequest], str] | None = None,
-    ) -> list[int]:
-        """Return the prompt's token ids: the messages through the chat template, the text, or the ids of the request.
+    ) -> EncodedPrompt:
+        """Return the prompt: the messages through the chat template, the text, or the token ids of the request.
 
         `max_model_len` is in tokens. A text with too many bytes to fit is not tokenised. Of a long text only the
         beginning is tokenised if that alone has too many tokens. `render` replaces the method `render`. Raises
         InvalidRequest that names the field, ContextLengthExceeded.
         """
         if request.prompt_token_ids is not None:
-            return self._checked_ids(request.prompt_token_ids)
+            return EncodedPrompt(self._checked_ids(request.prompt_token_ids))
         field = "messages" if request.prompt is None else "prompt"
         text = request.prompt if request.prompt is not None else (render or self.render)(request)
         if max_model_len is not None:
             check_text(text, max_model_len, self.longest_token, field)
             self._check_beginning(text, max_model_len, field)
-        return self._check_in_vocabulary(self.encode(text, add_special_tokens=request.prompt is not None), field)
+        token_ids = self.encode(text, add_special_tokens=request.prompt is not None)
+        return EncodedPrompt(self._check_in_vocabulary(token_ids, field), text)
 
     def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
         beginning = text[: CHARACTERS_PER_TOKEN * max_model_len]

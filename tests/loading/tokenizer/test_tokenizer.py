@@ -20,6 +20,7 @@ from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.gguf.vocabulary import from_metadata
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer import library
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 ODD_TEXTS = [
@@ -135,9 +136,12 @@ def test_bytes_of_special_unused_and_unknown_ids(tiny_gguf: Path) -> None:
 def test_requests() -> None:
     tokenizer = load_tokenizer("demo")
     chat = GenerationRequest(model="demo", messages=({"role": "user", "content": "Hi"},))
-    assert tokenizer.encode_request(chat) == tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.encode_request(GenerationRequest(model="demo", prompt="Once")) == tokenizer.encode("Once")
-    assert tokenizer.encode_request(GenerationRequest(model="demo", prompt_token_ids=(5, 6))) == [5, 6]
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode_request(chat) == EncodedPrompt(tokenizer.encode(rendered), rendered)
+    once = GenerationRequest(model="demo", prompt="Once")
+    assert tokenizer.encode_request(once) == EncodedPrompt(tokenizer.encode("Once"), "Once")
+    ids = GenerationRequest(model="demo", prompt_token_ids=(5, 6))
+    assert tokenizer.encode_request(ids) == EncodedPrompt([5, 6], "")
 
 
 def test_refused_requests() -> None:

@@ -12,6 +12,7 @@ from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.workers.generation.admission import LARGE_CHARACTERS, THREADS, AdmissionRefused, TokeniserThreads
 
 
@@ -26,14 +27,14 @@ class Encoder:
         self.began: list[str] = []
         self.release = threading.Event()
 
-    def __call__(self, request: GenerationRequest) -> list[int]:
+    def __call__(self, request: GenerationRequest) -> EncodedPrompt:
         assert request.prompt is not None
         self.began.append(request.prompt[:6])
         if len(request.prompt) > LARGE_CHARACTERS:
             self.release.wait(30)
         if request.prompt == "bad":
             raise InvalidRequest("no", param="prompt")
-        return [1]
+        return EncodedPrompt([1], request.prompt)
 
 
 async def test_large_prompts_leave_a_thread_for_small_prompts() -> None:
@@ -44,7 +45,7 @@ async def test_large_prompts_leave_a_thread_for_small_prompts() -> None:
     ]
     await asyncio.sleep(0)
     for n in range(20):
-        assert await tokeniser.encode("small", prompt(f"little {n}")) == [1]
+        assert await tokeniser.encode("small", prompt(f"little {n}")) == EncodedPrompt([1], f"little {n}")
     with pytest.raises(AdmissionRefused, match="no"):
         await tokeniser.encode("bad", prompt("bad"))
     assert sum(text.startswith("big") for text in encoder.began) == THREADS - 1
@@ -52,9 +53,9 @@ async def test_large_prompts_leave_a_thread_for_small_prompts() -> None:
     big[0].cancel()  # a thread tokenises it
     encoder.release.set()
     ends = await asyncio.gather(*big, return_exceptions=True)
-    assert [type(end) for end in ends] == [asyncio.CancelledError, *[list] * 6, asyncio.CancelledError]
+    assert [type(end) for end in ends] == [asyncio.CancelledError, *[EncodedPrompt] * 6, asyncio.CancelledError]
     assert [text for text in encoder.began if text.startswith("big")] == [f"big {n} " for n in range(7)]
-    assert await tokeniser.encode("small", prompt("after")) == [1]  # no thread was lost
+    assert await tokeniser.encode("small", prompt("after")) == EncodedPrompt([1], "after")  # no thread was lost
     tokeniser.close()
 
 
@@ -63,16 +64,16 @@ async def test_a_long_prompt_is_overtaken_only_by_prompts_that_arrive_soon() -> 
     held = {name: threading.Event() for name in ("large1", "large2", "little")}
     began: list[str] = []
 
-    def encode(request: GenerationRequest) -> list[int]:
+    def encode(request: GenerationRequest) -> EncodedPrompt:
         assert request.prompt is not None
         began.append(request.prompt.rstrip("."))
         if began[-1] in held:
             held[began[-1]].wait(30)
-        return [1]
+        return EncodedPrompt([1], request.prompt)
 
     tokeniser = TokeniserThreads(encode)
 
-    async def start(name: str, characters: int) -> asyncio.Task[list[int]]:
+    async def start(name: str, characters: int) -> asyncio.Task[EncodedPrompt]:
         task = asyncio.create_task(tokeniser.encode(name, prompt(name.ljust(characters, "."))))
         await asyncio.sleep(0)
         return task
@@ -117,10 +118,11 @@ async def test_small_prompts_are_admitted_while_large_prompts_are_tokenised(
 
         template = model.tokenizer.template
 
-        def encode_request(self, request: GenerationRequest, **options: Any) -> list[int]:
+        def encode_request(self, request: GenerationRequest, **options: Any) -> EncodedPrompt:
             if request.prompt is not None and len(request.prompt) > LARGE_CHARACTERS:
                 over.wait(30)
-            return list(model.tokenizer.encode_request(request, **options))
+            prompt: EncodedPrompt = model.tokenizer.encode_request(request, **options)
+            return prompt
 
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     async with start_worker(tokenizer=SlowTokenizer()):

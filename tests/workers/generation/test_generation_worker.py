@@ -17,6 +17,7 @@ from ktqueue.core.events import FinishReason, JobState, TokenEvent
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.workers.generation.heartbeat import EngineStalled
 
@@ -44,7 +45,7 @@ async def test_many_jobs_stream_the_same_text_as_an_engine_alone(
             assert one.last.finish_reason is FinishReason.LENGTH
             assert one.last.usage is not None
             assert one.last.usage.completion_tokens == request.sampling.max_tokens
-            assert one.last.usage.prompt_tokens == len(model.tokenizer.encode_request(request))
+            assert one.last.usage.prompt_tokens == len(model.tokenizer.encode_request(request).token_ids)
             assert len(one.events) > 4  # tokens were streamed
         await running.drained()
         assert running.engine.stats().running == running.engine.stats().waiting == 0
@@ -353,12 +354,13 @@ async def test_a_job_can_be_cancelled_while_its_bad_prompt_is_tokenised(
 
         template = model.tokenizer.template
 
-        def encode_request(self, request: GenerationRequest, **options: Any) -> list[int]:
+        def encode_request(self, request: GenerationRequest, **options: Any) -> EncodedPrompt:
             if request.prompt == "bad":
                 began.set()
                 over.wait(30)
                 raise InvalidRequest("no", param="prompt")
-            return list(model.tokenizer.encode_request(request, **options))
+            prompt: EncodedPrompt = model.tokenizer.encode_request(request, **options)
+            return prompt
 
     async with start_worker(tokenizer=LateRefusal()) as running:
         other = await broker.jobs.submit(ask(max_tokens=400))  # the cancellation arrives with the commits of its steps
