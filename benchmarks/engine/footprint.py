@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.gguf.tensor_types import type_name
+from ktqueue.loading.gguf.library import type_name
 from ktqueue.loading.weight_formats import tensor_bytes
 
 

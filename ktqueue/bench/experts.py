@@ -4,18 +4,29 @@ Each figure runs several layers in turn, so that weights are read from memory. B
 the machine can do at that time. The best probe of each kind is the limit that the figure is compared with.
 """
 
+import os
+import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 
-from ktqueue.bench.machine import MIB, Probes, last_cache
-from ktqueue.bench.random_layers import SEED, expert_bytes, formats, random_layer
+from ktqueue import __version__
+from ktqueue.bench.machine import MIB, MachineLimits, Probes, last_cache
+from ktqueue.bench.random_layers import (
+    SEED,
+    Pattern,
+    expert_bytes,
+    formats,
+    random_layer,
+    same_experts,
+    uniform,
+)
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
-from ktqueue.bench.routing import Pattern, same_experts, uniform
 from ktqueue.operators import native
 
 LEAST_WEIGHTS = 256 * MIB  # bytes of the layers, but at least CACHES times the last cache
@@ -23,6 +34,7 @@ CACHES = 4
 BATCH_SECONDS = 0.02  # of calls between two readings of the clock
 PARTS = 3  # into which the time of a figure is divided, with probes between them
 DISTURBED = 0.8  # lowest share of a figure's worst probe in its best; below it something else was running
+REPORT_FORMAT = 1  # of the JSON; raised when a name changes its meaning
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -228,3 +240,37 @@ def best_seconds(calls: Iterable[Callable[[], None]], seconds: float, probe: Cal
         if spent >= seconds:
             break
     return best
+
+
+def sweep_report(
+    machine: MachineLimits, sweep: Sweep, points: Sequence[KernelFigure], *, load_before: float
+) -> dict[str, Any]:
+    """Return the report of a sweep as JSON values, with versions, time and the load of the machine.
+
+    Figures are in bytes, seconds, operations and their quotients.
+
+    load_before: `os.getloadavg()[0]` before the sweep.
+    """
+    return {
+        "format": REPORT_FORMAT,
+        "ktqueue": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "machine": asdict(machine),
+        "shape": asdict(sweep.shape),
+        "seconds_per_point": sweep.seconds,
+        "points": [
+            {
+                **asdict(point),
+                "bytes_per_second": point.bytes_per_second,
+                "operations_per_second": point.operations_per_second,
+                "bandwidth_share": point.bandwidth_share,
+                "peak_share": point.peak_share,
+                "share": point.share,
+            }
+            for point in points
+        ],
+    }

@@ -24,9 +24,8 @@ from ktqueue.core.errors import (
     Unavailable,
 )
 from ktqueue.core.events import JobState
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest, JobClass, summary_of
-from ktqueue.core.tenants import DEFAULT_TENANT
+from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
 
 __all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad"]
 

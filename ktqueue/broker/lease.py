@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ktqueue.broker.job_record import MICROSECONDS
-from ktqueue.broker.process_name import process_name
+from ktqueue.broker.models import process_name
 from ktqueue.broker.redis.hub import Mailbox
 from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds

@@ -9,8 +9,8 @@ from math import ceil
 from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError, RateLimitExceeded, RequestTooLarge, TenantLimitReached
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.tenants import TenantLimits
 
 ASSUMED_TOKENS = 256  # reserved for a choice without max_tokens; at the end the tokens it used are charged
 BYTES_PER_TOKEN = 4  # estimate for a prompt that is not tokenised yet

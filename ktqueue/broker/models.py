@@ -1,7 +1,9 @@
 """Which models are served, and by which workers."""
 
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.scripts import Scripts
@@ -10,6 +12,8 @@ from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.model_card import ModelCard
 
 RETRY_NO_WORKER = 5.0  # seconds
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs after each start of each machine; proc(5)
+NAMESPACE = Path("/proc/self/ns/pid")  # the namespace of our process ids; pid_namespaces(7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,18 @@ class WorkerInfo:
     def pid(self) -> int:
         """Its process id on its own machine or container."""
         return int(self.process.rpartition(":")[2])
+
+
+def process_name(pid: int, namespace: Path = NAMESPACE) -> str:
+    """A unique name for the process with this id in `namespace`, which is ours by default.
+
+    A host name is not enough: machines and containers may share one, and small process ids repeat in each container.
+    """
+    try:
+        place = f"{BOOT.read_text().strip()}:{namespace.stat().st_ino}"
+    except OSError:  # not Linux
+        place = socket.gethostname()
+    return f"{place}:{pid}"
 
 
 def model_not_found(name: str, cards: Iterable[ModelCard]) -> ModelNotFound:

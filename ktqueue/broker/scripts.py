@@ -9,8 +9,7 @@ from importlib import resources
 from typing import Any
 
 from ktqueue.broker.keys import Keys
-from ktqueue.broker.redis.backoff import jittered
-from ktqueue.broker.redis.connection import RedisConnection
+from ktqueue.broker.redis.connection import RedisConnection, jittered
 from ktqueue.broker.redis.node import NotPermitted, OutOfMemory, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, LeaseLost, Unavailable

@@ -9,15 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import arq, config, convert, down, fit, gateway, inspect, jobs, keys, pull, submit, worker
+from ktqueue.cli import (
+    arq,
+    config,
+    convert,
+    doctor,
+    fit,
+    gateway,
+    inspect_model,
+    jobs,
+    keys,
+    pull,
+    submit,
+    top,
+    up,
+    worker,
+)
 from ktqueue.cli.batch import batch
 from ktqueue.cli.bench import bench
 from ktqueue.cli.chat import chat
 from ktqueue.cli.demo import demo
-from ktqueue.cli.doctor import doctor
 from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, report
-from ktqueue.cli.top import top
-from ktqueue.cli.up import up
 
 
 def _version(wanted: bool) -> None:
@@ -47,7 +59,7 @@ def application() -> typer.Typer:
     app.callback()(_root)
     serving, using, models = "Serve", "Use", "Models and machine"
     app.command("up", rich_help_panel=serving)(up.up)
-    app.command("down", rich_help_panel=serving)(down.down)
+    app.command("down", rich_help_panel=serving)(up.down)
     app.command("gateway", rich_help_panel=serving)(gateway.gateway)
     app.command("worker", rich_help_panel=serving)(worker.worker)
     app.command("bridge", rich_help_panel=serving)(arq.bridge)
@@ -62,7 +74,7 @@ def application() -> typer.Typer:
     app.command("convert", rich_help_panel=models)(convert.convert)
     app.command("pull", rich_help_panel=models)(pull.pull)
     app.command("fit", rich_help_panel=models)(fit.fit)
-    app.command("inspect", rich_help_panel=models)(inspect.inspect)
+    app.command("inspect", rich_help_panel=models)(inspect_model.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)
     app.command("config", rich_help_panel=models)(config.config)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)

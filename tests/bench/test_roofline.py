@@ -7,9 +7,8 @@ import pytest
 
 from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, sweep_memory
 from ktqueue.bench.machine import cache_sizes
-from ktqueue.bench.random_layers import expert_bytes
+from ktqueue.bench.random_layers import expert_bytes, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
-from ktqueue.bench.routing import same_experts, uniform
 from ktqueue.operators import native
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)

@@ -13,9 +13,9 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import RateLimitExceeded
 from ktqueue.core.events import JobState, TokenEvent, Usage
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, SamplingParams
+from ktqueue.core.tenants import TenantLimits
 
 HOUR = 3_600_000_000  # us
 

@@ -11,9 +11,9 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.core.tenants import TenantLimits
 
 BIG = "x" * 70_000  # more than a message may have
 WARM = "Once upon a time there was a queue. " * 100

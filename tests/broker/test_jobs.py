@@ -12,7 +12,7 @@ import pytest
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.process_name import process_name
+from ktqueue.broker.models import process_name
 from ktqueue.core.codec import NewerFormat
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (

@@ -18,9 +18,9 @@ from ktqueue.core.codec import encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import QueueFull, RateLimitExceeded, RequestTooLarge, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent, Usage
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.core.tenants import TenantLimits
 
 TENANT = "acme"
 SLOW = 1  # tokens or requests a minute: so few that a test's own time changes nothing

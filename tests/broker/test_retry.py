@@ -10,9 +10,9 @@ from ktqueue.broker.lease import Lease
 from ktqueue.client import Client
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, PoisonJob, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.tenants import TenantLimits
 
 
 @pytest.fixture

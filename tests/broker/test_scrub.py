@@ -12,9 +12,9 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.tenants import TenantLimits
 from ktqueue.core.webhook import Webhook
 
 HOOK = Webhook(url="https://example.org/hook")

@@ -15,9 +15,9 @@ from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import InvalidRequest, KtqueueError, PoisonJob, TenantLimitReached, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.limits import TenantLimits
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import DROPPED, GenerationRequest, SamplingParams
+from ktqueue.core.tenants import TenantLimits
 
 NO_LIMITS = TenantLimits()
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.broker.snapshot import Snapshot
-from ktqueue.cli.top.view import document, frame
+from ktqueue.cli.top import document, frame
 
 LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
 

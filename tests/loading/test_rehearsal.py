@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError, RuleError
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import kv_layout, load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.loading.plan import make_plan
 from ktqueue.loading.rehearsal import dummy_values, rehearse_without_weights
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
@@ -24,7 +24,7 @@ def test_a_module_whose_weights_are_read_is_not_replaced(
 ) -> None:
     """HunYuan's router reads the type of its matrix."""
     folder = make_model("hunyuan_v1_moe")
-    rows = {row.name: row.operator for row in inspect(str(folder)).rows}
+    rows = {row.name: row.operator for row in report_model(str(folder)).rows}
     assert rows["model.layers.*.mlp.gate.wg"] == "default"
     assert rows["lm_head"] == rows["model.layers.*.mlp.shared_mlp.up_proj"] == "CpuLinear"
     model = load_model(str(folder), rules=str(DEFAULT_RULES.with_name("exact.yaml")))
@@ -49,7 +49,7 @@ def test_a_model_that_cannot_run_is_refused_before_weights_are_read(
     model_type: str, words: str, device: str, make_model: Callable[..., Path]
 ) -> None:
     folder = str(make_model(model_type))
-    report = inspect(folder, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    report = report_model(folder, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     assert report.rows and report.refusal is not None and words in report.refusal
     read: list[int] = []
     with pytest.raises(CheckpointError, match=words):
@@ -60,7 +60,7 @@ def test_a_model_that_cannot_run_is_refused_before_weights_are_read(
 def test_an_operator_that_cannot_replace_a_module_is_reported_with_the_plan(tiny: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'RMSNorm$'}\n  replace: {op: CpuLinear}\n")
-    report = inspect(str(tiny), rules=str(rules))
+    report = report_model(str(tiny), rules=str(rules))
     assert {row.operator for row in report.rows if "norm" in row.name} == {"CpuLinear"}
     with pytest.raises(RuleError) as caught:
         load_model(str(tiny), rules=str(rules))
@@ -71,8 +71,8 @@ def test_an_operator_that_cannot_replace_a_module_is_reported_with_the_plan(tiny
 def test_models_that_can_run_are_not_refused(model_type: str, make_model: Callable[..., Path]) -> None:
     folder = str(make_model(model_type))
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float16)):
-        assert inspect(folder, device=device, dtype=dtype).refusal is None
-    assert inspect(folder, rules=str(DEFAULT_RULES.with_name("modules.yaml"))).refusal is None
+        assert report_model(folder, device=device, dtype=dtype).refusal is None
+    assert report_model(folder, rules=str(DEFAULT_RULES.with_name("modules.yaml"))).refusal is None
 
 
 def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 from ktqueue.loading.convert import convert
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import DEFAULT_RULES
 
 EXACT = str(DEFAULT_RULES.with_name("exact.yaml"))
@@ -48,13 +48,13 @@ def test_a_separate_head_is_used(
     model_type: str, separate: bool, with_head: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     folder = with_head(model_type, separate, **({"num_key_value_heads": 4} if model_type == "gpt2" else {}))
-    (head,) = [row for row in inspect(str(folder)).rows if row.name == "lm_head"]
+    (head,) = [row for row in report_model(str(folder)).rows if row.name == "lm_head"]
     assert bool(head.file_bytes) is separate
     assert_equals_transformers(load_model(str(folder), rules=EXACT), folder)
 
 
 def test_a_copy_in_another_type_is_a_copy(with_head: Callable[..., Path]) -> None:
-    report = inspect(str(with_head("llama", separate=False, dtype=torch.bfloat16)))
+    report = report_model(str(with_head("llama", separate=False, dtype=torch.bfloat16)))
     assert [row.file_bytes for row in report.rows if row.name == "lm_head"] == [0]
 
 

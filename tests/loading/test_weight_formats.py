@@ -12,8 +12,8 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.gguf.writer import GgufWriter
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model, open_checkpoint
+from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, loaded_format, requantise, row_bytes, tensor_bytes
 from ktqueue.operators import native
@@ -92,7 +92,7 @@ def test_a_model_of_one_format_loads_and_runs(
     assert model.card_facts.quantization == quant
     logits = run_logits(model.module, model.kv_layout(16), list(range(3, 20)))
     assert logits.isfinite().all() and logits.std() > 0
-    report = inspect(str(path))
+    report = report_model(str(path))
     (experts,) = [row for row in report.rows if row.name.endswith("experts")]
     assert experts.quants == (quant,) and report.facts.quantization == quant
     assert experts.file_bytes == 2 * 8 * 3 * 256 * row_bytes(quant, 256)

@@ -36,7 +36,7 @@ INSTALLING: dict[str, Mutation] = {
     ),
     "up without a worker's packages": Mutation(
         "what is not installed is named before anything is started",
-        "ktqueue/cli/up/up.py",
+        "ktqueue/cli/up.py",
         '    require("gateway", "worker", *(["arq"]',
         '    print("gateway", "worker", *(["arq"]',
         (f"{CLIENT}::test_other_verbs_say_what_to_install_and_start_nothing[up-gateway,worker]",),

@@ -4,7 +4,7 @@ from mutation import Mutation
 
 HUB, HUB_FILES = "tests/loading/huggingface/test_hub.py", "tests/loading/huggingface/test_hub_files.py"
 INSPECT, FIT, STARTUP = (
-    "tests/loading/test_inspect.py",
+    "tests/loading/test_model_report.py",
     "tests/workers/startup/test_fit.py",
     "tests/workers/startup/test_build.py",
 )
@@ -68,7 +68,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "up starts before it looks": Mutation(
         "a missing model or rule file is refused before anything is started",
-        "ktqueue/cli/up/up.py",
+        "ktqueue/cli/up.py",
         "    config = with_model(config)\n",
         "",
         (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),
@@ -83,7 +83,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "inspect ignores the tokenizer": Mutation(
         "inspect refuses what loading refuses",
-        "ktqueue/loading/inspect.py",
+        "ktqueue/loading/model_report.py",
         "            load_tokenizer(tokenizer or path)\n",
         "            pass\n",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),

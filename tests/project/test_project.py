@@ -60,7 +60,7 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
 
 
 def test_the_pythons_are_the_same_everywhere() -> None:
-    from ktqueue.cli.doctor.checks import PYTHONS
+    from ktqueue.cli.doctor import PYTHONS
     from release.wheels import PYTHONS as TRIED
 
     named = [f"3.{minor}" for minor in PYTHONS]
@@ -88,7 +88,7 @@ def test_what_is_said_to_need_no_extra_needs_none() -> None:
     called = {"pyyaml": "yaml", "flashinfer-python": "flashinfer"}
     assert "ktqueue-kernels" in optional
     modules = {called.get(one, one.replace("-", "_")) for one in optional}
-    verbs = ("batch.session", "jobs", "submit", "top.watch")
+    verbs = ("batch.session", "jobs", "submit", "top")
     imports = ["import sys", "sys.modules.update(dict.fromkeys(sys.argv[1:]))", "import ktqueue.client"]
     code = "\n".join([*imports, "import ktqueue.batches.run", *(f"import ktqueue.cli.{verb}" for verb in verbs)])
     subprocess.run([sys.executable, "-c", code, *sorted(modules)], cwd=ROOT, check=True)

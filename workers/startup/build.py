@@ -21,9 +21,9 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import host_cache_bytes
 from ktqueue.loading.identity import ModelFiles, digest_settings
-from ktqueue.loading.inspect import ModelReport, inspect
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
+from ktqueue.loading.model_report import ModelReport, report_model
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
@@ -94,10 +94,10 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
 def report_of(config: EngineConfig) -> ModelReport:
     """Report what `build` would load with these settings, without reading weights.
 
-    Raises the errors of `loading.inspect`, and ConfigError for a context that is too long for the model.
+    Raises the errors of `loading.model_report`, and ConfigError for a context that is too long for the model.
     """
     dtype = compute_dtype(config)
-    report = inspect(
+    report = report_model(
         config.model,
         rules=config.rules,
         tokenizer=config.tokenizer,

@@ -10,7 +10,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.memory_plan import MemoryPlan, estimate_step, host_cache_bytes
-from ktqueue.loading.inspect import ModelReport
+from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 from ktqueue.workers.startup.machine import MachineResources
 

@@ -24,8 +24,8 @@ from ktqueue.engine.memory_plan import (
     estimate_step,
     plan_memory,
 )
-from ktqueue.loading.inspect import ModelReport
 from ktqueue.loading.load import LoadedModel
+from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner

@@ -4,7 +4,7 @@ import logging
 import signal
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.process_name import process_name
+from ktqueue.broker.models import process_name
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import KtqueueError
 

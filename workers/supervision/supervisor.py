@@ -20,7 +20,7 @@ from typing import Self
 import httpx
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.process_name import process_name
+from ktqueue.broker.models import process_name
 from ktqueue.broker.redis.state_folder import PRIVATE_UMASK, StateFolder
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
 from ktqueue.core.errors import ConfigError

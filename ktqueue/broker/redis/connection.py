@@ -6,6 +6,7 @@ which nothing was executed. The caller's next attempt searches for the server ag
 
 import asyncio
 import contextlib
+import random
 from typing import Any
 
 from ktqueue.broker.redis.address import DeploymentKind, RedisEndpoint, read_address
@@ -172,3 +173,8 @@ class RedisConnection:
                 endpoint = await self._topology.find()
                 if node is self._node and endpoint != node.endpoint:
                     await self._lose(node, entirely=True)
+
+
+def jittered(seconds: float) -> float:
+    """A random time from half of `seconds` to all of it, so that clients of a lost server return at different times."""
+    return seconds * random.uniform(0.5, 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktqueue.broker.redis.backoff import jittered
+from ktqueue.broker.redis.connection import jittered
 from ktqueue.broker.redis.node import RedisSubscriber
 from ktqueue.broker.redis.wake_up import WakeUp
 from ktqueue.core.errors import ConfigError, Unavailable

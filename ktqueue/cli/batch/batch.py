@@ -2,16 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktqueue.cli.batch.job import BatchJob, Summary
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.cli.terminal.console import results, write_json
 from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, UsageFault
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.request import JobClass
+
+if TYPE_CHECKING:
+    from ktqueue.cli.batch.session import BatchJob, Summary
 
 STANDARD_INPUT = Path("-")
 
@@ -60,6 +62,8 @@ def run(
     a line failed, 130 if the run was interrupted. Ctrl-C waits for the running lines. A second Ctrl-C leaves them in
     Redis, where the next run finds them.
     """
+    from ktqueue.cli.batch.session import BatchJob
+
     from_standard_input = source == STANDARD_INPUT
     if from_standard_input:
         from ktqueue.batches.spool import spool
@@ -89,7 +93,7 @@ def run(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
+def run_batch(broker: BrokerConfig, job: "BatchJob") -> "Summary":
     """Check the input, then run the lines without an answer. Raises UsageFault, Unavailable, OSError."""
     import asyncio
 
@@ -126,11 +130,11 @@ def run_batch(broker: BrokerConfig, job: BatchJob) -> Summary:
             job.source.unlink(missing_ok=True)
 
 
-def _plain(summary: Summary) -> dict[str, Any]:
-    return {name: getattr(summary, name) for name in Summary.__slots__}
+def _plain(summary: "Summary") -> dict[str, Any]:
+    return {name: getattr(summary, name) for name in summary.__slots__}
 
 
-def _show(summary: Summary, again: str) -> None:
+def _show(summary: "Summary", again: str) -> None:
     console = results()
     done = summary.answered + summary.failed
     parts = [f"{done} of {summary.total} lines"]

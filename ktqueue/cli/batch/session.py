@@ -5,19 +5,53 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from ktqueue.batches.input import Survey, attempt_lines
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
-from ktqueue.cli.batch.job import BatchJob, Summary
 from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
+from ktqueue.core.request import JobClass
 
 REFRESH_SECONDS = 0.2
 WORKER_CHECK_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """What to run, and how. `window`: lines that run at once; None: twice the rows of all workers."""
+
+    source: Path
+    target: Path
+    model: str | None = None
+    window: int | None = None
+    job_class: JobClass = JobClass.BATCH
+    overwrite: bool = False
+    retry_failed: bool = False
+    skip_invalid: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """State of a batch at the end of a run. `tokens` and times are of this run only; times in seconds."""
+
+    total: int
+    answered: int
+    failed: int
+    skipped: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    first_token_p50: float | None
+    first_token_p95: float | None
+    interrupted: bool
+    output: str
+    errors: str | None
 
 
 async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: BatchOutput) -> Summary:

@@ -69,9 +69,8 @@ def experts(
     Weights are read from DRAM, and the machine's limits are measured beside each figure. The machine should be idle.
     The default takes about two minutes on two cores, --full at least a quarter of an hour.
     """
-    from ktqueue.bench.experts import Load, Sweep, run_sweep
+    from ktqueue.bench.experts import Load, Sweep, run_sweep, sweep_report
     from ktqueue.bench.machine import Probes
-    from ktqueue.bench.report import report
     from ktqueue.bench.roofline import LayerShape
     from ktqueue.cli.bench.tables import show_machine, show_points
     from ktqueue.cli.terminal.progress import Bar
@@ -110,7 +109,7 @@ def experts(
         if tables:
             show_points(points)
         if json_file is not None:
-            write_report(json_file, report(machine, sweep, points, load_before=load_before))
+            write_report(json_file, sweep_report(machine, sweep, points, load_before=load_before))
 
 
 def _best_isa() -> str:

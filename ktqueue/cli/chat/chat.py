@@ -11,9 +11,8 @@ from ktqueue.cli.chat.input import Turns, no_echo
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.requests import SamplingFlags
-from ktqueue.cli.terminal.console import plain_text, results, write
+from ktqueue.cli.terminal.console import Wrapped, plain_text, results, write
 from ktqueue.cli.terminal.failures import ExitCode, UsageFault, line
-from ktqueue.cli.terminal.wrapped import Wrapped
 from ktqueue.core.errors import KtqueueError
 from ktqueue.core.hub_model import served_name
 from ktqueue.core.request import SamplingParams

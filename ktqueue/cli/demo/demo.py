@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ktqueue.cli.extras import require
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
-from ktqueue.cli.terminal.console import results, write
-from ktqueue.cli.terminal.failures import ExitCode
-from ktqueue.cli.terminal.wrapped import Wrapped
+from ktqueue.cli.terminal.console import Wrapped, results, write
+from ktqueue.cli.terminal.failures import ExitCode, require
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 
 if TYPE_CHECKING:
-    from ktqueue.cli.batch.job import Summary
+    from ktqueue.cli.batch.session import Summary
     from ktqueue.cli.demo.tale import Takeover, Tale
     from ktqueue.workers.supervision.supervisor import Supervisor
 
@@ -89,9 +87,8 @@ async def _demo(config: Config) -> bool:
     """Run the demo; True if it was interrupted in the batch."""
     from ktqueue.batches.input import survey
     from ktqueue.batches.output import BatchOutput
-    from ktqueue.cli.batch.job import BatchJob
-    from ktqueue.cli.batch.session import session
-    from ktqueue.cli.terminal.waiting import Waiting
+    from ktqueue.cli.batch.session import BatchJob, session
+    from ktqueue.cli.terminal.progress import Waiting
     from ktqueue.workers.supervision.supervisor import Supervisor, served_models
 
     console = results()

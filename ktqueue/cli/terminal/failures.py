@@ -1,4 +1,4 @@
-"""Exit codes, and how an error becomes one line on standard error.
+"""Exit codes, how an error becomes one line on standard error, and which extra has a missing package.
 
 Errors of core and of the system have a message for users. Any other error is a bug, and the line says so.
 """
@@ -6,8 +6,8 @@ Errors of core and of the system have a message for users. Any other error is a 
 import sys
 import traceback
 from enum import IntEnum
+from importlib.util import find_spec
 
-from ktqueue.cli.extras import command, extra_with
 from ktqueue.core.errors import (
     CheckpointError,
     ConfigError,
@@ -16,6 +16,13 @@ from ktqueue.core.errors import (
     RuleError,
     Unavailable,
 )
+
+MODULES = {
+    "gateway": ("uvicorn", "starlette", "httptools", "prometheus_client"),
+    "worker": ("torch", "transformers", "gguf", "ktqueue_kernels"),
+    "arq": ("arq",),
+}
+"""Modules that show that an extra is installed. Modules of several extras are not listed."""
 
 
 class ExitCode(IntEnum):
@@ -57,7 +64,7 @@ def line(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
-        text = f"this needs the package {error.name}: {command(extra_with(error.name))}"
+        text = f"this needs the package {error.name}: {_installation(_extra_with(error.name))}"
     elif isinstance(error, ImportError):
         text = str(error)
     else:
@@ -72,3 +79,22 @@ def report(error: BaseException, *, debug: bool) -> ExitCode:
     if not isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"ktqueue: {line(error)}\n")
     return exit_code(error)
+
+
+def _extra_with(module: str) -> str:
+    """Return the extra that provides a missing module; `worker` if the module is not listed."""
+    return next((extra for extra, modules in MODULES.items() if module.partition(".")[0] in modules), "worker")
+
+
+def _installation(*extras: str) -> str:
+    """Return the command that installs the extras. In a clone the kernels are a separate folder."""
+    names = ",".join(extras)
+    kernels = "./csrc " if "worker" in extras else ""
+    return f"pip install 'ktqueue[{names}]' (in a clone: pip install {kernels}'.[{names}]')"
+
+
+def require(*extras: str) -> None:
+    """Raise ModuleNotFoundError, with the command that installs them, if any of the extras is missing."""
+    missing = [extra for extra in extras if not all(find_spec(module) for module in MODULES[extra])]
+    if missing:
+        raise ModuleNotFoundError(f"this needs packages that are not installed: {_installation(*missing)}")

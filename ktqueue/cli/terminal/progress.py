@@ -1,4 +1,7 @@
-"""A progress bar on standard error. Without a terminal it is a plain line every ten seconds."""
+"""What a command shows on standard error while it works: a progress bar, or what it waits for.
+
+Without a terminal both are plain lines; the bar writes one every ten seconds.
+"""
 
 import sys
 import time
@@ -94,3 +97,27 @@ def _progress(*, in_bytes: bool) -> "Progress":
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         console=notes(),
     )
+
+
+class Waiting:
+    """Shows what the command waits for: beside a spinner on a terminal, as plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = notes()
+        self._status = self._console.status("starting") if self._console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def say(self, text: str) -> None:
+        """Show what the command waits for now."""
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()

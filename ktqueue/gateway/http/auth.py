@@ -13,8 +13,7 @@ from starlette.requests import Request
 from ktqueue.broker.job_record import JobRecord, job_not_found
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import AuthenticationFailed
-from ktqueue.core.limits import TenantLimits
-from ktqueue.core.tenants import DEFAULT_TENANT
+from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
 
 OPEN_PATHS = frozenset({"/healthz", "/health", "/ping", "/readyz"})  # probes send no keys
 

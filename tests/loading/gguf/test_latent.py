@@ -22,8 +22,8 @@ from ktqueue.loading.gguf.families import (
 )
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.writer import GgufWriter
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model, open_checkpoint
+from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.skeleton import build_config
 from ktqueue.operators.kv_cache import KVLayout
@@ -274,13 +274,13 @@ def test_a_rule_must_name_the_attention(
     """This is checked before anything is loaded: in the first step it would look like a fault of the device."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(f"- match: {rule}\n")
-    for look in (inspect, load_model):
+    for look in (report_model, load_model):
         with pytest.raises(RuleError, match=message):
             look(str(make_model("deepseek_v2")), rules=str(rules))
 
 
 def test_a_gpu_decoder_attends_latents(make_model: Callable[..., Path]) -> None:
-    assert {row.operator for row in inspect(str(make_model("deepseek_v2")), device="cuda").rows} == {"GpuDecoder"}
+    assert {row.operator for row in report_model(str(make_model("deepseek_v2")), device="cuda").rows} == {"GpuDecoder"}
 
 
 def test_the_operator_refuses_other_attention(make_model: Callable[..., Path], tmp_path: Path) -> None:

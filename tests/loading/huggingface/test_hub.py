@@ -15,8 +15,8 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, Unavailable
 from ktqueue.core.hub_model import parse
 from ktqueue.loading.huggingface.hub import SMALL_FILE, download
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.model_path import on_this_machine, resolve
+from ktqueue.loading.model_report import report_model
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_only_needed_files_of_a_folder_are_downloaded(hub: LocalHub, tiny: Path)
     hub.add("A/Tiny", {**files, "pytorch_model.bin": b"pickle", "modeling_tiny.py": b"code"})
     folder = pull("hf:A/Tiny")
     assert set(fetched(hub)) == {path.name for path in folder.iterdir()} <= files.keys()
-    assert inspect(str(folder)).refusal is None
+    assert report_model(str(folder)).refusal is None
 
 
 def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, tiny: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import decode_rows
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.tensor_types import type_name
+from ktqueue.loading.gguf.library import type_name
 from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.synthetic.checkpoint import build_vocabulary, write_synthetic
 from ktqueue.loading.synthetic.random_blocks import random_blocks

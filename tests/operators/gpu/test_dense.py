@@ -9,8 +9,8 @@ import pytest
 import torch
 from decoder_families import feed, make_model, make_planner_for
 
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.operators import native
 from ktqueue.operators.gpu import dense as dense_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
@@ -108,7 +108,7 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, 
     model.close()
     assert found == expected
     buffer = 4 * 8192 * 256 if dense == "quantised" else 0
-    assert held == sum(inspect("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
+    assert held == sum(report_model("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
 
 
 def test_quantised_weights_take_less_memory(make_decoder: Callable[..., Any]) -> None:
@@ -155,7 +155,7 @@ def test_inspect_reports_the_packed_size_of_embeddings(tmp_path: Path) -> None:
     """Not their size in the file."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
-    report = inspect("synthetic:qwen3-30b-a3b:q4_k_m:2", rules=str(rules), device="cuda", dtype=torch.bfloat16)
+    report = report_model("synthetic:qwen3-30b-a3b:q4_k_m:2", rules=str(rules), device="cuda", dtype=torch.bfloat16)
     (embedding,) = [row for row in report.rows if row.name == "model.embed_tokens"]
     assert embedding.device_bytes == native.packed_bytes("Q4_K", 151936, 2048) != embedding.file_bytes
 

@@ -7,7 +7,7 @@ import pytest
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.inspect import ModelReport
+from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.build import build, check_context, report_of, resolve_max_model_len
 from ktqueue.workers.startup.fit import Fit, choose_settings
 from ktqueue.workers.startup.gpu_memory import plan_before_loading

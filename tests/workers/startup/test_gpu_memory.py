@@ -12,8 +12,8 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.engine import AutoOnOff
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings
@@ -130,8 +130,8 @@ def test_attention_facts_describe_the_model(demo: LoadedModel) -> None:
 
 def test_memory_can_be_planned_before_loading() -> None:
     config = replace(CONFIG, device="cuda", gpu_memory_utilization=0.5)
-    report = inspect("demo", device="cuda", dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
-    whole = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    report = report_model("demo", device="cuda", dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    whole = report_model("demo", device="cuda", dtype=torch.bfloat16)
     assert report.cache_token_bytes * 2 == whole.cache_token_bytes
     plan = plan_before_loading(report, config, 80 << 30)
     assert plan.use.weights == sum(held for device, held in report.device_bytes.items() if device != "cpu") > 0
@@ -154,7 +154,7 @@ def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streamin
     taken = sum(decoder.device_bytes().values()) - before
     decoder.close()
     config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed, expert_streaming=streaming)
-    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    plan = plan_before_loading(report_model("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
     assert (plan.use.experts == 0) == (placed == 0 and streaming == "off")
 
@@ -162,7 +162,7 @@ def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streamin
 @pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
 def test_host_memory_counts_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
     """There is a hand-off if the CPU computes any expert."""
-    report = inspect("demo", device="cuda", dtype=torch.bfloat16)
+    report = report_model("demo", device="cuda", dtype=torch.bfloat16)
     config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed)
     assert host_memory_before_loading(report, config) == {
         "weights": report.device_bytes["cpu"],
@@ -180,5 +180,5 @@ def test_host_memory_counts_weights_and_the_hand_off(placed: int, handed_over: b
 )
 def test_the_planned_graphs_are_those_that_will_be_captured(settings: dict[str, Any], graphs: int) -> None:
     config = replace(CONFIG, device="cuda", **settings)
-    plan = plan_before_loading(inspect("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
+    plan = plan_before_loading(report_model("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.graphs // (16 * MIB) == graphs

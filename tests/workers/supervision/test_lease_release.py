@@ -9,7 +9,7 @@ import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.process_name import process_name
+from ktqueue.broker.models import process_name
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.model_card import ModelCard

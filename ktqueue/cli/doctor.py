@@ -1,19 +1,21 @@
-"""The checks of `ktqueue doctor`, a function for each. A finding has a level, a fact and perhaps a hint.
+"""`ktqueue doctor`: can this machine run ktqueue? A function for each check, whose finding has a level and a fact.
 
 The checks start no server, load no weights and change nothing.
 """
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktqueue.cli.connection import ask
+import typer
+
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.terminal.console import results, table, write_json
+from ktqueue.cli.terminal.failures import ExitCode
 from ktqueue.core.config import Config, EngineConfig
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.hub_model import PREFIX, parse
@@ -21,7 +23,7 @@ from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
-    from ktqueue.loading.inspect import ModelReport
+    from ktqueue.loading.model_report import ModelReport
 
 PYTHONS = range(11, 15)  # minor versions: 3.11 to 3.14
 CLIENT_PACKAGES = ("redis", "orjson", "typer", "rich", "httpx")
@@ -59,6 +61,41 @@ class Finding:
     hint: str = ""
 
 
+@expand
+def doctor(common: CommonFlags, engine: EngineFlags, gateway: GatewayFlags, as_json: AsJson = False) -> None:
+    """Check this machine: packages, kernels, cores, memory, model, Redis, port."""
+    config = settings(common, engine=engine, gateway=gateway)
+    findings = list(examine(config))
+    failed = any(finding.level is Level.FAIL for finding in findings)
+    if as_json:
+        write_json(
+            {
+                "ok": not failed,
+                "findings": [
+                    {"name": f.name, "level": f.level.value, "fact": f.fact, "hint": f.hint or None} for f in findings
+                ],
+            }
+        )
+    else:
+        colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+        made = table(("", "what", "found"))
+        for finding in findings:
+            made.add_row(
+                f"[{colours[finding.level]}]{finding.level.value}[/]",
+                finding.name,
+                _escape(finding.fact) + (f"\n[dim]{_escape(finding.hint)}[/]" if finding.hint else ""),
+            )
+        results().print(made)
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
 def examine(config: Config) -> Iterator[Finding]:
     """All findings, in the order of the report."""
     yield _python()
@@ -85,6 +122,8 @@ def _python() -> Finding:
 
 
 def _packages(name: str, wanted: tuple[str, ...], level: Level, hint: str) -> Finding:
+    from importlib import metadata
+
     found: list[str] = []
     missing: list[str] = []
     for package in wanted:
@@ -201,6 +240,7 @@ def _redis_server(config: Config) -> Finding:
 
 def _redis_reachable(config: Config) -> Finding:
     from ktqueue.broker.redis.private_server import running_url
+    from ktqueue.cli.connection import ask
 
     if config.broker.url is None and running_url(config.broker.state_dir) is None:
         return Finding("redis", Level.OK, "none is running; `ktqueue up` starts a private one")
@@ -219,6 +259,8 @@ async def _served(broker: "Broker") -> tuple[int, list[str]]:
 
 
 def _port(config: Config) -> Finding:
+    import socket
+
     host, port = config.gateway.host, config.gateway.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

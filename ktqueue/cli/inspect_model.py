@@ -13,7 +13,7 @@ from ktqueue.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from ktqueue.engine.memory_plan import MemoryPlan
-    from ktqueue.loading.inspect import ModelReport
+    from ktqueue.loading.model_report import ModelReport
 
 WIDE = 120  # columns: wide enough for all columns
 

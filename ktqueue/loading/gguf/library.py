@@ -1,9 +1,12 @@
-"""Tensor names of transformers and of GGUF, translated both ways with the gguf library's tables."""
+"""What the gguf library knows: names of tensors in transformers and in GGUF, ggml's tensor types, and quantisers."""
 
 import gguf
+import numpy as np
 
 from ktqueue.loading.gguf.families import MODEL_MODULES, ModelFamily
+from ktqueue.loading.weight_formats import Bytes, Floats
 
+WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -45,3 +48,18 @@ def split_expert_name(name: str) -> tuple[str, str] | None:
     module, _, rest = name.rpartition(".experts.")
     part = EXPERT_PARTS.get(rest.removesuffix(".weight"))
     return (f"{module}.experts", part) if module and part else None
+
+
+def type_name(type_id: int) -> str:
+    """Return the name of ggml's tensor type number, such as `Q4_K`. An unknown number gives `type 99`."""
+    try:
+        return str(gguf.GGMLQuantizationType(type_id).name)
+    except ValueError:
+        return f"type {type_id}"
+
+
+def quantize(values: Floats, quant: str) -> Bytes:
+    """Quantise [rows, columns] float32 to [rows, bytes per row]. `quant` is one of WRITABLE."""
+    packed = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[quant])
+    result: Bytes = np.ascontiguousarray(packed).view(np.uint8).reshape(values.shape[0], -1)
+    return result

@@ -1,4 +1,4 @@
-"""`ktqueue up`: start everything on this machine: a private Redis, the gateway and the workers."""
+"""`ktqueue up` starts a private Redis, the gateway and the workers on this machine. `ktqueue down` stops them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ktqueue.cli.extras import require
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.terminal.console import notes, results
-from ktqueue.cli.terminal.waiting import Waiting
+from ktqueue.cli.terminal.failures import require
+from ktqueue.cli.terminal.progress import Waiting
 from ktqueue.core.config import BrokerConfig, Config
 
 STORY = "Tell me a story about a fox and a crow."
@@ -49,6 +49,27 @@ def up(
         asyncio.run(_up(config, workers))
     except asyncio.CancelledError:  # SIGTERM during the start
         raise KeyboardInterrupt from None
+
+
+@expand
+def down(common: CommonFlags) -> None:
+    """Stop what `ktqueue up` runs on the state folder, and wait until it has stopped.
+
+    Running jobs finish, or wait for the next start. A second `ktqueue down` meanwhile stops it at once.
+    """
+    from ktqueue.workers.supervision.detached import stop_detached
+
+    config = settings(common)
+    state = Path(config.broker.state_dir).absolute()
+    try:
+        with Waiting() as waiting:
+            waiting.say("draining")
+            stopped = stop_detached(config)
+    except KeyboardInterrupt:
+        notes().print("it is still stopping; `ktqueue down` again stops it at once", style="dim", markup=False)
+        raise
+    message = f"stopped; {state} keeps the jobs" if stopped else f"nothing runs on {state} (--state-dir names another)"
+    results().print(message, markup=False, soft_wrap=True)
 
 
 def _detached(config: Config, workers: int) -> None:
@@ -113,7 +134,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
         soft_wrap=True,
     )
     if config.bridge.enabled:
-        from ktqueue.cli.up.arq_example import arq_example
+        from ktqueue.cli.arq import arq_example
 
         assert config.broker.url is not None
         console.print("arq clients:", style="bold")

@@ -13,10 +13,10 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.gguf.tensor_types import type_name
+from ktqueue.loading.gguf.library import type_name
 from ktqueue.loading.gguf.writer import GgufWriter
-from ktqueue.loading.inspect import inspect
 from ktqueue.loading.load import load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.loading.weight_formats import tensor_bytes
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
@@ -25,7 +25,7 @@ from ktqueue.workers.startup.build import build
 
 def demo_with(quants: dict[str, str], path: Path) -> str:
     """The demo model, some of its tensors in another type with nothing but zeros in them."""
-    (header,) = read_parts(Path(inspect("demo").source))
+    (header,) = read_parts(Path(report_model("demo").source))
     left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer adds these
     contents = []
     with GgufWriter(path, header.metadata["general.architecture"], "F32") as writer:
@@ -43,7 +43,7 @@ def demo_with(quants: dict[str, str], path: Path) -> str:
 
 
 def test_report_of_the_demo_model() -> None:
-    report = inspect("demo")
+    report = report_model("demo")
     assert (report.layers, report.facts.quantization) == (8, "Q4_0")
     assert 29_900_000 < report.parameters < 29_950_000
     assert {row.operator for row in report.rows} == {"CpuDecoder"}
@@ -70,7 +70,7 @@ def test_every_tensor_is_in_a_row(model_type: str, make_model: Callable[..., Pat
         "- match: {name: 'layers.1.mlp.experts$'}\n  replace: {op: CpuExperts, device: cpu}\n"
         "- match: {name: 'layers.0$'}\n  replace: {op: default, device: 'cuda:1'}\n"
     )
-    report = inspect(str(make_model(model_type)), rules=str(rules), device="cuda")
+    report = report_model(str(make_model(model_type)), rules=str(rules), device="cuda")
     assert sum(row.file_bytes for row in report.rows) == 4 * report.parameters
     assert set(report.device_bytes) == {"cpu", "cuda", "cuda:1"}
     operators = {(row.operator, row.device) for row in report.rows if row.name.endswith("experts")}
@@ -87,14 +87,16 @@ def test_a_fused_product_with_a_float_part_is_reported_as_decoded(
     decoder = load_model(path, rules=str(rules)).module
     assert isinstance(decoder, GpuDecoder)
     buffer = 4 * 8192 * 256  # of decoded weights
-    assert sum(decoder.device_bytes().values()) == sum(inspect(path, rules=str(rules)).device_bytes.values()) + buffer
+    assert (
+        sum(decoder.device_bytes().values()) == sum(report_model(path, rules=str(rules)).device_bytes.values()) + buffer
+    )
     decoder.close()
     assert "dense matrices in F32 are decoded" in caplog.text
 
 
 def test_requantised_embeddings_are_reported_in_their_loaded_format(tmp_path: Path) -> None:
     path = demo_with({"token_embd.weight": "Q5_0"}, tmp_path / "q5_0.gguf")
-    (embedding,) = [row for row in inspect(path).rows if row.name == "model.embed_tokens"]
+    (embedding,) = [row for row in report_model(path).rows if row.name == "model.embed_tokens"]
     assert embedding.file_bytes == 8192 * 256 * 22 // 32
     assert embedding.device_bytes == 8192 * 256 * 34 // 32
 
@@ -130,7 +132,7 @@ def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
         build(EngineConfig(model=path, rules=rules), progress=lambda *_: read_tensors.append("read"))
     assert read_tensors == []
     try:
-        refusal = inspect(path, rules=rules).refusal
+        refusal = report_model(path, rules=rules).refusal
     except KtqueueError as error:
         refusal = error.message
     assert refusal is not None
@@ -169,7 +171,7 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights(tiny: Path, 
     (folder / "tokenizer.json").unlink()
     loading, looking = both_refusals(str(folder))
     assert loading == looking and "--tokenizer" in looking
-    assert inspect(str(folder), tokenizer=str(tiny)).refusal is None
+    assert report_model(str(folder), tokenizer=str(tiny)).refusal is None
 
 
 def test_rules_that_spread_a_step_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, 
     config_with(quantization_config={"quant_method": "fp8"})(folder)
     safetensors.torch.save_file({"model.layers.0.x": torch.zeros(4, dtype=torch.int32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        inspect(str(folder))
+        report_model(str(folder))
     assert "FP8" in str(caught.value) and "Q4_0" not in str(caught.value)
     assert caught.value.param == "quantization_config"
 
@@ -244,4 +246,4 @@ def test_rules_are_refused_as_loading_refuses_them(rules: str, words: str, tiny:
 
 
 def test_experts_may_be_elsewhere(tiny: Path) -> None:
-    assert inspect(str(tiny), rules="modules", device="cuda", dtype=torch.bfloat16).refusal is None
+    assert report_model(str(tiny), rules="modules", device="cuda", dtype=torch.bfloat16).refusal is None

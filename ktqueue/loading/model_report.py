@@ -72,7 +72,7 @@ class ModelReport:
     movable_layer_bytes: int
 
 
-def inspect(
+def report_model(
     path: str,
     *,
     rules: str | None = None,

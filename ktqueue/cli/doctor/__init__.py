@@ -1,1 +1,0 @@
-"""`ktqueue doctor`: check this machine."""

@@ -1,1 +1,0 @@
-"""`ktqueue top`: look at the queues and workers, again and again."""

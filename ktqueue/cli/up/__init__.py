@@ -1,1 +1,0 @@
-"""`ktqueue up`: start everything on this machine."""
