@@ -19,6 +19,7 @@ from ktqueue.batches.line_jobs import LineJobs, failure_info, failure_record, re
 from ktqueue.batches.output import BatchOutput
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
+from ktqueue.broker.models import find_card
 from ktqueue.core.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -181,7 +182,7 @@ class BatchRun:
         """The card of a line's model. While Redis does not answer, the one that was last seen."""
         with suppress(Unavailable):
             self._cards = await self._broker.models.cards()
-        return next((card for card in self._cards if card.name == model), None)
+        return find_card(self._cards, model)
 
     async def _job(self, line_jobs: LineJobs, place: int, request: GenerationRequest) -> JobHistory:
         """Run one job to its end."""

@@ -4,11 +4,11 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job, job_not_found
 from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_argument, limit_error, tenant_usage
-from ktqueue.broker.models import RETRY_NO_WORKER, Models, model_not_found
+from ktqueue.broker.models import RETRY_NO_WORKER, Models, find_card, model_not_found
 from ktqueue.broker.prefix_hashes import prefix_hashes
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
@@ -163,7 +163,17 @@ class Jobs:
             )
         except ScriptRefused as refused:
             if refused.code == "MODEL_UNKNOWN":
-                raise model_not_found(request.model, await self._models.cards()) from refused
+                cards = await self._models.cards()
+                card = find_card(cards, request.model)
+                if card is None or card.name == request.model:
+                    raise model_not_found(request.model, cards) from refused
+                return await self.submit(
+                    replace(request, model=card.name),
+                    job_id=job_id,
+                    idempotency_key=idempotency_key,
+                    tenant=tenant,
+                    limits=limits,
+                )
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
             raise error or _submit_error(refused, request, cap) from refused
         if reply[0] == 0:

@@ -1,7 +1,7 @@
 """Which models are served, and by which workers."""
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,12 @@ def model_not_found(name: str, cards: Iterable[ModelCard]) -> ModelNotFound:
     )
 
 
+def find_card(cards: Sequence[ModelCard], name: str) -> ModelCard | None:
+    """The card of the model with this name, else of one with this alias."""
+    named = next((card for card in cards if card.name == name), None)
+    return named or next((card for card in cards if name in card.aliases), None)
+
+
 class Models:
     """The models and workers of an installation. Every call raises Unavailable if Redis does not answer."""
 
@@ -74,8 +80,8 @@ class Models:
         return sorted(cards, key=lambda card: card.name)
 
     async def card(self, name: str) -> ModelCard | None:
-        """The card of one model, or None if nobody serves it."""
-        return next((card for card in await self.cards() if card.name == name), None)
+        """The card of the model with this name or alias, or None if nobody serves it."""
+        return find_card(await self.cards(), name)
 
     async def only_name(self) -> str:
         """The name of the only model. Raises InvalidRequest if there are several, Unavailable if there is none."""

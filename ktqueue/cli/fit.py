@@ -123,6 +123,8 @@ def _command(config: EngineConfig) -> str:
         if isinstance(value, bool):
             on, _, off = flag.partition("/")
             words.append(on if value else off)
+        elif isinstance(value, tuple):
+            words += [word for name in value for word in (flag, name)]
         else:
             words += [flag, f"{value // MIB}MiB" if key.endswith("_bytes") and value >= MIB else str(value)]
     return shlex.join(words)

@@ -70,7 +70,9 @@ def _annotation(described: Setting) -> Any:
     about, default = described.about, described.default
     shown = about.shown if default is None or default == () else {True: "on"}.get(default, str(default))
     shown = "none asked" if described.key == "gateway.api_keys" else shown
-    kind = described.type if described.type in (bool, int, float) and not described.is_size else str
+    kind: Any = described.type if described.type in (bool, int, float) and not described.is_size else str
+    if described.type == tuple[str, ...]:
+        kind = list[str]  # a flag that can be repeated
     option = typer.Option(
         *about.flags,
         help=about.help,
@@ -111,14 +113,20 @@ def sources(
 def _overrides(
     common: CommonFlags, engine: EngineFlags | None, gateway: GatewayFlags | None
 ) -> dict[str, dict[str, Any]]:
-    broker = asdict(common)
+    broker = _values(common)
     del broker["config"]
     overrides = {"broker": broker}
     if engine is not None:
-        overrides["engine"] = asdict(engine)
+        overrides["engine"] = _values(engine)
     if gateway is not None:
-        overrides["gateway"] = asdict(gateway)
+        overrides["gateway"] = _values(gateway)
     return overrides
+
+
+def _values(group: FlagGroup) -> dict[str, Any]:
+    """The values of the flags by name. A repeated flag means the same as its values separated by commas."""
+    values = asdict(group)
+    return {name: (",".join(value) or None) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def expand(verb: Callable[..., None]) -> Callable[..., None]:

@@ -83,6 +83,8 @@ class Gateway:
             body.value["model"] = await self.broker.models.only_name()
         model = body.value["model"]
         card = await self.broker.models.card(model) if isinstance(model, str) else None
+        if card is not None:
+            body.value["model"] = card.name  # the client may have sent an alias
         return await self.bodies.run(body.size, parse, body.value, card)
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:

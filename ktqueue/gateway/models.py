@@ -6,13 +6,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ktqueue.broker.models import WorkerInfo, model_not_found
+from ktqueue.broker.models import WorkerInfo, find_card, model_not_found
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.gateway.http.responses import json_response
 
 
-def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]:
-    """A model in OpenAI's form, with the context length under vLLM's name, and fields of our own.
+def model_json(card: ModelCard, workers: Sequence[WorkerInfo], name: str) -> dict[str, Any]:
+    """A model in OpenAI's form, with context length and `root` under vLLM's names, and fields of our own.
+
+    `name` is the model's own or an alias.
 
     `digests`: those of the workers that serve the model now, or of the last one that did. There is more than one only
     while the model is being replaced.
@@ -21,10 +23,11 @@ def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]
         {worker.digest[:SHORT_DIGEST] for worker in workers if worker.model == card.name and worker.digest}
     )
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "ktqueue",
+        "root": card.name,
         "max_model_len": card.max_model_len,
         "architecture": card.architecture,
         "quantization": card.quantization,
@@ -33,10 +36,16 @@ def model_json(card: ModelCard, workers: Sequence[WorkerInfo]) -> dict[str, Any]
 
 
 async def list_models(request: Request) -> Response:
-    """All models."""
+    """All models, under each of their names."""
     models = request.app.state.gateway.broker.models
     cards, workers = await models.cards(), await models.workers()
-    return json_response({"object": "list", "data": [model_json(card, workers) for card in cards]})
+    names = {card.name for card in cards}
+    listed = [
+        model_json(card, workers, name)
+        for card in cards
+        for name in (card.name, *(alias for alias in card.aliases if alias not in names))
+    ]
+    return json_response({"object": "list", "data": listed})
 
 
 async def get_model(request: Request) -> Response:
@@ -44,7 +53,7 @@ async def get_model(request: Request) -> Response:
     name = request.path_params["model_id"]
     models = request.app.state.gateway.broker.models
     cards = await models.cards()
-    for card in cards:
-        if card.name == name:
-            return json_response(model_json(card, await models.workers()))
-    raise model_not_found(name, cards)
+    card = find_card(cards, name)
+    if card is None:
+        raise model_not_found(name, cards)
+    return json_response(model_json(card, await models.workers(), name))

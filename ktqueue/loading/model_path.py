@@ -66,7 +66,7 @@ def on_this_machine(config: EngineConfig, show_line: Callable[[str], None]) -> E
 
         model = parse(config.model)
         path = hub.download(model, show_line)
-        return replace(config, model=str(path), served_model_name=config.served_model_name or model.served_name)
+        return replace(config, model=str(path), served_model_name=config.served_model_name or (model.served_name,))
     if not config.model.startswith(SYNTHETIC_PREFIX):
         resolve_model(config.model)
     if config.tokenizer is not None and not Path(config.tokenizer).exists():

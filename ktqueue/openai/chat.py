@@ -50,6 +50,7 @@ class ChatBody(CommonFields):
             model=self.model,
             messages=tuple(message.plain() for message in self.messages),
             sampling=self.sampling(
+                card,
                 max_tokens=self.max_completion_tokens or self.max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),

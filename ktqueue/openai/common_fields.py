@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -133,15 +134,16 @@ class CommonFields(BaseModel):
     job_class: Literal["interactive", "batch"] | None = None
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The sampling parameters of this body. Raises InvalidRequest."""
+    def sampling(self, card: ModelCard | None, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The sampling parameters of this body, with the defaults of the model on `card`. Raises InvalidRequest."""
+        defaults = card.sampling_defaults if card else {}
         return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
-            top_k=max(0, self.top_k or 0),
+            temperature=_or(self.temperature, defaults.get("temperature", 1.0)),
+            top_k=max(0, int(_or(self.top_k, defaults.get("top_k", 0)))),
             # OpenAI allows 0: only the likeliest token. The smallest positive value means the same.
-            top_p=max(math.ulp(0.0), _or(self.top_p, 1.0)),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            top_p=max(math.ulp(0.0), _or(self.top_p, defaults.get("top_p", 1.0))),
+            min_p=_or(self.min_p, defaults.get("min_p", 0.0)),
+            repetition_penalty=_or(self.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},

@@ -69,7 +69,7 @@ class CompletionBody(CommonFields):
                 limit=MAX_CHOICES,
                 value=len(prompts) * (self.n or 1),
             )
-        sampling = self.sampling(max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=self.logprobs)
+        sampling = self.sampling(card, max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=self.logprobs)
         return tuple(
             GenerationRequest(
                 model=self.model,

@@ -156,6 +156,7 @@ class Model(_Shape):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     architecture: str
     quantization: str

@@ -1,5 +1,6 @@
 """The frame of all verbs: help, speed, imports, exit codes, one clear line for each error."""
 
+import json
 import os
 import subprocess
 import sys
@@ -132,3 +133,9 @@ def test_shells_complete_verbs_and_flags(ktqueue: Run, shell: str) -> None:
 
     assert "batch" in completed("ktqueue ba")
     assert "--detach" in completed("ktqueue up --det")
+
+
+def test_a_flag_for_several_names_can_be_repeated(ktqueue: Run) -> None:
+    flags = ("--served-model-name", "tales", "--served-model-name", "gpt-4o,teller")
+    shown = ktqueue("config", "--json", *flags).stdout
+    assert json.loads(shown)["engine.served_model_name"]["value"] == ["tales", "gpt-4o", "teller"]

@@ -98,7 +98,7 @@ async def text_of(http: httpx.AsyncClient, job_id: str, until: int | None = None
 async def test_an_upgrade_in_both_orders(broker_config: BrokerConfig) -> None:
     base = Config(
         broker=broker_config,
-        engine=EngineConfig(num_pages=256, threads=1, served_model_name="demo"),
+        engine=EngineConfig(num_pages=256, threads=1, served_model_name=("demo",)),
         worker=WorkerConfig(drain_seconds=0.0),
     )
     async with contextlib.AsyncExitStack() as stack:

@@ -56,6 +56,7 @@ class ScriptedWorker:
 
     broker: Broker
     script: Script = tale
+    card: ModelCard = CARD
     claims: list[Claim] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +66,7 @@ class ScriptedWorker:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        lease = await Lease.register(self.broker, CARD)
+        lease = await Lease.register(self.broker, self.card)
         self.ready.set()
         tasks = [asyncio.create_task(self._beat(lease)), asyncio.create_task(self._step(lease))]
         try:

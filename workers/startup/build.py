@@ -24,6 +24,7 @@ from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.model_report import ModelReport, report_model
+from ktqueue.loading.sampling_defaults import sampling_defaults
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
@@ -35,6 +36,7 @@ from ktqueue.workers.startup.largest_step import run_on_host
 Progress = Callable[[int, int, str], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_SPIN_MICROSECONDS = 2000
+MAX_NAMES = 16  # of one model
 log = logging.getLogger(__name__)
 
 SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}$")  # model-00001-of-00003.gguf
@@ -127,7 +129,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,
-        served_model_name=config.served_model_name or served_name(config.model),
+        served_model_name=config.served_model_name or (served_name(config.model),),
         dtype=cast(Dtype, str(dtype).removeprefix("torch.")),
         num_pages=num_pages,
         max_model_len=max_model_len,
@@ -146,7 +148,8 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     if gpu:
         log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
     card = ModelCard(
-        name=resolved.served_model_name or "",
+        name=resolved.served_model_name[0],
+        aliases=resolved.served_model_name[1:],
         created=int(time.time()),
         max_model_len=max_model_len,
         vocab_size=model.card_facts.vocab_size,
@@ -154,6 +157,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         quantization=model.card_facts.quantization,
         max_num_seqs=config.max_num_seqs,
         longest_token=tokenizer.longest_token,
+        sampling_defaults=sampling_defaults(config.model) if config.generation_config == "auto" else {},
     )
     return Built(engine, tokenizer, card, model, resolved)
 
@@ -267,8 +271,10 @@ def _check(config: EngineConfig) -> None:
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
     check_choices(config)
-    if config.served_model_name is not None and not 0 < len(config.served_model_name) <= 256:
-        raise _wrong("served_model_name", config.served_model_name, "a name of 1 to 256 characters", 256)
+    names = config.served_model_name
+    if len(names) > MAX_NAMES or len(set(names)) < len(names) or not all(0 < len(name) <= 256 for name in names):
+        wanted = f"at most {MAX_NAMES} different names of 1 to 256 characters"
+        raise _wrong("served_model_name", ",".join(names), wanted, MAX_NAMES)
     try:
         native.isa()
     except ValueError as error:

@@ -7,6 +7,7 @@ from ktqueue.core.settings.setting import check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "fp8"]
+GenerationConfig = Literal["auto", "none"]
 AutoOnOff = Literal["auto", "on", "off"]
 BackendName = Literal["auto", "flashinfer", "triton", "torch"]
 """auto: FlashInfer if it is installed and supports the model's types, else our Triton kernels; torch on a CPU."""
@@ -26,12 +27,21 @@ class EngineConfig:
         metavar="MODEL",
         panel="Engine",
     )
-    served_model_name: str | None = setting(
-        None,
-        "Name that clients ask for.",
-        details="By default the name of the file or folder; for `hf:OWNER/NAME:QUANT` it is `NAME:QUANT`.",
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Names that clients ask for: answers have the first, the others are aliases.",
+        details="Repeat the flag, or separate names by commas. By default it is the name of the file or folder; for "
+        "`hf:OWNER/NAME:QUANT` it is `NAME:QUANT`.",
         flags=("--served-model-name",),
         metavar="NAME",
+        panel="Engine",
+    )
+    generation_config: GenerationConfig = setting(
+        "auto",
+        "Sampling defaults of the model: auto (as its files say) or none.",
+        details="auto reads temperature, top_k, top_p, min_p and repetition_penalty from the folder's "
+        "`generation_config.json`, or from `general.sampling.*` of a GGUF file. A request's own values come first.",
+        flags=("--generation-config",),
         panel="Engine",
     )
     rules: str | None = setting(

@@ -50,7 +50,7 @@ def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatc
     assert fetched(hub) == ["Tale-Q4_0.gguf"]
     assert pull("hf:A/Tale:Q4_0") == path and fetched(hub) == ["Tale-Q4_0.gguf"]
     config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print)
-    assert (config.model, config.served_model_name) == (str(path), "Tale:q4_0")
+    assert (config.model, config.served_model_name) == (str(path), ("Tale:q4_0",))
     hub.broken = True  # the cache is enough
     lines: list[str] = []
     assert download(parse("hf:A/Tale:q4_0"), lines.append) == path

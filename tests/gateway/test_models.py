@@ -1,0 +1,76 @@
+"""GET /v1/models, other names of a model, its digest in answers, and its sampling defaults."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from scripted_worker import CARD, ScriptedWorker
+from served_gateway import PostStream
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.request import GenerationRequest
+
+NAMED = replace(
+    CARD,
+    digest="0123456789abcdef",
+    aliases=("gpt-4o", "teller"),
+    sampling_defaults={"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+)
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}]}
+
+
+@pytest.fixture
+async def teller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
+    """A worker whose model has aliases, a digest and sampling defaults."""
+    worker = ScriptedWorker(broker, card=NAMED)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    yield worker
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("name", ["tale", "gpt-4o", "teller"])
+async def test_an_alias_means_the_model_and_answers_have_its_name(
+    http: httpx.AsyncClient, teller: ScriptedWorker, name: str
+) -> None:
+    body = (await http.post("/v1/chat/completions", json={**CHAT, "model": name})).json()
+    assert body["model"] == "tale"
+    assert teller.claims[0].request.model == "tale"
+    assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+
+
+async def test_every_name_is_listed_with_the_model_as_its_root(http: httpx.AsyncClient, teller: ScriptedWorker) -> None:
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["root"]) for model in listed] == [
+        ("tale", "tale"), ("gpt-4o", "tale"), ("teller", "tale")
+    ]  # fmt: skip
+
+
+async def test_jobs_may_be_submitted_by_alias_without_a_gateway(broker: Broker, teller: ScriptedWorker) -> None:
+    record = await broker.jobs.submit(GenerationRequest(model="gpt-4o", prompt="Once"))
+    assert record.model == "tale"
+
+
+async def test_answers_and_chunks_name_the_digest(
+    http: httpx.AsyncClient, teller: ScriptedWorker, stream: PostStream
+) -> None:
+    body = (await http.post("/v1/chat/completions", json={**CHAT, "model": "tale"})).json()
+    assert body["system_fingerprint"] == "fp_0123456789ab"
+    chunks = (await stream("/v1/completions", {"model": "tale", "prompt": "Once"})).data
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp_0123456789ab"}
+
+
+async def test_the_model_s_defaults_stand_in_for_what_a_request_leaves_out(
+    http: httpx.AsyncClient, teller: ScriptedWorker
+) -> None:
+    await http.post("/v1/chat/completions", json={**CHAT, "model": "tale"})
+    await http.post("/v1/chat/completions", json={**CHAT, "model": "tale", "temperature": 0, "top_k": -1, "top_p": 1})
+    left_out, chosen = (claim.request.sampling for claim in teller.claims)
+    assert (left_out.temperature, left_out.top_k, left_out.top_p) == (0.6, 20, 0.95)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0, 0, 1)
