@@ -107,7 +107,7 @@ $(VENV)/fuzz.stamp: $(VENV)/dev.stamp
 install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 	@echo "ready: .venv/bin/ktqueue --help"
 
-demo: $(VENV)/demo.stamp ## Stream a tale and run a batch on this machine, from nothing
+demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
 .PHONY: test mutations soak fleet parity sanitize fuzz

@@ -29,7 +29,8 @@ def config(
     chosen = settings(common, engine=engine, gateway=gateway)
     origins = sources(common, engine=engine, gateway=gateway)
     rows = [
-        (described, _value(described, chosen), origins.get(described.key, "default")) for described in all_settings()
+        (described, shown_value(described, chosen), origins.get(described.key, "default"))
+        for described in all_settings()
     ]
     if as_json:
         write_json({described.key: {"value": value, "source": source} for described, value, source in rows})
@@ -69,10 +70,10 @@ SECTIONS = {
 """Title and reference of each section, for the reference page."""
 
 
-def _value(described: Setting, chosen: Config) -> Any:
-    """The value for people and programs: without passwords and secrets."""
+def shown_value(described: Setting, chosen: Config) -> Any:
+    """Return the value of a setting without passwords and secrets."""
     value = getattr(getattr(chosen, described.section), described.name)
-    if described.name == "webhook_secret" and value is not None:
+    if described.about.secret and value is not None:
         return "(set)"
     if described.name == "tenants":
         return [tenant.name for tenant in value]

@@ -1,4 +1,4 @@
-"""The frame of all verbs: help, speed, imports, exit codes, one clear line for each error."""
+"""What all commands share: help, imports, exit codes, and a clear line for each error."""
 
 import json
 import os
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from command_line import Run
+
+from ktqueue.cli.config import shown_value
+from ktqueue.core.config import Config, all_settings
+from ktqueue.core.settings.setting import Description, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = [
@@ -106,7 +110,26 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(ktqueue: Run, t
     assert ports == ["1", "2", "3"]
 
 
-def test_debug_shows_where(ktqueue: Run) -> None:
+def test_config_never_shows_a_secret(ktqueue: Run) -> None:
+    """Each setting whose description says `secret` is hidden, in the table and in JSON."""
+    secrets = [described for described in all_settings() if described.about.secret]
+    assert "control.webhook_secret" in [described.key for described in secrets]
+    for described in secrets:
+        variable = f"KTQUEUE_{described.section}_{described.name}".upper()
+        environment = {variable: "whsec_" + "c2VjcmV0" * 4}
+        shown = ktqueue("config", env=environment)
+        assert shown.returncode == 0, shown.stderr
+        assert "c2VjcmV0" not in shown.stdout + shown.stderr
+        as_json = json.loads(ktqueue("config", "--json", env=environment).stdout)
+        assert as_json[described.key]["value"] == "(set)"
+
+
+def test_a_new_secret_would_be_hidden_by_its_description() -> None:
+    described = Setting("log", "format", str, False, None, Description(help="A key.", secret=True))
+    assert shown_value(described, Config()) == "(set)"
+
+
+def test_debug_shows_a_traceback(ktqueue: Run) -> None:
     done = ktqueue("jobs", "list", "--redis-url", "redis://127.0.0.1:1", "--debug")
     assert done.returncode == 3
     assert "Traceback" in done.stderr
@@ -118,7 +141,7 @@ def test_after_two_dashes_debug_is_a_word(ktqueue: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_version(ktqueue: Run) -> None:
+def test_version_is_printed(ktqueue: Run) -> None:
     done = ktqueue("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("ktqueue 0.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from command_line import Run, Stack, Start
 
-from ktqueue.cli.demo.demo import TALE_TOKENS
+from ktqueue.cli.demo.demo import STORY_TOKENS
 
 
 def _processes_of(folder: Path) -> list[str]:
@@ -25,10 +25,10 @@ def _processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, tmp_path: Path) -> None:
+def test_the_story_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("demo", env={"DEMO_MARK": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    for word in ("A tale over HTTP", "A batch of 32", "Summary", "34 done, 0 failed", "(p50)", "(p95)", "tok/s"):
+    for word in ("A story over HTTP", "A batch of 32", "Summary", "34 done, 0 failed", "(p50)", "(p95)", "tok/s"):
         assert word in done.stdout
     line = re.search(
         r"\n\n  kill -9 (\d+), the only worker \.\.\. (\d+) continues at token (\d+), (\d+) ms later\n\n", done.stdout
@@ -36,9 +36,9 @@ def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, t
     assert line is not None, done.stdout
     killed, successor, token, milliseconds = (int(number) for number in line.groups())
     assert killed != successor
-    assert 1 < token < TALE_TOKENS  # in the middle: there is text before and after
+    assert 1 < token < STORY_TOKENS  # in the middle: there is text before and after
     assert milliseconds > 0
-    assert f"all {TALE_TOKENS} tokens equal those of an undisturbed run" in done.stdout
+    assert f"all {STORY_TOKENS} tokens equal those of an undisturbed run" in done.stdout
     assert "ktqueue up" in done.stdout
     assert "\033" not in done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [".state"]
@@ -48,7 +48,7 @@ def test_the_tale_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, t
 def test_ctrl_c_stops_the_demo_and_all_that_it_started(start: Start, tmp_path: Path) -> None:
     process = start("demo", cwd=tmp_path, env={"DEMO_MARK": str(tmp_path)})
     assert process.stdout is not None
-    while "A tale over HTTP" not in process.stdout.readline():
+    while "A story over HTTP" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)

@@ -1,8 +1,8 @@
-"""Fixtures of the gateway's tests: a served gateway, and a scripted worker."""
+"""Fixtures of the gateway's tests: a served gateway and a scripted worker."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import httpx
 import jsonschema
 import pytest
+import redis
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
@@ -38,6 +39,21 @@ async def broker(config: Config) -> AsyncIterator[Broker]:
 
 
 @pytest.fixture
+def spoil_idempotency_keys(broker: Broker, redis_direct: str) -> Callable[[], None]:
+    """Store a list under each idempotency key, so that the next submission with such a key fails unexpectedly."""
+
+    def spoil() -> None:
+        with redis.Redis.from_url(redis_direct) as client:
+            found = client.keys(f"{broker.keys.tag}:idempotency:*")
+            assert found
+            for key in found:
+                client.delete(key)
+                client.rpush(key, "secret")
+
+    return spoil
+
+
+@pytest.fixture
 async def worker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker that is running. Set `.script` before the request."""
     scripted = ScriptedWorker(broker)
@@ -50,7 +66,7 @@ async def worker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
 
 @pytest.fixture
 def serve_with(config: Config) -> ServeWith:
-    """`async with serve_with(max_connections=2) as (server, url)`: a gateway with other settings."""
+    """`async with serve_with(max_connections=2) as (server, url)` serves a gateway with other settings."""
     return lambda **settings: serving(replace(config, gateway=replace(config.gateway, **settings)))
 
 

@@ -42,7 +42,9 @@ def texts(chunks: list[Any]) -> dict[int, str]:
     return said
 
 
-async def test_whole_answer(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
+async def test_an_answer_has_all_fields_of_openai(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     response = await http.post(PATH, json=BODY)
     assert response.status_code == 200
     body = response.json()
@@ -189,7 +191,7 @@ async def test_every_field_reaches_the_worker(http: httpx.AsyncClient, worker: S
     assert (request.job_class, request.priority, request.expires_in) == (JobClass.BATCH, 3, 60)
 
 
-async def test_null_fields_mean_the_default(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_null_field_means_the_default(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     names = (
         "temperature",
         "top_p",
@@ -213,7 +215,7 @@ async def test_tool_choice_none_offers_no_tools(http: httpx.AsyncClient, worker:
     assert worker.claims[0].request.tools == ()
 
 
-async def test_same_idempotency_key_is_one_job(
+async def test_requests_with_the_same_idempotency_key_are_one_job(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     headers = {"idempotency-key": "k1"}
@@ -226,7 +228,7 @@ async def test_same_idempotency_key_is_one_job(
     conforms(other.json(), "ErrorResponse")
 
 
-async def test_job_of_another_state_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_job_that_did_not_finish_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for state, status in ((JobState.CANCELLED, 499), (JobState.EXPIRED, 504), (JobState.FAILED, 500)):
 
         async def fails(claim: Claim, state: JobState = state) -> AsyncIterator[Step]:

@@ -38,7 +38,7 @@ async def echo(claim: Claim) -> AsyncIterator[Step]:
         ([0], ["[0]"]),
     ],
 )
-async def test_prompts_of_all_forms(
+async def test_a_prompt_may_have_any_form(
     http: httpx.AsyncClient,
     worker: ScriptedWorker,
     stream: PostStream,
@@ -70,7 +70,7 @@ async def test_prompts_of_all_forms(
     assert frames.data[-1]["usage"] == body["usage"]
 
 
-async def test_chunks_are_valid_but_for_the_null_finish_reason(
+async def test_chunks_are_valid_except_for_the_null_finish_reason(
     worker: ScriptedWorker, stream: PostStream, conforms: Conforms
 ) -> None:
     frames = await stream(PATH, {**BODY, "logprobs": 1})
@@ -124,7 +124,7 @@ async def test_one_failed_prompt_fails_the_answer_and_cancels_the_rest(
     assert [event async for event in broker.journal.follow(good)][-1].state is JobState.CANCELLED
 
 
-async def test_too_many_choices(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_too_many_choices_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(PATH, json={**BODY, "prompt": ["a"] * 100, "n": 2})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "n"

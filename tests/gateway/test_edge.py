@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from scripted_worker import ScriptedWorker, Step, ended, tale
-from served_gateway import Conforms, ServeWith
+from served_gateway import Conforms, ServeWith, serving
 
 from ktqueue import __version__
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim
+from ktqueue.broker.redis.private_server import PrivateServer
+from ktqueue.core.config import BrokerConfig, Config, GatewayConfig
 from ktqueue.core.tenants import hash_of
 
 CHAT = "/v1/chat/completions"
@@ -56,7 +60,7 @@ async def test_keys(serve_with: ServeWith, worker: ScriptedWorker, conforms: Con
         assert ready == {"status": "ok", "workers": 1, "models": ["tale"]}
 
 
-async def test_request_ids(http: httpx.AsyncClient) -> None:
+async def test_a_request_id_is_returned_or_made_up(http: httpx.AsyncClient) -> None:
     assert (await http.get("/healthz", headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
     made = [(await http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
@@ -85,7 +89,7 @@ async def test_requests_at_once_are_limited(serve_with: ServeWith, worker: Scrip
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_ready_only_with_a_worker(http: httpx.AsyncClient, broker: Broker) -> None:
+async def test_the_gateway_is_ready_only_with_a_worker(http: httpx.AsyncClient, broker: Broker) -> None:
     assert (await http.get("/healthz")).json() == {"status": "ok"}
     response = await http.get("/readyz")
     assert response.status_code == 503
@@ -144,37 +148,42 @@ async def test_model_names_made_up_by_clients_share_one_series(http: httpx.Async
     assert "made-up" not in text
 
 
-async def test_without_redis_the_gateway_says_so(
-    http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ktqueue.core.errors import Unavailable
-
-    async def away(*_: Any, **__: Any) -> None:
-        raise Unavailable("Redis is away", retry_after=3.2)
-
-    monkeypatch.setattr("ktqueue.broker.scripts.Scripts.call", away)
-    for method, path in (("GET", "/readyz"), ("GET", "/v1/models"), ("GET", "/v1/jobs"), ("POST", CHAT)):
-        response = await http.request(method, path, json=BODY if method == "POST" else None)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "4"
-    assert (await http.get("/healthz")).status_code == 200
-    assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
+@pytest.fixture
+async def mortal_redis(tmp_path: Path) -> AsyncIterator[PrivateServer]:
+    """A server of this test only, on a TCP port."""
+    server = PrivateServer()
+    await asyncio.to_thread(server.start, tmp_path / "redis", port=0)
+    yield server
+    await asyncio.to_thread(server.stop)
 
 
-async def test_clients_without_a_key_do_not_learn_where_redis_is(
-    serve_with: ServeWith, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ktqueue.core.errors import Unavailable
+def config_of(server: PrivateServer, **gateway: Any) -> Config:
+    """Settings of a gateway that soon gives up if the server is away."""
+    broker = BrokerConfig(url=server.url, connect_timeout=0.2, operation_timeout=0.5)
+    return Config(broker=broker, gateway=GatewayConfig(port=0, **gateway))
 
-    async def away(*_: Any, **__: Any) -> None:
-        raise Unavailable("Redis is away: 10.0.0.7:6379 refuses connections")
 
-    async with serve_with(api_keys=(hash_of("key"),)) as (_, url), httpx.AsyncClient(base_url=url) as http:
-        monkeypatch.setattr("ktqueue.broker.scripts.Scripts.call", away)
+async def test_without_redis_the_gateway_answers_503(mortal_redis: PrivateServer) -> None:
+    async with serving(config_of(mortal_redis)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/v1/jobs")).status_code == 200
+        await asyncio.to_thread(mortal_redis.stop)
+        for method, path in (("GET", "/readyz"), ("GET", "/v1/models"), ("GET", "/v1/jobs"), ("POST", CHAT)):
+            response = await http.request(method, path, json=BODY if method == "POST" else None)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+        assert (await http.get("/healthz")).status_code == 200
+        assert "ktqueue:broker_up 0.0" in (await http.get("/metrics")).text
+
+
+async def test_clients_without_a_key_do_not_learn_where_redis_is(mortal_redis: PrivateServer) -> None:
+    port = str(urlsplit(mortal_redis.url or "").port)
+    config = config_of(mortal_redis, api_keys=(hash_of("key"),))
+    async with serving(config) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        await asyncio.to_thread(mortal_redis.stop)
         stranger, operator = await http.get("/readyz"), await http.get("/readyz", headers={"x-api-key": "key"})
     assert (stranger.status_code, operator.status_code) == (503, 503)
-    assert "10.0.0.7" not in stranger.text
-    assert "10.0.0.7" in operator.text
+    assert port not in stranger.text
+    assert port in operator.text
 
 
 async def test_the_openapi_document_is_valid_and_fits_answers(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
-import pytest
 from scripted_worker import ScriptedWorker, Step, ended, token
 from served_gateway import Conforms, PostStream, ServeWith, serving
 
@@ -21,6 +20,7 @@ CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BODY: dict[str, Any] = {"model": "tale", "messages": MESSAGES}
+JOB = {"model": "tale", "prompt": "Once"}
 
 
 def deep(levels: int) -> Any:
@@ -128,7 +128,9 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_chat_fields(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
+async def test_a_wrong_field_of_a_chat_is_named(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     for change, param in WRONG_CHAT:
         response = await http.post(CHAT, json={**BODY, **change})
         assert response.status_code == 400, change
@@ -166,7 +168,7 @@ WRONG_COMPLETION: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_completion_fields(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_wrong_field_of_a_completion_is_named(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, param in WRONG_COMPLETION:
         response = await http.post(COMPLETE, json={"model": "tale", "prompt": "x", **change})
         assert response.status_code == 400, change
@@ -190,7 +192,7 @@ async def test_fields_can_ask_for_the_default_behaviour(http: httpx.AsyncClient,
     assert (await http.post(COMPLETE, json=complete)).status_code == 200
 
 
-async def test_missing_fields(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_missing_field_is_named(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for path, param in ((CHAT, "messages"), (COMPLETE, "prompt")):
         response = await http.post(path, json={"model": "tale"})
         assert response.status_code == 400
@@ -203,7 +205,7 @@ NO_OBJECT = [
 ]  # fmt: skip
 
 
-async def test_bodies_that_are_no_json_object(
+async def test_a_body_that_is_not_a_json_object_is_refused(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     for body in NO_OBJECT:
@@ -214,7 +216,7 @@ async def test_bodies_that_are_no_json_object(
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_content_types(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_other_content_types_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     content = json.dumps(BODY).encode()
     for kind, status in (
         ("text/plain", 415),
@@ -253,7 +255,7 @@ async def test_large_bodies_are_refused_while_they_arrive(
         assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_paths_and_methods(http: httpx.AsyncClient, conforms: Conforms) -> None:
+async def test_unknown_paths_and_methods_are_errors(http: httpx.AsyncClient, conforms: Conforms) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/v1/models/none", 404),
@@ -270,7 +272,9 @@ async def test_paths_and_methods(http: httpx.AsyncClient, conforms: Conforms) ->
     assert set((await http.put("/v1/jobs")).headers["allow"].split(", ")) >= {"GET", "POST"}
 
 
-async def test_unknown_model_and_no_worker(http: httpx.AsyncClient, broker: Broker, conforms: Conforms) -> None:
+async def test_an_unknown_model_and_a_missing_worker_are_different_errors(
+    http: httpx.AsyncClient, broker: Broker, conforms: Conforms
+) -> None:
     response = await http.post(CHAT, json=BODY)
     assert response.status_code == 503
     conforms(response.json(), "ErrorResponse")
@@ -286,7 +290,7 @@ async def test_unknown_model_and_no_worker(http: httpx.AsyncClient, broker: Brok
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_full_queue(config: Config, broker: Broker) -> None:
+async def test_a_full_queue_refuses_with_a_time_to_retry(config: Config, broker: Broker) -> None:
     worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
@@ -304,7 +308,7 @@ async def test_full_queue(config: Config, broker: Broker) -> None:
         assert (await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})).status_code == 202
 
 
-async def test_early_errors_have_their_own_status_streamed_or_not(
+async def test_early_errors_have_their_own_status_even_for_streams(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
     error = ErrorInfo(
@@ -358,7 +362,7 @@ async def test_a_slow_start_is_a_200_with_pings(worker: ScriptedWorker, stream: 
     assert frames.data[-1]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_deadline_passes_in_the_queue(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_deadline_that_passes_in_the_queue_is_a_504(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     async def never(claim: Claim) -> AsyncIterator[Step]:
         for _ in range(1000):
             yield 0.01
@@ -370,19 +374,19 @@ async def test_deadline_passes_in_the_queue(http: httpx.AsyncClient, worker: Scr
 
 
 async def test_an_unexpected_error_is_a_500_without_details(
-    http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, worker: ScriptedWorker, spoil_idempotency_keys: Callable[[], None]
 ) -> None:
-    async def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("secret")
-
-    monkeypatch.setattr("ktqueue.broker.jobs.Jobs.submit", broken)
-    response = await http.post(CHAT, json=BODY)
+    """Redis answers WRONGTYPE, which no client may see."""
+    headers = {"idempotency-key": "mine"}
+    assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
+    spoil_idempotency_keys()
+    response = await http.post("/v1/jobs", json=JOB, headers=headers)
     assert response.status_code == 500
-    assert "secret" not in response.text
+    assert "WRONGTYPE" not in response.text
     assert response.headers["x-request-id"] in response.json()["error"]["message"]
 
 
-async def test_deadline_passes_before_any_worker_claims(http: httpx.AsyncClient, broker: Broker) -> None:
+async def test_a_deadline_that_passes_without_a_worker_is_a_504(http: httpx.AsyncClient, broker: Broker) -> None:
     worker = ScriptedWorker(broker)
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()

@@ -68,7 +68,7 @@ async def test_random_bodies_are_answered_or_refused_by_field(http: httpx.AsyncC
     assert {200, 400} <= statuses
 
 
-async def test_deep_bodies_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_deeply_nested_bodies_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     deep = "[" * 1_000 + "]" * 1_000
     for body in (
         f'{{"model": "tale", "messages": [{{"role": "user", "content": {deep}}}]}}',

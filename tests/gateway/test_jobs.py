@@ -28,7 +28,7 @@ async def wait_for_end(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
             await asyncio.sleep(0.02)
 
 
-async def test_submit_and_look_up(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_submitted_job_can_be_looked_up(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(JOBS, json={**BODY, "user": "u", "metadata": {"a": "b"}, "priority": 7})
     assert response.status_code == 202
     job = response.json()
@@ -70,7 +70,7 @@ async def test_webhooks_are_refused_if_they_could_not_be_called(
                 assert taken.status_code == 202, taken.text
 
 
-async def test_all_kinds_of_bodies(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_job_may_have_a_prompt_ids_or_messages(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     for body in (
         {"model": "tale", "prompt_token_ids": [1, 2], "job_class": "batch", "priority": -100},
@@ -86,7 +86,7 @@ async def test_all_kinds_of_bodies(http: httpx.AsyncClient, worker: ScriptedWork
     assert (requests[2].sampling.max_tokens, requests[2].job_class) == (4, JobClass.BATCH)
 
 
-async def test_wrong_bodies(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, param in (
         ({"max_tokens": 5}, "max_tokens"),
         ({"sampling": {"max_token": 5}}, "sampling.max_token"),
@@ -107,7 +107,7 @@ async def test_wrong_bodies(http: httpx.AsyncClient, worker: ScriptedWorker) -> 
     assert "did you mean sampling.max_tokens?" in hint
 
 
-async def test_list(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_jobs_are_listed_by_state_and_limit(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     ids = [(await http.post(JOBS, json=BODY)).json()["id"] for _ in range(3)]
     for one in ids:
         await wait_for_end(http, one)
@@ -164,7 +164,7 @@ async def test_a_wrong_last_event_id_is_an_error(http: httpx.AsyncClient, worker
         assert response.json()["error"]["param"] == "Last-Event-ID"
 
 
-async def test_heartbeats_while_nothing_happens(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_silent_stream_has_heartbeats(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     async def late(claim: Claim) -> AsyncIterator[Step]:
         yield 0.5
         yield ended(claim)
@@ -177,7 +177,7 @@ async def test_heartbeats_while_nothing_happens(http: httpx.AsyncClient, worker:
     assert frames.ids == [1]
 
 
-async def test_cancel(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_job_can_be_cancelled(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     async def never(claim: Claim) -> AsyncIterator[Step]:
         yield token("half")
         for _ in range(1000):

@@ -75,7 +75,7 @@ def test_texts_that_cannot_fit_are_refused_by_their_bytes() -> None:
         assert (caught.value.limit, caught.value.value) == (512, 512)
 
 
-async def test_compressed_bodies(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
+async def test_compressed_bodies_are_read(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     plain = json.dumps(BODY).encode()
     raw = zlib.compressobj(wbits=-15)
     for encoding, data in (

@@ -311,7 +311,7 @@ async def test_idle_connections_are_closed_for_new_ones(
         assert await silent[0].ended() == b""
 
 
-def test_addresses_of_one_client_count_as_one() -> None:
+def test_addresses_of_the_same_client_count_as_one_address() -> None:
     class Connection:
         evicted = False
 
@@ -335,6 +335,6 @@ def test_addresses_of_one_client_count_as_one() -> None:
     ("key", "value"),
     [("header_timeout", 0), ("max_headers", 0), ("max_bodies_bytes", 1), ("trusted_addresses", ("here",))],
 )
-def test_settings_are_checked(key: str, value: Any) -> None:
+def test_limits_that_cannot_work_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{key}"):
         GatewayConfig(**{key: value})

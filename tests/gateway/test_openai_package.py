@@ -98,7 +98,7 @@ def test_models(client: Any, model: Any, conforms: Conforms) -> None:
     conforms(client.models.list().to_dict(), "ListModelsResponse")
 
 
-def test_chat_whole_and_streamed_say_the_same(client: Any, model: Any, conforms: Conforms) -> None:
+def test_a_chat_has_the_same_text_streamed_or_not(client: Any, model: Any, conforms: Conforms) -> None:
     ask: Any = {"model": model, "messages": MESSAGES, "max_completion_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**ask)
     conforms(whole.to_dict(), "CreateChatCompletionResponse")

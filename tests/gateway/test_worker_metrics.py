@@ -28,7 +28,7 @@ def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_workers_metrics_have_only_what_they_report() -> None:
+def test_worker_metrics_have_only_what_workers_report() -> None:
     on_gpu = worker("a", experts=8, expert_fetched_share_one=0.0, expert_fetched_share_several=0.25, steps=3)
     found = samples(on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4))
     assert found == {

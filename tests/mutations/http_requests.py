@@ -12,7 +12,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "ktqueue/openai/foreign_fields.py",
         'return _is_empty(value, body) or body.get("tool_choice") == "none"',
         "return True",
-        (f"{FIELDS}::test_tools_are_refused_until_they_are_served", f"{ERRORS}::test_wrong_chat_fields"),
+        (f"{FIELDS}::test_tools_are_refused_until_they_are_served", f"{ERRORS}::test_a_wrong_field_of_a_chat_is_named"),
     ),
     "a template drops tools": Mutation(
         "tools and their calls reach the prompt or are refused",

@@ -74,6 +74,6 @@ UPGRADES: dict[str, Mutation] = {
         "ktqueue/broker/job_record.py",
         "    except (CodecError, InvalidRequest) as error:",
         "    except InvalidRequest as error:",
-        ("tests/gateway/test_newer.py::test_a_newer_record_can_be_seen_listed_and_cancelled",),
+        ("tests/gateway/test_newer.py::test_a_newer_record_can_be_shown_listed_and_cancelled",),
     ),
 }

@@ -39,6 +39,16 @@ class Mailbox:
         self._missed = False
         self._arrived = WakeUp()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the messages that wait to be taken."""
+        return self._bytes
+
+    @property
+    def missed(self) -> bool:
+        """Whether messages were dropped since the last `take`."""
+        return self._missed
+
     def put(self, message: bytes) -> None:
         """Add a message. An overflow drops all messages and sets `missed`."""
         if self._bytes + len(message) > self._max_bytes:
@@ -87,6 +97,11 @@ class Hub:
         self._pause = FIRST_PAUSE
         self._heard = False  # whether anything was received since the last check
         self._fault = ""  # why the last connection was lost
+
+    def mailboxes(self, channel: str) -> frozenset[Mailbox]:
+        """The mailboxes that get the messages of a channel."""
+        topic = self._topics.get(channel)
+        return frozenset(topic.mailboxes) if topic else frozenset()
 
     async def subscribe(self, *channels: str, max_bytes: int, seconds: float) -> Mailbox:
         """Make a mailbox that gets every message from now on: the server has acknowledged the subscription.

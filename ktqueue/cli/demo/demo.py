@@ -1,4 +1,4 @@
-"""`ktqueue demo`: stream a tale while its worker is killed, run a batch, and show a summary."""
+"""`ktqueue demo`: stream a story while its worker is killed, run a batch, and show a summary."""
 
 import json
 import logging
@@ -20,12 +20,12 @@ from ktqueue.core.errors import KtqueueError
 
 if TYPE_CHECKING:
     from ktqueue.cli.batch.session import Summary
-    from ktqueue.cli.demo.tale import Takeover, Tale
+    from ktqueue.cli.demo.story import Story, Takeover
     from ktqueue.workers.supervision.supervisor import Supervisor
 
 STATE_DIR = ".state/demo"
 QUESTION = "Tell me a story about a fox and a crow."
-TALE_TOKENS = 220
+STORY_TOKENS = 220
 FAREWELL = """
 Everything is stopped. What you can do next:
   {ktqueue} up                    start it again, for curl and the openai client
@@ -37,8 +37,8 @@ ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
 
 
-class _TalePage:
-    """The tale on the terminal, with a line where its worker was killed."""
+class _StoryPage:
+    """The story on the terminal, with a line where its worker was killed."""
 
     def __init__(self) -> None:
         self._text = Wrapped(results().width)
@@ -61,7 +61,7 @@ class _TalePage:
         )
 
     def end(self, *, complete: bool) -> None:
-        """Write the rest of the tale."""
+        """Write the rest of the story."""
         self._text.add("" if complete else " ...")
         self._text.end()
         write("\n")
@@ -69,7 +69,7 @@ class _TalePage:
 
 @expand
 def demo(common: CommonFlags, engine: EngineFlags) -> None:
-    """Start everything, stream a tale while its worker is killed, run a batch of 32 prompts, stop everything."""
+    """Start everything, stream a story while its worker is killed, run a batch of 32 prompts, stop everything."""
     import asyncio
 
     require("gateway", "worker")
@@ -100,8 +100,10 @@ async def _demo(config: Config) -> bool:
         config = supervisor.config
         model = (await served_models(config))[0]
         console.print(f"Redis, gateway and worker are up after {time.monotonic() - began:.1f} s.\n", markup=False)
-        console.print(f"[bold]1  A tale over HTTP, and kill -9[/]  [dim]POST {supervisor.url}/v1/chat/completions[/]\n")
-        tale, equal = await _tell_tales(supervisor, model)
+        console.print(
+            f"[bold]1  A story over HTTP, and kill -9[/]  [dim]POST {supervisor.url}/v1/chat/completions[/]\n"
+        )
+        story, equal = await _tell_stories(supervisor, model)
         source = Path(config.broker.state_dir) / "prompts.jsonl"
         lines = _write_prompts(source, model)
         console.print(f"[bold]2  A batch of {lines}[/]  [dim]ktqueue batch run {source} -o ...[/]\n", soft_wrap=True)
@@ -112,7 +114,7 @@ async def _demo(config: Config) -> bool:
         finally:
             output.close(finished=True)
         if not summary.interrupted:
-            _sum_up(tale, equal, summary)
+            _sum_up(story, equal, summary)
     finally:
         with Waiting() as waiting:
             waiting.say("stopping everything")
@@ -125,31 +127,31 @@ async def _demo(config: Config) -> bool:
     return False
 
 
-async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int]:
-    """Stream a tale while its worker is killed, then stream it again without that.
+async def _tell_stories(supervisor: "Supervisor", model: str) -> tuple["Story", int]:
+    """Stream a story while its worker is killed, then stream it again without that.
 
-    Returns the first tale and the number of leading tokens that are equal. Raises Unavailable, and KtqueueError if
+    Returns the first story and the number of leading tokens that are equal. Raises Unavailable, and KtqueueError if
     tokens differ although the model's arithmetic is exact.
     """
     from ktqueue.broker.broker import Broker
-    from ktqueue.cli.demo.tale import TooLate, stream_tale
+    from ktqueue.cli.demo.story import TooLate, stream_story
 
     write(f"> {QUESTION}\n\n")
     body = {
         "model": model,
-        "max_tokens": TALE_TOKENS,
+        "max_tokens": STORY_TOKENS,
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 4,
         "messages": [{"role": "user", "content": QUESTION}],
     }
-    page = _TalePage()
+    page = _StoryPage()
     broker = await Broker.open(supervisor.config.broker)
     try:
-        kill_at, tale = TALE_TOKENS // 3, None
-        while tale is None:
+        kill_at, story = STORY_TOKENS // 3, None
+        while story is None:
             try:
-                tale = await stream_tale(
+                story = await stream_story(
                     supervisor.url, body, broker, page=page, victim=supervisor.workers[0], kill_at=kill_at
                 )
             except TooLate:  # the machine is so busy that this process reads long after the worker writes
@@ -157,18 +159,18 @@ async def _tell_tales(supervisor: "Supervisor", model: str) -> tuple["Tale", int
                     raise
                 kill_at = max(1, kill_at // 8)
                 page.end(complete=False)
-                write("The tale was complete before its worker was dead. Trying again:\n\n")
-        page.end(complete=len(tale.token_ids) < TALE_TOKENS)
-        undisturbed = await stream_tale(supervisor.url, body, broker)
+                write("The story was complete before its worker was dead. Trying again:\n\n")
+        page.end(complete=len(story.token_ids) < STORY_TOKENS)
+        undisturbed = await stream_story(supervisor.url, body, broker)
     finally:
         await broker.close()
-    pairs = zip(tale.token_ids, undisturbed.token_ids, strict=False)
-    equal = next((i for i, (token, other) in enumerate(pairs) if token != other), len(tale.token_ids))
+    pairs = zip(story.token_ids, undisturbed.token_ids, strict=False)
+    equal = next((i for i, (token, other) in enumerate(pairs) if token != other), len(story.token_ids))
     engine = supervisor.config.engine
     exact = (engine.model, engine.device) == ("demo", "cpu") and engine.dtype in ("auto", "float32")
-    if tale.token_ids != undisturbed.token_ids and exact:
+    if story.token_ids != undisturbed.token_ids and exact:
         raise KtqueueError(f"token {equal + 1} after the kill is not that of the undisturbed run")
-    return tale, equal
+    return story, equal
 
 
 def _command() -> str:
@@ -193,22 +195,22 @@ def _write_prompts(path: Path, model: str) -> int:
                 "seed": number,
                 "messages": [{"role": "user", "content": prompt}],
             }
-            line = {"custom_id": f"tale-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            line = {"custom_id": f"story-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(line) + "\n")
     return len(prompts)
 
 
-def _sum_up(tale: "Tale", equal: int, summary: "Summary") -> None:
+def _sum_up(story: "Story", equal: int, summary: "Summary") -> None:
     from rich.table import Table
 
-    assert tale.takeover is not None
-    count, gap = len(tale.token_ids), tale.takeover.seconds
-    alone = (count - 1) / max(tale.seconds - tale.first_token - gap, 1e-9)
+    assert story.takeover is not None
+    count, gap = len(story.token_ids), story.takeover.seconds
+    alone = (count - 1) / max(story.seconds - story.first_token - gap, 1e-9)
     same = f"all {count} tokens equal" if equal == count else f"the first {equal} of {count} tokens equal"
     rows = Table.grid(padding=(0, 3))
     rows.add_row("jobs", f"{2 + summary.answered} done, {summary.failed} failed")
     rows.add_row("tokens", f"{2 * count + summary.tokens}")
-    rows.add_row("tale", f"first token after {1000 * tale.first_token:.0f} ms, then {alone:.0f} tok/s")
+    rows.add_row("story", f"first token after {1000 * story.first_token:.0f} ms, then {alone:.0f} tok/s")
     rows.add_row("kill -9", f"{1000 * gap:.0f} ms without text; {same} those of an undisturbed run")
     if summary.first_token_p50 is not None and summary.first_token_p95 is not None:
         rows.add_row(

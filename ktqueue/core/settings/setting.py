@@ -20,7 +20,8 @@ class Description:
 
     help: one short sentence, for the command line. details: further sentences, for the reference page. shown: the
     default in words, if it is computed. at_least, at_most, above: limits of a number, `above` excluded. flags: names
-    on the command line. metavar: what the flag's value is called. panel: the flag's group in --help.
+    on the command line. metavar: what the flag's value is called. panel: the flag's group in --help. secret: the value
+    is never shown.
     """
 
     help: str
@@ -32,6 +33,7 @@ class Description:
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     panel: str = ""
+    secret: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,11 @@ class Setting:
 def setting(default: Any, summary: str, *, secret: bool = False, **description: Any) -> Any:
     """A dataclass field with its description.
 
-    `summary` is the short sentence for the command line; further keywords are those of `Description`. `secret` keeps
-    the value out of repr.
+    `summary` is the short sentence for the command line; further keywords are those of `Description`. A `secret` is not
+    in the dataclass's repr either.
     """
-    return field(default=default, repr=not secret, metadata={_KEY: Description(help=summary, **description)})
+    about = Description(help=summary, secret=secret, **description)
+    return field(default=default, repr=not secret, metadata={_KEY: about})
 
 
 @cache

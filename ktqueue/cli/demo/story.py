@@ -1,4 +1,4 @@
-"""The tale of `ktqueue demo`: streamed over HTTP while its worker is killed."""
+"""The story of `ktqueue demo`: streamed over HTTP while its worker is killed."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TooLate(KtqueueError):
-    """The tale was complete before its worker was dead."""
+    """The story was complete before its worker was dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Takeover:
 
 
 @dataclass(frozen=True, slots=True)
-class Tale:
-    """A streamed tale. Times in seconds."""
+class Story:
+    """A streamed story. Times in seconds."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Tale:
 
 
 class Page(Protocol):
-    """Shows a tale while it is streamed."""
+    """Shows a story while it is streamed."""
 
     def add(self, text: str) -> None:
         """Show more text."""
@@ -55,7 +55,7 @@ class Page(Protocol):
         """Another worker continues the text."""
 
 
-async def stream_tale(
+async def stream_story(
     url: str,
     body: Mapping[str, Any],
     broker: "Broker",
@@ -63,7 +63,7 @@ async def stream_tale(
     page: Page | None = None,
     victim: "Child | None" = None,
     kill_at: int = 0,
-) -> Tale:
+) -> Story:
     """Stream one chat completion to its end; `victim` gets SIGKILL after event `kill_at` of the job.
 
     Raises Unavailable, TooLate, and KtqueueError if the stream has a gap or a repetition.
@@ -71,7 +71,7 @@ async def stream_tale(
     import httpx
 
     # The chunks of a conversation carry the number of their event.
-    headers = {"X-Conversation-Id": f"tale-{os.urandom(8).hex()}"}
+    headers = {"X-Conversation-Id": f"story-{os.urandom(8).hex()}"}
     began = time.monotonic()
     first: float | None = None
     death: _Death | None = None
@@ -112,7 +112,7 @@ async def stream_tale(
     if "".join(texts) != "".join(event.text for event in events):
         raise KtqueueError(f"the stream of {job_id} differs from its journal")
     token_ids = tuple(token_id for event in events for token_id in event.token_ids)
-    return Tale("".join(texts), token_ids, first or 0.0, seconds, takeover)
+    return Story("".join(texts), token_ids, first or 0.0, seconds, takeover)
 
 
 @dataclass(frozen=True, slots=True)
