@@ -1,7 +1,7 @@
 """Keys, request ids, the limit of requests at once, probes, metrics, the OpenAPI document, broken HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -146,6 +146,20 @@ async def test_model_names_made_up_by_clients_share_one_series(http: httpx.Async
     assert 'ktqueue:request_failure_total{code="model_not_found",model_name="other"} 2.0' in text
     assert 'ktqueue:request_failure_total{code="request_too_large",model_name="tale"} 1.0' in text
     assert "made-up" not in text
+
+
+async def test_an_unexpected_error_is_a_500_without_details(
+    http: httpx.AsyncClient, worker: ScriptedWorker, spoil_idempotency_keys: Callable[[], None]
+) -> None:
+    """Redis answers WRONGTYPE, which no client may see."""
+    job = {"model": "tale", "prompt": "Once"}
+    headers = {"idempotency-key": "mine"}
+    assert (await http.post("/v1/jobs", json=job, headers=headers)).status_code == 202
+    spoil_idempotency_keys()
+    response = await http.post("/v1/jobs", json=job, headers=headers)
+    assert response.status_code == 500
+    assert "WRONGTYPE" not in response.text
+    assert response.headers["x-request-id"] in response.json()["error"]["message"]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BODY: dict[str, Any] = {"model": "tale", "messages": MESSAGES}
-JOB = {"model": "tale", "prompt": "Once"}
 
 
 def deep(levels: int) -> Any:
@@ -371,19 +370,6 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504(http: httpx.AsyncCli
     response = await http.post(CHAT, json={**BODY, "expires_in": 0.2})
     assert response.status_code == 504
     assert response.json()["error"]["type"] == "timeout_error"
-
-
-async def test_an_unexpected_error_is_a_500_without_details(
-    http: httpx.AsyncClient, worker: ScriptedWorker, spoil_idempotency_keys: Callable[[], None]
-) -> None:
-    """Redis answers WRONGTYPE, which no client may see."""
-    headers = {"idempotency-key": "mine"}
-    assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
-    spoil_idempotency_keys()
-    response = await http.post("/v1/jobs", json=JOB, headers=headers)
-    assert response.status_code == 500
-    assert "WRONGTYPE" not in response.text
-    assert response.headers["x-request-id"] in response.json()["error"]["message"]
 
 
 async def test_a_deadline_that_passes_without_a_worker_is_a_504(http: httpx.AsyncClient, broker: Broker) -> None:
