@@ -6,7 +6,7 @@ It needs only Redis: no gateway and no torch. Every call raises Unavailable if R
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -157,8 +157,8 @@ class SyncClient:
         """See Client.submit."""
         return self._wait(self._client.submit(request, **settings))
 
-    def stream(self, job_id: str, after: int = 0) -> Iterator[TokenEvent]:
-        """See Client.stream."""
+    def stream(self, job_id: str, after: int = 0) -> Generator[TokenEvent, None, None]:
+        """See Client.stream. Close the generator to stop before the end."""
         events = self._client.stream(job_id, after)
         try:
             while True:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -27,7 +28,7 @@ async def echo_worker(config: BrokerConfig, card: ModelCard) -> Any:
         ready.set()
         while True:
             for claim in await lease.claim(8):
-                words = claim.request.prompt.split()
+                words = required(claim.request.prompt, "the prompt").split()
                 events = []
                 for index in range(claim.request.sampling.n):
                     events += [
@@ -108,7 +109,7 @@ async def test_the_blocking_client(config: BrokerConfig, echo_worker: Any) -> No
         with SyncClient(config=config) as client:
             record = client.submit(model="tale", prompt="a b", job_id="mine", stop=["."])
             assert record.id == "mine"
-            assert record.request.sampling.stop == (".",)
+            assert record.readable_request().sampling.stop == (".",)
             assert [event.text for event in client.stream("mine")][:2] == ["a ", "b "]
             assert client.result("mine").text == "a b "
             assert client.generate(model="tale", prompt="x").text == "x "
@@ -131,8 +132,8 @@ async def test_closing_ends_the_calls_of_other_threads(config: BrokerConfig, ech
     client = await asyncio.to_thread(SyncClient, config=config)
     job = await asyncio.to_thread(client.submit, model="tale", prompt="wait")
     events = client.stream(job.id)
-    waiting = [asyncio.create_task(asyncio.to_thread(client.result, job.id)) for _ in range(2)]
-    waiting.append(asyncio.create_task(asyncio.to_thread(next, events)))
+    waiting: list[asyncio.Task[Any]] = [asyncio.create_task(asyncio.to_thread(client.result, job.id)) for _ in range(2)]
+    waiting.append(asyncio.create_task(asyncio.to_thread(lambda: next(events))))
     await asyncio.sleep(0.3)
     async with asyncio.timeout(10):
         await asyncio.to_thread(client.close)

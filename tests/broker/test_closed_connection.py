@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -79,15 +80,31 @@ def silence(broker: Broker, raw: Any) -> Any:
     return Silence(broker, raw)
 
 
+@dataclass(frozen=True)
+class WorkerProcess:
+    """Another process that holds a lease, and prints the lease's id each time it renews it."""
+
+    pid: int
+    output: IO[str]
+
+    def lease_id(self) -> str:
+        """Wait for the next renewal and return the lease's id."""
+        return self.output.readline().strip()
+
+
 @contextlib.contextmanager
-def worker(url: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that claims one job and beats; each beat is a line with its lease's id."""
+def worker(broker: Broker) -> Iterator[WorkerProcess]:
+    """A process that claims one job and renews its lease until it is killed."""
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, url, str(LEASE_SECONDS)], stdout=subprocess.PIPE, text=True, cwd=root
+        [sys.executable, "-c", WORKER, required(broker.config.url, "the URL"), str(LEASE_SECONDS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
     )
     try:
-        yield process
+        assert process.stdout is not None
+        yield WorkerProcess(process.pid, process.stdout)
     finally:
         process.kill()
         process.wait()
@@ -100,9 +117,9 @@ async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(
 ) -> None:
     await (await Lease.register(broker, card)).close()  # makes the model known
     job = await broker.jobs.submit(make_request())
-    with worker(broker.config.url) as process:
-        holder = (await asyncio.to_thread(process.stdout.readline)).strip()
-        process.kill()
+    with worker(broker) as process:
+        holder = await asyncio.to_thread(process.lease_id)
+        os.kill(process.pid, signal.SIGKILL)
         assert await silence.until(holder, 0.1) is None
     after = await broker.jobs.get(job.id)
     assert (after.state, after.attempts) == (JobState.QUEUED, 1)
@@ -113,8 +130,8 @@ async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(
 ) -> None:
     await (await Lease.register(broker, card)).close()
     job = await broker.jobs.submit(make_request())
-    with worker(broker.config.url) as process:
-        holder = (await asyncio.to_thread(process.stdout.readline)).strip()
+    with worker(broker) as process:
+        holder = await asyncio.to_thread(process.lease_id)
         os.kill(process.pid, signal.SIGSTOP)
         assert await silence.until(holder, 0.5) is not None
         assert (await broker.jobs.get(job.id)).state is JobState.RUNNING

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from required import error_of
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -158,7 +159,7 @@ async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(
         raw.zadd(index, {entry: long_ago})
         assert await reaper.fail_unserved() == 1
         record = await broker.jobs.get(job.id)
-        assert (record.state, record.error.code, record.error.status) == (JobState.FAILED, "model_changed", 503)
+        assert (record.state, error_of(record).code, error_of(record).status) == (JobState.FAILED, "model_changed", 503)
         assert [event.seq for event in await broker.journal.replay(job.id)] == [1, 2]
         assert await broker.jobs.bound() == []
         await reaper.fail_unserved()

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from required import error_of
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -47,7 +48,7 @@ async def test_a_queued_job_is_cancelled_at_once(
 ) -> None:
     job = await broker.jobs.submit(make_request())
     record = await broker.jobs.cancel(job.id)
-    assert (record.state, record.position, record.error.code) == (JobState.CANCELLED, None, "cancelled")
+    assert (record.state, record.position, error_of(record).code) == (JobState.CANCELLED, None, "cancelled")
     await ended(job.id, JobState.CANCELLED, "cancelled", 1)
     assert await lease.claim(4) == []
     assert (await broker.jobs.cancel(job.id)).state is JobState.CANCELLED
@@ -122,7 +123,7 @@ async def test_cancels_and_finishes_race(
             await broker.jobs.cancel(job_id)
             await asyncio.sleep(0.001)
 
-    done = set()
+    done: set[str] = set()
     async with asyncio.timeout(20):
         await asyncio.gather(work(), cancel())
     for job_id in jobs:

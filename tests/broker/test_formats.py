@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from required import error_of
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -124,7 +125,7 @@ async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(
         raw.zadd(f"{broker.keys.tag}:bound", {"2:-:tale": 1_000_000})
         assert await broker.reaper().fail_unserved() == 1
         record = await broker.jobs.get(job.id)
-        assert (record.state, record.error.code) == (JobState.FAILED, "version_changed")
+        assert (record.state, error_of(record).code) == (JobState.FAILED, "version_changed")
         await old.close()
 
 

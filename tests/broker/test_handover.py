@@ -33,7 +33,7 @@ async def other(broker: Broker, card: ModelCard) -> Any:
     await lease.close()
 
 
-async def given(lease: Any) -> list[Claim]:
+async def given(lease: Lease) -> list[Claim]:
     """What the worker is told of, while it waits."""
     async with asyncio.timeout(10):
         while not (claims := await lease.wait_for_work(10)):

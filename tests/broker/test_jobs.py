@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from required import retry_after
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
@@ -40,9 +41,9 @@ async def lease(broker: Broker, card: ModelCard) -> Any:
 async def test_a_model_must_be_known(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(Unavailable) as unknown:
         await broker.jobs.submit(make_request())
-    assert caught.value.retry_after
+    assert unknown.value.retry_after
     lease = await Lease.register(broker, card)
     with pytest.raises(ModelNotFound) as caught:
         await broker.jobs.submit(make_request(model="novel"))
@@ -119,11 +120,11 @@ async def test_a_seed_is_made_once_and_kept(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     record = await broker.jobs.submit(make_request())
-    seed = record.request.sampling.seed
+    seed = record.readable_request().sampling.seed
     assert seed is not None
-    assert (await broker.jobs.get(record.id)).request.sampling.seed == seed
+    assert (await broker.jobs.get(record.id)).readable_request().sampling.seed == seed
     given = await broker.jobs.submit(make_request(sampling=SamplingParams(seed=7)))
-    assert given.request.sampling.seed == 7
+    assert given.readable_request().sampling.seed == 7
 
 
 async def test_queues_have_caps_by_class(
@@ -136,7 +137,7 @@ async def test_queues_have_caps_by_class(
         with pytest.raises(QueueFull) as caught:
             await broker.jobs.submit(make_request())
         assert (caught.value.limit, caught.value.value) == (2, 2)
-        assert caught.value.retry_after > 0
+        assert retry_after(caught.value) > 0
         await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
         with pytest.raises(QueueFull):
             await broker.jobs.submit(make_request(job_class=JobClass.BATCH))

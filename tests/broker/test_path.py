@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from required import required
+
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.events import JobState, TokenEvent, Usage
@@ -17,7 +19,7 @@ async def test_a_job_goes_all_the_way(
     lease = await Lease.register(broker, card)
     record = await broker.jobs.submit(make_request())
     assert (record.state, record.position) == (JobState.QUEUED, 1)
-    assert record.request.sampling.seed is not None
+    assert record.readable_request().sampling.seed is not None
 
     async def read() -> Any:
         return [event async for event in broker.journal.follow(record.id)]
@@ -36,5 +38,6 @@ async def test_a_job_goes_all_the_way(
     assert ended.state is JobState.DONE
     assert ended.usage == events[-1].usage
     assert ended.attempts == 1
-    assert ended.created_at <= ended.started_at <= ended.finished_at
+    started_at = required(ended.started_at, "started_at")
+    assert ended.created_at <= started_at <= required(ended.finished_at, "finished_at")
     await lease.close()

@@ -90,7 +90,7 @@ async def test_a_client_says_it_by_keyword(broker: Broker, config: BrokerConfig,
     lease = await Lease.register(broker, card)
     async with Client(config=config) as client:
         record = await client.submit(model="tale", prompt="Once", priority=-7)
-    assert (await broker.jobs.get(record.id)).request.priority == -7
+    assert (await broker.jobs.get(record.id)).readable_request().priority == -7
     await lease.close()
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -45,12 +46,13 @@ async def test_the_oldest_wait_of_each_class_is_told(
     second = await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
     await broker.jobs.submit(make_request())
     (depth,) = await broker.jobs.depth()
-    assert depth.batch_wait - 0.2 >= depth.interactive_wait >= 0
+    batch_wait = required(depth.batch_wait, "batch_wait")
+    assert batch_wait - 0.2 >= required(depth.interactive_wait, "interactive_wait") >= 0
     # A younger job that a priority put first does not hide the older one behind it.
     queue = f"{broker.keys.tag}:queue:batch:tale"
     raw.zadd(queue, {second.id: raw.zscore(queue, first.id) - 1})
     (again,) = await broker.jobs.depth()
-    assert again.batch_wait >= depth.batch_wait
+    assert required(again.batch_wait, "batch_wait") >= batch_wait
 
 
 async def test_a_model_whose_name_has_colons_is_counted(
@@ -68,19 +70,20 @@ async def test_jobs_are_listed_by_what_they_are(
     broker: Broker, card: ModelCard, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     other = await Lease.register(broker, replace(card, name="other"))
-    wanted = {}
+    submitted: dict[str, dict[str, Any]] = {}
     for model in ("tale", "other"):
         for job_class in JobClass:
-            for tenant in ("one", "two"):
+            for tenant in ("acme", "globex"):
                 record = await broker.jobs.submit(make_request(model=model, job_class=job_class), tenant=tenant)
-                wanted[record.id] = {"model": model, "job_class": job_class, "tenant": tenant}
+                submitted[record.id] = {"model": model, "job_class": job_class, "tenant": tenant}
     await lease.claim(1)
-    for name in ("model", "job_class", "tenant"):
-        for value in {one[name] for one in wanted.values()}:
-            listed = [job.id for job in await broker.jobs.list(**{name: value})]
-            assert sorted(listed) == sorted(id_ for id_, one in wanted.items() if one[name] == value)
-    narrow = {"model": "tale", "job_class": JobClass.BATCH, "tenant": "two"}
-    assert [job.id for job in await broker.jobs.list(**narrow)] == [id_ for id_, one in wanted.items() if one == narrow]
+    for field in ("model", "job_class", "tenant"):
+        for value in {fields[field] for fields in submitted.values()}:
+            listed = [job.id for job in await broker.jobs.list(**{field: value})]
+            assert sorted(listed) == sorted(job_id for job_id, fields in submitted.items() if fields[field] == value)
+    wanted: dict[str, Any] = {"model": "tale", "job_class": JobClass.BATCH, "tenant": "globex"}
+    matching = [job_id for job_id, fields in submitted.items() if fields == wanted]
+    assert [job.id for job in await broker.jobs.list(**wanted)] == matching
     assert [job.model for job in await broker.jobs.list(state=JobState.RUNNING)] == ["tale"]
     assert await broker.jobs.list(state=JobState.RUNNING, model="other") == []
     await other.close()
@@ -97,11 +100,11 @@ async def test_a_worker_tells_its_lease_and_its_last_step(
     await lease.commit([(claim.job_id, TokenEvent(seq=1))])
     await asyncio.sleep(0.05)
     (worker,) = await broker.models.workers()
-    age = worker.step_age
+    age = required(worker.step_age, "step_age")
     assert age >= 0.05
     await lease.beat({})
     (worker,) = await broker.models.workers()
-    assert worker.step_age > age  # a beat is no step
+    assert required(worker.step_age, "step_age") > age  # a beat is no step
     await lease.commit([])
     (worker,) = await broker.models.workers()
-    assert worker.step_age < age  # an empty one is
+    assert required(worker.step_age, "step_age") < age  # an empty one is

@@ -9,7 +9,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,14 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
 
 JOBS, HOLDERS = 200, 3
+
+
+@dataclass
+class OpenJob:
+    """A job that a holder runs: the seq of its last event, and the token in it."""
+
+    seq: int
+    token: str
 
 
 class Holder:
@@ -41,7 +49,8 @@ class Holder:
     async def incarnation(self) -> None:
         lease = await Lease.register(self.broker, self.card)
         self.incarnations += 1
-        jobs, beat = {}, 0.0
+        jobs: dict[str, OpenJob] = {}
+        beat = 0.0
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -50,8 +59,8 @@ class Holder:
                     beat = loop.time()
                 claims = await lease.claim(16 - len(jobs), wait=not jobs)
                 for claim in claims or ([] if jobs else await lease.wait_for_work(0.05)):
-                    events = claim.events
-                    jobs[claim.job_id] = [len(events), events[-1].text.split("<")[0] if events else ""]
+                    token = claim.events[-1].text.split("<")[0] if claim.events else ""
+                    jobs[claim.job_id] = OpenJob(len(claim.events), token)
                 dice = self.rng.random()
                 if dice < 0.02:
                     return  # as kill -9: says nothing, the lease lapses
@@ -62,32 +71,26 @@ class Holder:
                     await lease.release(back)
                     for job_id in back:
                         del jobs[job_id]
-                events, over = [], []
-                for job_id, job in jobs.items():
-                    job[0] += 1
-                    last = job[0] >= 6 and self.rng.random() < 0.3
-                    token = f"{self.rng.getrandbits(32)}"
-                    events.append(
-                        (
-                            job_id,
-                            TokenEvent(seq=job[0], text=f"{token}<{job[1]}", state=JobState.DONE if last else None),
-                        )
-                    )
-                    job[1] = token
-                    if last:
-                        over.append(job_id)
+                events = [(job_id, self.next_event(job)) for job_id, job in jobs.items()]
                 stop = await lease.commit(events)
-                for job_id in over:
+                for job_id in [job_id for job_id, event in events if event.state is not None]:
                     del jobs[job_id]
                 late = [(job_id, jobs.pop(job_id)) for job_id in stop & jobs.keys()]
                 await lease.commit(
                     [
-                        (job_id, TokenEvent(seq=seq + 1, text="<" + parent, state=JobState.CANCELLED))
-                        for job_id, (seq, parent) in late
+                        (job_id, TokenEvent(seq=job.seq + 1, text=f"<{job.token}", state=JobState.CANCELLED))
+                        for job_id, job in late
                     ]
                 )
         finally:
             await self.broker.hub.unsubscribe(lease._mailbox)
+
+    def next_event(self, job: OpenJob) -> TokenEvent:
+        """The next token of a job, which names the token before it; from the sixth on it may be the last."""
+        token, parent = f"{self.rng.getrandbits(32)}", job.token
+        job.seq, job.token = job.seq + 1, token
+        last = job.seq >= 6 and self.rng.random() < 0.3
+        return TokenEvent(seq=job.seq, text=f"{token}<{parent}", state=JobState.DONE if last else None)
 
 
 async def reader(broker: Any, job_id: Any, rng: Any) -> Any:
@@ -155,7 +158,7 @@ async def test_two_hundred_jobs_three_holders(
             await asyncio.gather(*tasks, *background, return_exceptions=True)
 
         assert len({job_id for job_id, _ in views}) == JOBS
-        states = Counter()
+        states: Counter[JobState] = Counter()
         for job_id, seen in views:
             record = await front.jobs.get(job_id)
             journal = await front.journal.replay(job_id)

@@ -10,7 +10,7 @@ import pytest
 
 from ktqueue.broker import keys
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Lease
+from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import JobNotFound, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
@@ -35,7 +35,8 @@ async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(
     (gone,) = await dead.claim(1)
     (kept,) = await alive.claim(1)
     await dead.beat({})
-    began, again = loop.time(), []
+    began = loop.time()
+    again: list[Claim] = []
     while not again:
         await alive.beat({})
         await alive.wait_for_work(0.05)
@@ -85,7 +86,7 @@ async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(
     await lease.claim(1)
     await broker.reaper().reap()
     await asyncio.sleep(broker.config.lease_seconds * 1.5)
-    calls = {
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
         "beat": lambda: lease.beat({}),
         "commit": lambda: lease.commit([(job.id, TokenEvent(seq=1))]),
         "claim": lambda: lease.claim(1),

@@ -1,14 +1,15 @@
 """A failed job is sent again as a new one, once."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from required import error_of
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.client import Client
-from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, PoisonJob, TenantLimitReached
+from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, KtqueueError, PoisonJob, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -23,22 +24,33 @@ async def lease(broker: Broker, card: ModelCard) -> Any:
 
 
 @pytest.fixture
-def fail(broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]) -> Any:
-    async def submit_and_fail(job_id: Any, error: Any = None, **options: Any) -> None:
-        await broker.jobs.submit(make_request(job_id), job_id=job_id, **options)
-        await claim_and_fail(job_id, error)
-
-    async def claim_and_fail(job_id: Any, error: Any = None) -> None:
+def claim_and_fail(lease: Lease) -> Callable[..., Awaitable[None]]:
+    async def claim(job_id: str, error: KtqueueError | None = None) -> None:
         assert [claim.job_id for claim in await lease.claim(1)] == [job_id]
         last = TokenEvent(seq=2, state=JobState.FAILED, error=(error or PoisonJob("again and again")).info())
         await lease.commit([(job_id, TokenEvent(seq=1, text="a")), (job_id, last)])
 
-    submit_and_fail.again = claim_and_fail
+    return claim
+
+
+@pytest.fixture
+def fail(
+    broker: Broker, make_request: Callable[..., GenerationRequest], claim_and_fail: Callable[..., Awaitable[None]]
+) -> Callable[..., Awaitable[None]]:
+    async def submit_and_fail(job_id: str, error: KtqueueError | None = None, **options: Any) -> None:
+        await broker.jobs.submit(make_request(job_id), job_id=job_id, **options)
+        await claim_and_fail(job_id, error)
+
     return submit_and_fail
 
 
 async def test_a_failed_job_is_sent_again_once(
-    broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest], raw: Any
+    broker: Broker,
+    lease: Lease,
+    fail: Any,
+    claim_and_fail: Any,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
 ) -> None:
     await fail("a", tenant="acme")
     before = await broker.jobs.get("a")
@@ -47,7 +59,7 @@ async def test_a_failed_job_is_sent_again_once(
         assert (again.id, again.state, again.tenant, again.attempts) == ("a-r2", JobState.QUEUED, "acme", 0)
         assert again.request == before.request
         old = await broker.jobs.get("a")
-        assert (old.state, old.error.code, old.retried_as) == (JobState.FAILED, "poison_job", "a-r2")
+        assert (old.state, error_of(old).code, old.retried_as) == (JobState.FAILED, "poison_job", "a-r2")
         assert old.request_dropped
         assert raw.exists(f"{broker.keys.tag}:failed") == 0
         raw.hdel(f"{broker.keys.tag}:job:a", "retried")  # as if this call had died before it had written that
@@ -56,7 +68,7 @@ async def test_a_failed_job_is_sent_again_once(
         for _ in range(2):
             assert (await client.retry("a")).id == "a-r2"
     assert (await broker.jobs.depth())[0].interactive == 1
-    await fail.again("a-r2")
+    await claim_and_fail("a-r2")
     assert (await broker.jobs.retry("a-r2")).id == "a-r3"
     (claim,) = await lease.claim(1)
     assert (claim.job_id, claim.events, claim.request) == ("a-r3", [], before.request)

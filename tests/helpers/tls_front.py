@@ -42,7 +42,7 @@ class TlsFront:
             self._context.load_verify_locations(clients.file)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.setblocking(False)
-        self.port = self._socket.getsockname()[1]
+        self.port: int = self._socket.getsockname()[1]
         self.secure = 0  # connections that spoke TLS
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -129,7 +129,8 @@ def allowed() -> list[str]:
     """The user as the guide writes it."""
     text = (ROOT / "docs" / "guides" / "redis.md").read_text()
     (block,) = re.findall(r"^user ktqueue .*\n(?:  .*\n)*", text, re.MULTILINE)
-    return block.split()[2:]
+    words: list[str] = block.split()
+    return words[2:]
 
 
 def test_the_guide_allows_what_the_scripts_call_and_no_more() -> None:

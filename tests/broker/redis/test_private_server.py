@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import redis
+from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
@@ -137,6 +138,7 @@ def orphan(tmp_path: Path) -> Any:
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with parent:
+        assert parent.stdout is not None
         yield int(parent.stdout.readline()), parent
         parent.kill()
 
@@ -248,7 +250,7 @@ async def test_a_stream_goes_on_over_a_killed_server(
         beats, reader = asyncio.create_task(beat()), asyncio.create_task(read())
         for seq in range(1, 121):
             if seq in (30, 60, 90):
-                os.kill(server.pid, signal.SIGKILL)
+                os.kill(required(server.pid, "the pid"), signal.SIGKILL)
                 await eventually(dead)
                 asyncio.get_running_loop().call_later(1.3, server.start, tmp_path)  # longer than the lease
             state = JobState.DONE if seq == 120 else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from redis_fleet import SentinelFleet, until
+from required import required
 from teller import Teller, read
 
 from ktqueue.broker.broker import Broker
@@ -151,7 +152,7 @@ async def test_the_sentinels_are_asked_all_at_once(
 
 async def test_what_is_wrong_is_said(fleet: Any, config: BrokerConfig) -> None:
     with pytest.raises(ConfigError, match="'fables'"):
-        await Broker.open(replace(config, url=config.url.replace("/tales", "/fables")))
+        await Broker.open(replace(config, url=required(config.url, "the URL").replace("/tales", "/fables")))
     replica = f"127.0.0.1:{fleet.replica.port}"
     with pytest.raises(Unavailable, match=rf"{replica} is a read-only replica of 127.0.0.1:{fleet.master.port}"):
         await Broker.open(replace(config, url=f"redis://{replica}"))
