@@ -11,7 +11,10 @@ from benchmarks.machine import ROOT
 
 
 class Peer:
-    """A process that answers each JSON line with one. It idles in between. Raises RuntimeError if it dies."""
+    """A process that answers each question with one JSON line (see `json_lines`). It idles in between.
+
+    Its methods raise RuntimeError if the process has ended.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -20,10 +23,10 @@ class Peer:
     def process_id(self) -> int:
         return self._process.pid
 
-    def ask(self, question: Any) -> Any:
-        """Send one question and return its answer."""
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the process and return its answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps({method: arguments}) + "\n")
         self._process.stdin.flush()
         return self.hear()
 
@@ -51,12 +54,22 @@ class Peer:
         self._process.wait(30)
 
 
-def ours(model: str, threads: int) -> Peer:
+def start_ours(model: str, threads: int) -> Peer:
     """Our engine."""
     return Peer([sys.executable, "-m", "benchmarks.engine.ours", "--model", model, "--threads", str(threads)])
 
 
-def llama(python: str, model: str, threads: int, rows: int, *, repack: bool) -> Peer:
-    """llama.cpp under the interpreter that has it."""
-    command = [python, "benchmarks/engine/llama.py", "--model", model, "--threads", str(threads), "--rows", str(rows)]
+def start_llama(python: str, model: str, threads: int, rows: int, *, repack: bool) -> Peer:
+    """llama.cpp under the interpreter that has it. The first line that it says is its version."""
+    command = [
+        python,
+        "-m",
+        "benchmarks.engine.llama",
+        "--model",
+        model,
+        "--threads",
+        str(threads),
+        "--rows",
+        str(rows),
+    ]
     return Peer([*command, *([] if repack else ["--no-repack"])])

@@ -1,12 +1,15 @@
 """Decode and prefill of our engine, and of llama.cpp beside it on the same file, point by point in turns."""
 
+import argparse
 from contextlib import ExitStack
 from functools import partial
 from random import Random
 from typing import Any
 
-from benchmarks import machine, peer
+from benchmarks import machine
 from benchmarks.engine.footprint import of_file
+from benchmarks.peer import Peer, start_llama, start_ours
+from ktqueue.bench.machine import Probes
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -20,79 +23,66 @@ PROMPTS = (
     "In a village by the sea lived a fisherman and his wife in a hut that was no better than an old kettle, and every "
     "day the man went out to fish, and he fished and",
 )
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 11}
-
-
-PATHS = {"llama.cpp repack": True, "llama.cpp no-repack": False}
 PROMPT_TOKENS = 32
+EXPERT_TOKENS = 24  # decoded while distinct experts are counted
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 11}
+OURS = "ktqueue"
+Point = tuple[int, str, dict[str, Any]]  # rows, and the question
+LLAMA = {"llama.cpp repack": True, "llama.cpp no-repack": False}
 
 
-def run(
-    *,
-    model: str,
-    rows: list[int],
-    prefill: int,
-    tokens: int,
-    rounds: int,
-    threads: int,
-    llama_python: str | None,
-    sampled: bool,
-    without_ours: bool,
-) -> dict[str, Any]:
-    """All points, `rounds` times in turns; of each peer and point every figure."""
-    path = resolve(model)
-    tokenizer = load_tokenizer(model)
-    ids = [tokenizer.encode(text)[: PROMPT_TOKENS - 1] for text in PROMPTS]
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all points, `arguments.rounds` times in turns."""
+    path = resolve(arguments.model)
+    tokenizer = load_tokenizer(arguments.model)
+    beginnings = [tokenizer.encode(text)[: PROMPT_TOKENS - 1] for text in PROMPTS]
     # Rows differ by their last token, so that they do not all say the same.
-    points: list[dict[str, Any]] = [
-        {"rows": count, "prompts": [[*ids[i % len(ids)], 300 + i] for i in range(count)], "tokens": tokens}
-        for count in rows
-    ]
-    if prefill:
-        spread = Random(5)
-        points.append({"rows": 0, "prefill": [spread.randrange(tokenizer.size) for _ in range(prefill)]})
+    prompts = {rows: [[*beginnings[i % len(PROMPTS)], 300 + i] for i in range(rows)] for rows in arguments.rows}
+    draw = Random(5)
+    long_prompt = [draw.randrange(tokenizer.size) for _ in range(arguments.prefill)]
+    points: list[Point] = [(n, "decode", {"prompts": prompts[n], "tokens": arguments.tokens}) for n in prompts]
+    points += [(0, "prefill", {"prompt": long_prompt})] if long_prompt else []
     footprint = of_file(path)
+    figures: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        peers: dict[str, peer.Peer] = {}
-        versions = {}
-        if not without_ours:
-            peers["ktqueue"] = stack.enter_context(peer.ours(str(path), threads))
-        if llama_python:
-            for name, repack in PATHS.items():
-                peers[name] = stack.enter_context(
-                    peer.llama(llama_python, str(path), threads, max(rows), repack=repack)
-                )
-                versions.update(peers[name].hear())
-        for one in peers.values():  # wake threads and caches
-            for point in (points[0], points[-1]):
-                one.ask({**point, "tokens": 16})
-        watch = machine.Watch([one.process_id for one in peers.values()])
-        taken: list[dict[str, Any]] = []
-        for turn in range(rounds):
-            for point in points:
-                for name, one in peers.items():
-                    figure = watch.take(partial(one.ask, point))
-                    taken.append({"peer": name, "rows": point["rows"], "round": turn, **figure})
-                if sampled and "ktqueue" in peers and point["rows"]:
-                    figure = watch.take(partial(peers["ktqueue"].ask, {**point, "sampling": SAMPLED}))
-                    taken.append({"peer": "ktqueue sampled", "rows": point["rows"], "round": turn, **figure})
-        distinct = {count: footprint.expected_experts(count) for count in rows}
-        if "ktqueue" in peers:
-            counted = {point["rows"]: {"experts": {**point, "tokens": 24}} for point in points if point["rows"]}
-            distinct = {count: peers["ktqueue"].ask(question) for count, question in counted.items()}
+        ours = stack.enter_context(start_ours(str(path), arguments.threads))
+        peers: dict[str, Peer] = {OURS: ours}
+        versions: dict[str, str] = {}
+        if arguments.llama_python:
+            for name, repack in LLAMA.items():
+                llama = start_llama(
+                    arguments.llama_python, str(path), arguments.threads, max(prompts), repack=repack
+                )  # fmt: skip
+                peers[name] = stack.enter_context(llama)
+                versions |= llama.hear()
+        for peer in peers.values():  # wake threads and caches
+            for _, method, question in (points[0], points[-1]):
+                peer.ask(method, **question)
+        probes, processes = Probes(), [peer.process_id for peer in peers.values()]
+
+        def take(peer: Peer, method: str, question: dict[str, Any]) -> dict[str, Any]:
+            before = machine.bandwidth(probes)
+            figure = machine.watch(partial(peer.ask, method, **question), processes)
+            return {**figure, "bandwidth_gb_s": max(before, machine.bandwidth(probes))}
+
+        for turn in range(arguments.rounds):
+            for rows, method, question in points:
+                for name, peer in peers.items():
+                    figures.append({"peer": name, "rows": rows, "round": turn, **take(peer, method, question)})
+                if arguments.sampled and rows:
+                    figure = take(ours, method, {**question, **SAMPLED})
+                    figures.append({"peer": f"{OURS} sampled", "rows": rows, "round": turn, **figure})
+        distinct = {rows: ours.ask("distinct_experts", prompts=prompts[rows], tokens=EXPERT_TOKENS) for rows in prompts}
     return {
         "what": "the whole step with all rows running, greedy unless said; a prompt alone where rows are 0",
         "model": path.name,
         "prompt_tokens": PROMPT_TOKENS,
-        "tokens": tokens,
-        "prefill": prefill,
-        "threads": threads,
-        "rounds": rounds,
+        **{name: getattr(arguments, name) for name in ("tokens", "prefill", "threads", "rounds")},
         "sampling": SAMPLED,
         "versions": versions,
-        "figures": taken,
+        "figures": figures,
         "experts_of_layer": footprint.experts,
-        "distinct_experts": {str(count): value for count, value in distinct.items()},
-        "step_bytes": {str(count): footprint.step_bytes(value) for count, value in distinct.items()},
+        "distinct_experts": {str(rows): count for rows, count in distinct.items()},
+        "step_bytes": {str(rows): footprint.step_bytes(count) for rows, count in distinct.items()},
         "weights_of_token": footprint.weights,
     }

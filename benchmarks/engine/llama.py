@@ -1,17 +1,17 @@
-"""llama.cpp on the same file: a process that takes points on standard input and answers with figures, a JSON line each.
+"""llama.cpp on the same file, as a process that answers questions (see `json_lines`).
 
-Runs under any Python that has llama-cpp-python (its C API through ctypes) and numpy; imports nothing of ours. Only the
-calls that decode are timed: sampling, text and scheduling are not, which favours llama.cpp.
+It runs under any Python that has llama-cpp-python (its C API through ctypes) and numpy, so it imports nothing of
+ktqueue. Only the calls that decode are timed: sampling, text and scheduling are not, which favours llama.cpp.
 """
 
 import argparse
 import ctypes
-import json
-import sys
 import time
 
 import llama_cpp as api
 import numpy as np
+
+from benchmarks.json_lines import answer_questions, say
 
 CONTEXT = 16_384
 BATCH = 2_048
@@ -103,7 +103,7 @@ class Llama:
 
 
 def main() -> None:
-    """Serve points until standard input ends."""
+    """Answer until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -113,19 +113,8 @@ def main() -> None:
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
     llama = Llama(arguments.model, threads=arguments.threads, rows=arguments.rows, repack=not arguments.no_repack)
-    sys.stdout.write(json.dumps({"llama_cpp_python": api.__version__}) + "\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        point = json.loads(line)
-        answer: object
-        if "score" in point:
-            answer = llama.score(point["score"], point["path"])
-        elif "prefill" in point:
-            answer = llama.prefill(point["prefill"])
-        else:
-            answer = llama.decode(point["prompts"], point["tokens"])
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    say({"llama_cpp_python": api.__version__})
+    answer_questions(llama)
 
 
 if __name__ == "__main__":

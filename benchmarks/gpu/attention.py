@@ -5,17 +5,16 @@ stay in the GPU's cache; a prompt runs eagerly. Then the host's time for a plan 
 keys and values. The torch twin cannot be captured and always runs eagerly.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.results import RESULTS, write
+from benchmarks.command import command_line
+from benchmarks.results import write
 from ktqueue.bench.environment import environment
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -132,10 +131,9 @@ def measure(backend: str, kv: KVCache) -> dict[str, Any]:
 
 def main() -> None:
     """Measure each backend and type of cache, and keep the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--backend", action="append", choices=BACKENDS)
     parser.add_argument("--cache", action="append", choices=tuple(TYPES))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"format": 1, "environment": environment(), "figures": []}
     pages = max(rows * -(-context // PAGE_SIZE) for rows, context in DECODE)

@@ -5,13 +5,10 @@ between two of them is short, a launch's latency, or long, a wait for the CPU's 
 without the profiler first, which slows them down.
 """
 
-import argparse
-import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -19,12 +16,10 @@ import torch
 from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.engine import GIB, PROMPT_TOKENS, decoder_of
-from benchmarks.results import RESULTS, write
-from ktqueue.bench.engine import finish, prompts, start
+from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
+from benchmarks.results import write
+from ktqueue.bench.engine import finish, start
 from ktqueue.bench.environment import environment
-from ktqueue.core.config import EngineConfig
-from ktqueue.workers.startup.build import Built, assemble, build
 
 STEPS = 8  # that are traced
 WARM = 4  # before them
@@ -59,21 +54,21 @@ def divide(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     many kernels there are. A kernel beside another counts only from where that one ends."""
     parts = dict.fromkeys([*PARTS, REST], 0.0)
     gaps = {"short gaps": 0.0, "long gaps": 0.0}
-    ordered = sorted(kernels, key=lambda one: one.begin)
-    at = ordered[0].begin
-    for one in ordered:
-        gap = max(0.0, one.begin - at)
+    ordered = sorted(kernels, key=lambda kernel: kernel.begin)
+    counted_to = ordered[0].begin
+    for kernel in ordered:
+        gap = max(0.0, kernel.begin - counted_to)
         gaps["long gaps" if gap > LONG_GAP else "short gaps"] += gap
-        parts[part_of(one.name)] += max(0.0, one.end - max(at, one.begin))
-        at = max(at, one.end)
+        parts[part_of(kernel.name)] += max(0.0, kernel.end - max(counted_to, kernel.begin))
+        counted_to = max(counted_to, kernel.end)
     milliseconds = {name: value / steps / 1e3 for name, value in (parts | gaps).items()}
     return {"kernels": len(kernels) / steps, "ms": milliseconds}
 
 
-def measure(built: Built, rows: int) -> dict[str, Any]:
+def measure(loaded: LoadedGpuModel, rows: int) -> dict[str, Any]:
     """Rows that decode together, after prompts of PROMPT_TOKENS."""
-    engine, decoder = built.engine, decoder_of(built)
-    start(engine, prompts(rows, PROMPT_TOKENS, built.tokenizer.size), 3 * (WARM + STEPS), {})
+    engine, decoder = loaded.engine, loaded.decoder
+    start(engine, loaded.prompts(rows), 3 * (WARM + STEPS), {})
 
     def step() -> float:
         begun = time.perf_counter()
@@ -95,42 +90,24 @@ def measure(built: Built, rows: int) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         figure["traced_step_ms"] = 1e3 * median([step() for _ in range(STEPS)])
         torch.cuda.synchronize()
-    events = [one for one in traced.events() if one.device_type == DeviceType.CUDA]
-    kernels = [Kernel(one.name, one.time_range.start, one.time_range.end) for one in events]
+    events = [event for event in traced.events() if event.device_type == DeviceType.CUDA]
+    kernels = [Kernel(event.name, event.time_range.start, event.time_range.end) for event in events]
     finish(engine)
-    unknown = sorted({one.name[:60] for one in kernels if part_of(one.name) == REST})
+    unknown = sorted({kernel.name[:60] for kernel in kernels if part_of(kernel.name) == REST})
     sys.stderr.write(f"{rows} rows; rest: {unknown}\n")
     return figure | divide(kernels, STEPS)
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="synthetic:qwen3-30b-a3b:q4_k_m")
-    parser.add_argument("--rows", default="1,4,16,64", help="rows that decode at once")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    arguments = parser.parse_args()
-    rows = [int(one) for one in arguments.rows.split(",")]
-    config = EngineConfig(
-        model=arguments.model,
-        device="cuda",
-        enable_prefix_caching=False,
-        max_num_seqs=max(rows),
-        kv_cache_bytes=2 * GIB,
-    )
-    built = build(config)
+    arguments = gpu_command_line(__doc__, rows="1,4,16,64").parse_args()
+    loaded = LoadedGpuModel(arguments.model, max(arguments.rows), 2 * GIB)
     result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
     result["prompt_tokens"], result["steps"] = PROMPT_TOKENS, STEPS
-    result["on_cpu"] = [measure(built, count) for count in rows]
-    whole = int(decoder_of(built).statistics()["expert_bytes"])
-    built.engine.close()
-    model, tokenizer = built.model, built.tokenizer
-    del built
-    gc.collect()
-    torch.cuda.empty_cache()
-    built = assemble(replace(config, gpu_expert_memory_bytes=whole), model, tokenizer)
-    result["on_gpu"] = [measure(built, count) for count in rows]
-    built.engine.close()
+    result["on_cpu"] = [measure(loaded, rows) for rows in arguments.rows]
+    loaded.rebuild(gpu_expert_memory_bytes=loaded.expert_bytes)
+    result["on_gpu"] = [measure(loaded, rows) for rows in arguments.rows]
+    loaded.engine.close()
     write(arguments.results / "profile.json", result)
 
 

@@ -9,75 +9,62 @@ experts that a layer of a step uses.
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks import machine
-from benchmarks.queue.system import frames, percentile
-from benchmarks.results import RESULTS, write
+from benchmarks.command import command_line, integers
+from benchmarks.gpu.loaded_gpu_model import MODEL
+from benchmarks.percentiles import percentiles
+from benchmarks.queue.servers import whole_system
+from benchmarks.queue.system import stream, stream_times
+from benchmarks.results import write
 from ktqueue.bench.engine import prompts
 from ktqueue.bench.environment import environment
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.workers.startup.build import Built, build
-from ktqueue.workers.supervision.supervisor import Supervisor
 
-START_SECONDS = 600.0  # for a large model to load
-
-
-async def stream(http: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> list[float]:
-    """The moments at which a client has text, the first that of its request."""
-    body = {"model": model, "prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True}  # fmt: skip
-    moments = [time.monotonic()]
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for _, data in frames(response):
-            if data["choices"]:
-                moments.append(time.monotonic())
-    return moments
+REPLY_SECONDS = 600.0
 
 
 async def together(http: httpx.AsyncClient, model: str, asked: list[list[int]], tokens: int) -> dict[str, Any]:
-    """What all clients see who ask at once."""
+    """What clients see that all ask at once."""
     began = time.monotonic()
-    seen = await asyncio.gather(*(stream(http, model, prompt, tokens) for prompt in asked))
-    seconds = max(moments[-1] for moments in seen) - began
-    first = [1e3 * (moments[1] - moments[0]) for moments in seen]
-    gaps = [1e3 * (after - before) for moments in seen for before, after in pairwise(moments[1:])]
+    streams = await asyncio.gather(*(stream(http, model, prompt, tokens) for prompt in asked))
+    seconds = max(moments[-1] for moments in streams) - began
+    first, between = stream_times(streams)
     return {
         "clients": len(asked),
         "tokens_per_second": len(asked) * tokens / seconds,
-        "first_token_p50_ms": percentile(first, 0.5),
-        "first_token_p99_ms": percentile(first, 0.99),
-        "between_tokens_p50_ms": percentile(gaps, 0.5),
-        "between_tokens_p99_ms": percentile(gaps, 0.99),
+        **percentiles(first, 50, 99, prefix="first_token_"),
+        **percentiles(between, 50, 99, prefix="between_tokens_"),
     }
 
 
-async def served(config: Config, clients: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The figures of the clients, the best of the rounds; the first round warms up."""
+def prompts_of_rounds(clients: int, arguments: argparse.Namespace) -> list[list[list[int]]]:
+    """The prompts of all clients in each round; the first round warms up."""
+    return [
+        prompts(clients, arguments.prompt, arguments.vocabulary, seed=number) for number in range(arguments.rounds + 1)
+    ]
+
+
+async def served(engine: EngineConfig, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The best round of each number of clients."""
+    best = []
     async with (
-        Supervisor(config, workers=1) as up,
-        httpx.AsyncClient(base_url=up.url, timeout=START_SECONDS, trust_env=False) as http,
+        whole_system(engine) as up,
+        httpx.AsyncClient(base_url=up.url, timeout=REPLY_SECONDS, trust_env=False) as http,
     ):
         name = (await http.get("/v1/models")).json()["data"][0]["id"]
-        best = []
-        for count in clients:
-            taken = [
-                await together(
-                    http, name, prompts(count, arguments.prompt, arguments.vocabulary, seed=turn), arguments.tokens
-                )
-                for turn in range(arguments.rounds + 1)
-            ]
-            best.append(max(taken[1:], key=lambda one: one["tokens_per_second"]))
+        for clients in arguments.clients:
+            asked = prompts_of_rounds(clients, arguments)
+            figures = [await together(http, name, each, arguments.tokens) for each in asked]
+            best.append(max(figures[1:], key=lambda figure: float(figure["tokens_per_second"])))
             sys.stderr.write(f"served: {best[-1]}\n")
-        return best
+    return best
 
 
 def alone(built: Built, asked: list[list[int]], tokens: int) -> float:
@@ -104,40 +91,32 @@ def experts_of_a_step(built: Built, asked: list[list[int]], tokens: int) -> floa
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="synthetic:qwen3-30b-a3b:q4_k_m")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--clients", default="1,4,64", help="clients at once")
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default=MODEL, help="a model that a worker accepts")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--clients", type=integers, default="1,4,64", help="clients at once")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=2, help="of each point, after one that warms up")
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
-    parser.add_argument("--gpu-expert-memory-bytes", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--gpu-expert-memory-bytes", type=int, default=0, help="of the worker")
     arguments = parser.parse_args()
-    clients = [int(one) for one in arguments.clients.split(",")]
     engine = EngineConfig(
         model=arguments.model,
         device=arguments.device,
-        max_num_seqs=max(clients),
+        max_num_seqs=max(arguments.clients),
         enable_prefix_caching=False,
         gpu_expert_memory_bytes=arguments.gpu_expert_memory_bytes,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        broker = BrokerConfig(state_dir=str(Path(folder) / "state"))
-        config = Config(broker=broker, engine=engine, gateway=GatewayConfig(port=0))
-        figures = asyncio.run(served(config, clients, arguments))
+    figures = asyncio.run(served(engine, arguments))
     built = build(engine)
-    for one in figures:
-        asked = [
-            prompts(one["clients"], arguments.prompt, arguments.vocabulary, seed=turn)
-            for turn in range(arguments.rounds + 1)
-        ]
-        one["engine_alone"] = max([alone(built, each, arguments.tokens) for each in asked][1:])
-        one["share_of_engine"] = one["tokens_per_second"] / one["engine_alone"]
-        one["distinct_experts"] = experts_of_a_step(built, asked[0], arguments.tokens)
-        one["bandwidth_gb_s"] = machine.bandwidth()
-        sys.stderr.write(f"alone: {one}\n")
+    for figure in figures:
+        asked = prompts_of_rounds(figure["clients"], arguments)
+        figure["engine_alone"] = max([alone(built, each, arguments.tokens) for each in asked][1:])
+        figure["share_of_engine"] = figure["tokens_per_second"] / figure["engine_alone"]
+        figure["distinct_experts"] = experts_of_a_step(built, asked[0], arguments.tokens)
+        figure["bandwidth_gb_s"] = machine.bandwidth()
+        sys.stderr.write(f"alone: {figure}\n")
     result = {"format": 1, "model": arguments.model, "device": arguments.device, "environment": environment(),
               "prompt_tokens": arguments.prompt, "tokens": arguments.tokens, "figures": figures}  # fmt: skip
     built.engine.close()

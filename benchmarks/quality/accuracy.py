@@ -6,9 +6,7 @@ What separates both from the twin is the rounding of activations, and in random 
 at the edge of the router's choice swaps an expert. Hence medians.
 """
 
-import argparse
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,8 +16,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import add_cpu_arguments, command_line
 from benchmarks.quality import logits
-from benchmarks.results import RESULTS, write
+from benchmarks.results import write
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.synthetic.checkpoint import write_synthetic
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -83,13 +82,11 @@ def _file(model: str, folder: Path) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("models", nargs="+", help="GGUF files, demo, or synthetic:SHAPE:QUANT")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--window", type=int, default=256, help="tokens, drawn at random")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    add_cpu_arguments(parser)
     arguments = parser.parse_args()
     figures = {}
     for model in arguments.models:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.initialization import no_init_weights
 
-from benchmarks import peer
+from benchmarks.peer import start_llama
 from ktqueue.core.config import EngineConfig
 from ktqueue.loading.load import open_checkpoint
 from ktqueue.loading.skeleton import build_config
@@ -76,13 +76,13 @@ def llama(python: str, path: Path, threads: int, *, repack: bool = True) -> Iter
     """llama.cpp as it is measured, in a process of its own."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        peer.llama(python, str(path), threads, 1, repack=repack) as process,
+        start_llama(python, str(path), threads, 1, repack=repack) as process,
     ):
         process.hear()
         target = Path(folder) / "logits.npy"
 
         def run(ids: list[int]) -> Logits:
-            process.ask({"score": ids, "path": str(target)})
+            process.ask("score", ids=ids, path=str(target))
             logits: Logits = np.load(target)
             return logits
 

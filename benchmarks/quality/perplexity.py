@@ -7,10 +7,8 @@ attention take the format; embeddings, which also give the logits, take it from 
 and TEXT may hold .xz files.
 """
 
-import argparse
 import hashlib
 import lzma
-import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +19,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from benchmarks.command import add_cpu_arguments, command_line
 from benchmarks.quality import accuracy
-from benchmarks.results import RESULTS, write
+from benchmarks.results import write
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
 from ktqueue.loading.gguf.library import WRITABLE, quantize
@@ -93,15 +92,13 @@ def text_facts(path: Path, raw: bytes) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("weights", type=Path, metavar="HF_FOLDER")
     parser.add_argument("text", type=Path, metavar="TEXT")
     parser.add_argument("--formats", default=",".join(BLOCKS).lower())
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--window", type=int, default=512, help="tokens; all but the first are scored")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--llama-python", default=os.environ.get("LLAMA_PYTHON"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    add_cpu_arguments(parser)
     arguments = parser.parse_args()
     raw = read_text(arguments.text)
     formats = [name.upper() for name in arguments.formats.split(",")]

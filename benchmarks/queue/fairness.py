@@ -12,22 +12,20 @@ import asyncio
 import random
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.command import command_line
 from benchmarks.engine.compare import PROMPTS
+from benchmarks.percentiles import percentile, percentiles
 from benchmarks.queue.page import FAIRNESS
-from benchmarks.queue.system import percentile
-from benchmarks.results import RESULTS, write
+from benchmarks.queue.servers import whole_system
+from benchmarks.results import write
 from benchmarks.tables import numbered, table
 from ktqueue.broker.broker import Broker
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.supervision.supervisor import Supervisor
 
 INTERACTIVE_TOKENS = 32
 BATCH_TOKENS = 128
@@ -50,7 +48,7 @@ async def interactive(broker: Broker, model: str, *, rate: float, count: int, se
     """Seconds that each of `count` interactive jobs waited for its first token; `rate` of them come in a second."""
     noise = random.Random(seed)
 
-    async def one(number: int) -> float:
+    async def wait(number: int) -> float:
         began = time.perf_counter()
         job = await broker.jobs.submit(request(model, number, JobClass.INTERACTIVE))
         waited = None
@@ -63,7 +61,7 @@ async def interactive(broker: Broker, model: str, *, rate: float, count: int, se
     async with asyncio.TaskGroup() as group:
         tasks = []
         for number in range(count):
-            tasks.append(group.create_task(one(seed * count + number)))
+            tasks.append(group.create_task(wait(seed * count + number)))
             await asyncio.sleep(noise.expovariate(rate))
     return [task.result() for task in tasks]
 
@@ -129,12 +127,13 @@ async def flood(broker: Broker, model: str, clients: int, seconds: float) -> flo
 
 def waits(values: list[float]) -> dict[str, float]:
     """A summary of waits in seconds, in milliseconds."""
+    milliseconds = [1e3 * value for value in values]
+    spread = percentiles(milliseconds, 50, 95)
     return {
         "jobs": len(values),
-        "mean_ms": 1e3 * statistics.mean(values),
-        "p50_ms": 1e3 * percentile(values, 0.5),
-        "p95_ms": 1e3 * percentile(values, 0.95),
-        "max_ms": 1e3 * max(values),
+        "mean_ms": statistics.mean(milliseconds),
+        **spread,
+        "max_ms": max(milliseconds),
     }
 
 
@@ -156,7 +155,7 @@ async def round_of(broker: Broker, model: str, arguments: argparse.Namespace, se
     figure = {
         "idle": waits(alone),
         "loaded": waits(beside),
-        "p95_loaded_over_idle": percentile(beside, 0.95) / percentile(alone, 0.95),
+        "p95_loaded_over_idle": percentile(beside, 95) / percentile(alone, 95),
         "batch_queued": [before.batch, after.batch],
         "batch_tokens_per_second_alone": batch_rate,
         "batch_tokens_per_second_beside": shared,
@@ -177,19 +176,11 @@ async def round_of(broker: Broker, model: str, arguments: argparse.Namespace, se
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(threads=arguments.threads, max_num_seqs=arguments.rows),
-            gateway=GatewayConfig(port=0),
-        )
-        async with (
-            Supervisor(config, workers=1) as up,
-            await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
-        ):
-            (card,) = await broker.models.cards()
-            await interactive(broker, card.name, rate=arguments.rate, count=5, seed=999)  # warm
-            rounds = [await round_of(broker, card.name, arguments, turn) for turn in range(arguments.rounds)]
+    engine = EngineConfig(threads=arguments.threads, max_num_seqs=arguments.rows)
+    async with whole_system(engine) as up, await Broker.open(up.config.broker) as broker:
+        (card,) = await broker.models.cards()
+        await interactive(broker, card.name, rate=arguments.rate, count=5, seed=999)  # warm
+        rounds = [await round_of(broker, card.name, arguments, number) for number in range(arguments.rounds)]
     return {
         "what": "waits of interactive jobs beside a deep batch queue",
         "model": card.name,
@@ -203,7 +194,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=10_000, help="batch jobs queued")
     parser.add_argument("--jobs", type=int, default=200, help="interactive jobs of a round")
     parser.add_argument("--rate", type=float, default=5.0, help="interactive jobs a second")
@@ -211,7 +202,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
     parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FAIRNESS, numbered(result["figures"]))) + "\n")

@@ -7,27 +7,26 @@ a new connection. The time to its first token is measured from before the connec
 nobody else is connected. Memory is what the gateway's process has resident.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
 
 from benchmarks import machine
+from benchmarks.command import command_line
 from benchmarks.queue.flood_clients import KINDS
-from benchmarks.queue.system import percentile
-from benchmarks.results import RESULTS, write
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
+from benchmarks.queue.servers import whole_system
+from benchmarks.queue.system import frames
+from benchmarks.results import write
+from ktqueue.core.config import EngineConfig
 from ktqueue.workers.supervision.supervisor import Supervisor
 
 ADDRESSES = (1, 50)
@@ -48,12 +47,11 @@ async def chat(url: str, turn: int) -> float | None:
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, transport=transport) as http:
             began = time.monotonic()
             async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if first is None and line.startswith("data: {"):
-                        choices = json.loads(line[6:]).get("choices") or [{}]
-                        if choices[0].get("delta", {}).get("content"):
-                            first = time.monotonic() - began
-    except httpx.TransportError:
+                async for _, data in frames(response):
+                    choices = data.get("choices") or [{}]
+                    if first is None and choices[0].get("delta", {}).get("content"):
+                        first = time.monotonic() - began
+    except httpx.HTTPError:
         return None
     return first
 
@@ -111,18 +109,13 @@ async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float)
         await process.wait()
 
 
-async def highest_memory(process: int, until: asyncio.Event) -> float:
-    """MB, looked at ten times a second."""
-    highest = 0.0
+async def highest_memory(process: int, until: asyncio.Event) -> int:
+    """Most bytes that the process had resident, measured ten times a second."""
+    highest = 0
     while not until.is_set():
-        highest = max(highest, memory(process))
+        highest = max(highest, machine.resident_bytes(process))
         await asyncio.sleep(0.1)
     return highest
-
-
-def memory(process: int) -> float:
-    """MB that the process has in memory."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
 async def measure(
@@ -132,7 +125,7 @@ async def measure(
     process = up.gateway.pid
     assert process is not None
     idle = await chats(up.url, count)
-    before = memory(process)
+    before = machine.resident_bytes(process)
     over = asyncio.Event()
     watch = asyncio.create_task(highest_memory(process, over))
     async with flood(kind, up.config.gateway.port, sockets, addresses, rate) as report:
@@ -154,55 +147,49 @@ async def measure(
         "failed_chats": during.count(None),
         "probe_longest_ms": _longest(probed),
         "failed_probes": probed.count(None),
-        "memory_before_mb": before,
-        "memory_highest_mb": highest,
+        "memory_before_mb": before / 1e6,
+        "memory_highest_mb": highest / 1e6,
         **report,
     }
 
 
-def _middle(taken: list[float | None]) -> float | None:
-    times = [one for one in taken if one is not None]
+def _middle(seconds: list[float | None]) -> float | None:
+    """The median of those that succeeded, in milliseconds."""
+    times = [value for value in seconds if value is not None]
     return 1e3 * median(times) if times else None
 
 
-def _longest(taken: list[float | None]) -> float | None:
-    times = [one for one in taken if one is not None]
-    return 1e3 * percentile(times, 1.0) if times else None
+def _longest(seconds: list[float | None]) -> float | None:
+    """The longest of those that succeeded, in milliseconds."""
+    return max((1e3 * value for value in seconds if value is not None), default=None)
 
 
 async def _run(kinds: list[str], sockets: int, count: int, rate: float) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(threads=1),
-            gateway=GatewayConfig(port=0),
-        )
-        async with Supervisor(config, workers=1) as up:
-            await chats(up.url, count)
-            figures = []
-            for kind in kinds:
-                for addresses in ADDRESSES:
-                    taken = await measure(up, kind, sockets=sockets, addresses=addresses, count=count, rate=rate)
-                    sys.stderr.write(json.dumps(taken) + "\n")
-                    figures.append({**taken, "load_average": machine.load_average()})
+    figures = []
+    async with whole_system(EngineConfig(threads=1)) as up:
+        await chats(up.url, count)
+        for kind in kinds:
+            for addresses in ADDRESSES:
+                figure = await measure(up, kind, sockets=sockets, addresses=addresses, count=count, rate=rate)
+                sys.stderr.write(json.dumps(figure) + "\n")
+                figures.append({**figure, "load_average": machine.load_average()})
     return figures
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--sockets", type=int, default=5_000, help="of each kind")
     parser.add_argument("--chats", type=int, default=20, help="before and during each flood")
     parser.add_argument("--reopen-per-second", type=float, default=200.0, help="of sockets that the gateway closed")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which, with commas")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < arguments.sockets + 512:
         resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.sockets + 512, hard))
     kinds = arguments.kinds.split(",")
     figures = asyncio.run(_run(kinds, arguments.sockets, arguments.chats, arguments.reopen_per_second))
-    loads = sorted(one["load_average"] for one in figures)
+    loads = sorted(figure["load_average"] for figure in figures)
     result = {
         "what": "chats of a stranger while hostile sockets are open",
         "chats": arguments.chats,

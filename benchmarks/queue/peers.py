@@ -7,7 +7,6 @@ then their defaults. Ours is also measured with a supervisor, which sees the dea
 `python -m benchmarks.queue.peers`.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,10 +25,11 @@ from typing import Any
 import redis
 
 from benchmarks import machine
+from benchmarks.command import command_line
 from benchmarks.peer import Peer
-from benchmarks.queue.system import percentile
-from benchmarks.results import RESULTS, write
-from ktqueue.broker.redis.private_server import PrivateServer
+from benchmarks.percentiles import percentiles
+from benchmarks.queue.servers import private_redis
+from benchmarks.results import write
 from ktqueue.core.config import BrokerConfig
 from ktqueue.workers.supervision.lease_release import release_leases_of
 
@@ -48,13 +48,13 @@ LONGEST_WAIT = {True: 30.0, False: 75.0}  # for a second start; tuned or not
 
 
 class Contest:
-    """One server, and a Python for each queue."""
+    """One server, and a Python for each queue. `process_id`: of the server."""
 
-    def __init__(self, url: str, folder: Path, pythons: dict[str, str], server: int) -> None:
+    def __init__(self, url: str, process_id: int, folder: Path, pythons: dict[str, str]) -> None:
         self.pythons = pythons
+        self.process_id = process_id
         self._url = url
         self._pipe = folder / "starts"
-        self._server = server
         os.mkfifo(self._pipe)
 
     @contextmanager
@@ -81,36 +81,28 @@ class Contest:
             peer.hear()
         return peer
 
-    def watched(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `measure` gives, with what other processes took and the load average."""
-        return machine.Bystanders([self._server]).watch(measure)
-
-    def redis_seconds(self) -> float:
-        """CPU seconds of the server so far."""
-        return machine.cpu_seconds(self._server)
-
     # Points
 
     def latency(self, name: str) -> dict[str, Any]:
         """Milliseconds from submit to start."""
         with self.queue(name, workers=1) as (client, _):
-            client.ask({"latency": WARM_UP_JOBS})
-            taken = client.ask({"latency": LATENCY_JOBS})["latency_ms"]
-        return {"p50_ms": percentile(taken, 0.5), "p99_ms": percentile(taken, 0.99), "max_ms": max(taken)}
+            client.ask("latency", jobs=WARM_UP_JOBS)
+            latencies = client.ask("latency", jobs=LATENCY_JOBS)
+        return {**percentiles(latencies, 50, 99), "max_ms": max(latencies)}
 
     def throughput(self, name: str) -> dict[str, Any]:
         """Jobs a second, and what a job costs worker and server in CPU time."""
         jobs = JOBS.get(name, FEWER_JOBS)
         with self.queue(name, workers=0) as (client, _):
-            filled = client.ask({"fill": jobs})
+            filled = client.ask("fill", jobs=jobs)
             worker = self.process(name, "worker")
             try:
                 ready = worker.hear()
-                server = self.redis_seconds()
-                drained = client.ask({"drain": jobs})
+                server = machine.cpu_seconds(self.process_id)
+                drained = client.ask("drain", jobs=jobs)
                 time.sleep(0.2)  # what is left is saved
                 worker_cpu = machine.cpu_seconds(worker.process_id) - ready["cpu_seconds"]
-                server_cpu = self.redis_seconds() - server
+                server_cpu = machine.cpu_seconds(self.process_id) - server
             finally:
                 worker.kill()
         return {**filled, **drained, "jobs": jobs, "worker_us": 1e6 * worker_cpu / jobs,
@@ -119,8 +111,8 @@ class Contest:
     def recovery(self, name: str, *, tuned: bool) -> dict[str, Any]:
         """Seconds from the kill to the second start; None if it did not come; `twice` if it came before the kill."""
         with self.queue(name, workers=2, lease=LEASE_SECONDS if tuned else None) as (client, workers):
-            client.ask({"latency": WARM_UP_JOBS})
-            held = client.ask({"hold": random.uniform(*HOLD_SECONDS)})
+            client.ask("latency", jobs=WARM_UP_JOBS)
+            held = client.ask("hold", seconds=random.uniform(*HOLD_SECONDS))
             if held["starts"] > 1:
                 return {"seconds": None, "twice": True}
             [victim] = [worker for worker in workers if worker.process_id == held["process"]]
@@ -128,8 +120,8 @@ class Contest:
             victim.kill()
             if name == SUPERVISED:
                 asyncio.run(release_leases_of(BrokerConfig(url=self._url), victim.process_id, -signal.SIGKILL))
-            at = client.ask({"again": LONGEST_WAIT[tuned]})["at"]
-        return {"seconds": None if at is None else (at - killed) / 1e9, "twice": False}
+            restarted = client.ask("again", seconds=LONGEST_WAIT[tuned])
+        return {"seconds": None if restarted is None else (restarted - killed) / 1e9, "twice": False}
 
 
 def find_pythons(candidates: Sequence[str]) -> dict[str, str]:
@@ -153,30 +145,21 @@ def versions(python: str, distributions: Sequence[str]) -> dict[str, str]:
     return json.loads(run.stdout) if run.returncode == 0 else {}
 
 
-def run(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> dict[str, Any]:
+def measure(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool) -> dict[str, Any]:
     """All points of all queues, taken in turns, `rounds` times, `kills` in each; at the defaults one kill in all."""
     figures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        server = PrivateServer()
-        url = server.start(Path(folder) / "redis", port=0)
-        try:
-            assert server.pid is not None
-            contest = Contest(url, Path(folder), pythons, server.pid)
-            for turn in range(rounds):
-                for point, name, measure in _points(contest, kills, defaults and not turn):
-                    figure = {"round": turn, "point": point, "queue": name, **contest.watched(measure)}
-                    sys.stderr.write(json.dumps(figure) + "\n")
-                    figures.append(figure)
-            with redis.Redis.from_url(url) as client:
-                facts = client.info("server")
-        finally:
-            server.stop()
-    installed = {
-        k: v
-        for name in pythons
-        if name in DISTRIBUTIONS
-        for k, v in versions(pythons[name], DISTRIBUTIONS[name]).items()
-    }
+    with tempfile.TemporaryDirectory() as folder, private_redis(port=0) as (url, process_id):
+        contest = Contest(url, process_id, Path(folder), pythons)
+        for number in range(rounds):
+            for point, name, take in _points(contest, kills, defaults and not number):
+                figure = {"round": number, "point": point, "queue": name, **machine.watch(take, [process_id])}
+                sys.stderr.write(json.dumps(figure) + "\n")
+                figures.append(figure)
+        with redis.Redis.from_url(url) as client:
+            facts = client.info("server")
+    installed: dict[str, str] = {}
+    for name in pythons.keys() & DISTRIBUTIONS.keys():
+        installed |= versions(pythons[name], DISTRIBUTIONS[name])
     return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
             "waited_seconds": LONGEST_WAIT[False], "versions": {**installed, **_server_version(facts)},
             "figures": figures}  # fmt: skip
@@ -197,14 +180,14 @@ def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str,
         *[("recovery", partial(contest.recovery, tuned=True), everybody)] * kills,
         *[("recovery at defaults", partial(contest.recovery, tuned=False), peers)] * defaults,
     ]
-    for point, measure, names in order:
+    for point, measure_queue, names in order:
         for name in names:
-            yield point, name, partial(measure, name)
+            yield point, name, partial(measure_queue, name)
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--kills", type=int, default=3, help="kills of each queue's worker in a round")
     parser.add_argument("--queues", default=",".join(MODULES), help="which take part")
@@ -212,12 +195,11 @@ def main() -> None:
     parser.add_argument(
         "--peers-python", default=os.environ.get("PEERS_PYTHON", ""), help="Pythons that have the peers, with : between"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
-    pythons = find_pythons([one for one in arguments.peers_python.split(":") if one])
+    pythons = find_pythons([path for path in arguments.peers_python.split(":") if path])
     chosen = {name: python for name, python in pythons.items() if name in arguments.queues.split(",")}
     sys.stderr.write(f"measuring: {', '.join(chosen)}\n")
-    result = run(chosen, rounds=arguments.rounds, kills=arguments.kills, defaults=not arguments.without_defaults)
+    result = measure(chosen, rounds=arguments.rounds, kills=arguments.kills, defaults=not arguments.without_defaults)
     write(arguments.results / "queue.json", result)
 
 

@@ -1,21 +1,21 @@
 """HTTP clients that follow jobs by SSE: bare sockets and a C parser, so that a thousand of them fit beside what they
 measure.
 
-Answers on standard output, a JSON line each: {"follow": {"job_ids", "stalled"}} once every stream is open; {"report":
-{}} once every stream has ended. A stalled client reads nothing until it is asked for the report.
+It answers questions (see `json_lines`): "follow" once every stream is open, "report" once every stream has ended. A
+stalled client reads nothing until the report.
 """
 
 import argparse
 import asyncio
-import json
 import socket
-import sys
 import time
 from typing import Any, cast
 
 import httptools
 import orjson
 import uvloop
+
+from benchmarks.json_lines import answer_questions_async
 
 END_SECONDS = 60.0  # how long the streams may take to end once the last event was committed
 STALLED_BUFFER = 4_096  # bytes that the kernel keeps for a client that does not read
@@ -47,6 +47,11 @@ class Reader:
         self.ended = False
         self.delays: list[int] = []  # microseconds from the commit to the client
 
+    @property
+    def complete(self) -> bool:
+        """Whether every event was seen once."""
+        return self.ended and not self.wrong
+
     def take(self, events: list[tuple[int, Any]], now: int) -> None:
         """Note events that were received at `now` nanoseconds of the monotonic clock."""
         for seq, data in events:
@@ -57,11 +62,12 @@ class Reader:
 
 
 class Stream(asyncio.Protocol):
-    """One client's connection."""
+    """One connection of a client."""
 
     def __init__(self, path: str, reader: Reader) -> None:
         self.opened = asyncio.Event()
         self.closed = asyncio.Event()
+        self.transport: asyncio.Transport
         self._path = path
         self._reader = reader
         self._frames = Frames()
@@ -69,7 +75,8 @@ class Stream(asyncio.Protocol):
         self._now = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.WriteTransport, transport).write(request(self._path, 0))  # uvloop's own class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class
+        self.transport.write(request(self._path, self._reader.last))
 
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic_ns()
@@ -95,111 +102,74 @@ def request(path: str, after: int) -> bytes:
     return b"GET %b HTTP/1.1\r\nHost: gateway\r\nAccept: text/event-stream\r\n%b\r\n" % (path.encode(), resumed)
 
 
-class Stalled:
-    """A client that asks and then does not read. `finish` reads what there is, and comes back if it was cut off."""
-
-    def __init__(self, host: str, port: int, path: str) -> None:
-        self.reader = Reader()
-        self.connections = 0
-        self._address = (host, port)
-        self._path = path
-        self._socket = self._ask()
-
-    def finish(self) -> None:
-        """Read until the job has ended. Blocking."""
-        end = time.monotonic() + END_SECONDS
-        while not self.reader.ended and time.monotonic() < end:
-            self._read()
-            if not self.reader.ended:
-                self._socket.close()
-                self._socket = self._ask()
-        self._socket.close()
-
-    def _ask(self) -> socket.socket:
-        self.connections += 1
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, STALLED_BUFFER)
-        connection.connect(self._address)
-        connection.sendall(request(self._path, self.reader.last))
-        return connection
-
-    def _read(self) -> None:
-        frames, seen = Frames(), self.reader
-        over = False
-
-        class Parsed:
-            def on_body(self, body: bytes) -> None:
-                seen.take(frames.feed(body), time.monotonic_ns())
-
-            def on_message_complete(self) -> None:
-                nonlocal over
-                over = True
-
-        parser = httptools.HttpResponseParser(Parsed())
-        self._socket.settimeout(5.0)
-        while not over:
-            try:
-                data = self._socket.recv(1 << 16)
-            except OSError:
-                return
-            if not data:
-                return
-            parser.feed_data(data)
-
-
 class Clients:
-    """All clients of this process."""
+    """All clients of this process. Each public method answers one question."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
+        self._address = (host, port)
         self._readers: list[Reader] = []
         self._streams: list[Stream] = []
-        self._stalled: Stalled | None = None
+        self._stalled: tuple[str, Reader, Stream] | None = None
 
     async def follow(self, job_ids: list[str], stalled: str | None) -> dict[str, Any]:
         """Open a stream for each job, and one that nobody reads."""
-        loop = asyncio.get_running_loop()
         for job_id in job_ids:
-            reader = Reader()
-            self._readers.append(reader)
-            _, stream = await loop.create_connection(
-                lambda job_id=job_id, reader=reader: Stream(f"/v1/jobs/{job_id}/events", reader),  # type: ignore[misc]
-                self._host,
-                self._port,
-            )
-            self._streams.append(stream)
-            await stream.opened.wait()
+            self._readers.append(Reader())
+            self._streams.append(await self._open(job_id, self._readers[-1]))
+            await self._streams[-1].opened.wait()
         if stalled is not None:
-            self._stalled = Stalled(self._host, self._port, f"/v1/jobs/{stalled}/events")
+            reader = Reader()
+            stream = await self._open(stalled, reader, buffer_bytes=STALLED_BUFFER)
+            stream.transport.pause_reading()
+            self._stalled = (stalled, reader, stream)
         return {"open": len(self._streams)}
 
     async def report(self) -> dict[str, Any]:
         """What was received, and by how many completely."""
-        await asyncio.wait(
-            [asyncio.ensure_future(stream.closed.wait()) for stream in self._streams], timeout=END_SECONDS
-        )
+        async with asyncio.TaskGroup() as group:
+            for stream in self._streams:
+                group.create_task(_closed(stream))
         report: dict[str, Any] = {
-            "complete": sum(reader.ended and not reader.wrong for reader in self._readers),
+            "complete": sum(reader.complete for reader in self._readers),
             "events": sum(len(reader.delays) for reader in self._readers),
             "delays_us": [delay for reader in self._readers for delay in reader.delays],
         }
         if self._stalled is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._stalled.finish)
-            seen = self._stalled.reader
-            report["stalled"] = {"complete": seen.ended and not seen.wrong, "events": len(seen.delays),
-                                 "connections": self._stalled.connections}  # fmt: skip
+            report["stalled"] = await self._read_stalled(*self._stalled)
         return report
 
+    async def _read_stalled(self, job_id: str, reader: Reader, stream: Stream) -> dict[str, Any]:
+        """Read what there is, and connect again if the gateway cut the client off, until the job has ended."""
+        end = time.monotonic() + END_SECONDS
+        connections = 1
+        stream.transport.resume_reading()
+        await _closed(stream)
+        while not reader.ended and time.monotonic() < end:
+            stream = await self._open(job_id, reader, buffer_bytes=STALLED_BUFFER)
+            connections += 1
+            await _closed(stream)
+        return {"complete": reader.complete, "events": len(reader.delays), "connections": connections}
 
-async def serve(host: str, port: int) -> None:
-    """Answer until standard input ends."""
-    loop = asyncio.get_running_loop()
-    clients = Clients(host, port)
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        [(what, arguments)] = json.loads(line).items()
-        answer = await getattr(clients, what)(**arguments)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    async def _open(self, job_id: str, reader: Reader, buffer_bytes: int = 0) -> Stream:
+        loop = asyncio.get_running_loop()
+        connection = socket.socket()
+        connection.setblocking(False)
+        if buffer_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        await loop.sock_connect(connection, self._address)
+        path = f"/v1/jobs/{job_id}/events"
+        _, stream = await loop.create_connection(lambda: Stream(path, reader), sock=connection)
+        return stream
+
+
+async def _closed(stream: Stream) -> None:
+    """Wait until the stream has ended or END_SECONDS are over, and close the connection."""
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            await stream.closed.wait()
+    except TimeoutError:
+        pass
+    stream.transport.close()
 
 
 if __name__ == "__main__":
@@ -208,4 +178,4 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(arguments.host, arguments.port))
+        runner.run(answer_questions_async(Clients(arguments.host, arguments.port)))

@@ -1,28 +1,25 @@
 """Plays many workers: submits jobs, claims them under real leases, and commits one event a job and step, on time.
 
-Answers on standard output, a JSON line each: {"submit": {"streams", "heavy_bytes"}} with the job ids, of which the last
-is the heavy one, if there is one; {"run": {"rate", "seconds"}} with what was committed. The text of an event is the
-time at which its commit began, in nanoseconds of the monotonic clock; a heavy job's is filled up to `heavy_bytes`.
+It answers questions (see `json_lines`): "submit" with the job ids, of which the last is the heavy one, if there is one;
+"run" with what was committed. The text of an event is the time at which its commit began, in nanoseconds of the
+monotonic clock. A heavy job's text is filled up to `heavy_bytes`.
 """
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.json_lines import answer_questions_async
+from benchmarks.queue.adapters.ours import keep_lease, model_card
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
-from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, SamplingParams
-from ktqueue.workers.generation.heartbeat import BEATS_PER_LEASE
 
 ROWS = 128  # of each worker
-MODEL = "none"
 
 
 class Workers:
@@ -38,11 +35,10 @@ class Workers:
     async def submit(self, streams: int, heavy_bytes: int) -> dict[str, Any]:
         """Queue jobs and claim them all."""
         count = -(-streams // ROWS)
-        card = ModelCard(name=MODEL, created=1, max_model_len=1 << 20, vocab_size=256, architecture="none",
-                         quantization="none", max_num_seqs=ROWS)  # fmt: skip
+        card = model_card(ROWS, max_model_len=1 << 20)
         leases = [await Lease.register(self._broker, card) for _ in range(count)]
-        self._beats = [asyncio.create_task(self._beat(lease)) for lease in leases]
-        request = GenerationRequest(model=MODEL, prompt="go", sampling=SamplingParams(max_tokens=1 << 19))
+        self._beats = [asyncio.create_task(keep_lease(lease, self._broker.config)) for lease in leases]
+        request = GenerationRequest(model=card.name, prompt="go", sampling=SamplingParams(max_tokens=1 << 19))
         job_ids = [(await self._broker.jobs.submit(request)).id for _ in range(streams)]
         if heavy_bytes:
             self._heavy = (job_ids[-1], heavy_bytes)
@@ -83,22 +79,11 @@ class Workers:
         return TokenEvent(seq=seq, token_ids=(seq,), text=text, finish_reason=FinishReason.LENGTH,
                           state=JobState.DONE, usage=Usage(prompt_tokens=1, completion_tokens=seq))  # fmt: skip
 
-    async def _beat(self, lease: Lease) -> None:
-        while True:
-            await lease.beat({})
-            await asyncio.sleep(self._broker.config.lease_seconds / BEATS_PER_LEASE)
-
 
 async def serve(url: str) -> None:
     """Answer until standard input ends."""
-    loop = asyncio.get_running_loop()
     async with await Broker.open(BrokerConfig(url=url)) as broker:
-        workers = Workers(broker)
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            [(what, arguments)] = json.loads(line).items()
-            answer = await getattr(workers, what)(**arguments)
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+        await answer_questions_async(Workers(broker))
 
 
 if __name__ == "__main__":

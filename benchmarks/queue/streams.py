@@ -6,7 +6,6 @@ jobs, each with `rate` events a second. In a heavy point the events of one job h
 buffers cannot hide a reader that stalls. Its client reads like the others, or not at all until the run is over.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -14,21 +13,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import httpx
 import redis
 
 from benchmarks import machine
+from benchmarks.command import command_line
 from benchmarks.peer import Peer
-from benchmarks.queue.system import percentile
-from benchmarks.results import RESULTS, write
-from ktqueue.broker.redis.private_server import PrivateServer
+from benchmarks.percentiles import percentiles
+from benchmarks.queue.servers import private_redis
+from benchmarks.results import write
 from ktqueue.core.config import BrokerConfig, Config, GatewayConfig, config_environment
 from ktqueue.workers.supervision.supervisor import GATEWAY_COMMAND
 
@@ -53,31 +52,30 @@ def points(seconds: float, stall_seconds: float) -> list[Point]:
     return [*plain, *(Point(1000, 20.0, stall_seconds, heavy) for heavy in ("read", "stalled") if stall_seconds)]
 
 
-def measure(point: Point, url: str, server: int, folder: Path) -> dict[str, Any]:
+def measure_point(point: Point, url: str, server: int) -> dict[str, Any]:
     """One point, with a gateway, workers and clients of its own. `server`: the process id of Redis."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     with ExitStack() as stack:
-        port, gateway = stack.enter_context(_gateway(url, folder))
+        port, gateway = stack.enter_context(_gateway(url))
         workers = stack.enter_context(Peer([sys.executable, "-m", "benchmarks.queue.stream_workers", "--url", url]))
         command = [sys.executable, "-m", "benchmarks.queue.stream_clients", "--port", str(port)]
         clients = [stack.enter_context(Peer(command)) for _ in range(CLIENT_PROCESSES)]
         heavy_bytes = 0 if point.heavy == "none" else HEAVY_BYTES
-        job_ids = workers.ask({"submit": {"streams": point.streams, "heavy_bytes": heavy_bytes}})["job_ids"]
+        job_ids = workers.ask("submit", streams=point.streams, heavy_bytes=heavy_bytes)["job_ids"]
         stalled = job_ids.pop() if point.heavy == "stalled" else None
-        empty = _resident_bytes(gateway)
-        for place, one in enumerate(clients):
-            question = {"job_ids": job_ids[place::CLIENT_PROCESSES], "stalled": None if place else stalled}
-            one.ask({"follow": question})
-        full = _resident_bytes(gateway)
+        empty = machine.resident_bytes(gateway)
+        for i, client in enumerate(clients):
+            client.ask("follow", job_ids=job_ids[i::CLIENT_PROCESSES], stalled=None if i else stalled)
+        full = machine.resident_bytes(gateway)
         processes = {"gateway": [gateway], "redis": [server], "workers": [workers.process_id],
-                     "clients": [one.process_id for one in clients]}  # fmt: skip
+                     "clients": [client.process_id for client in clients]}  # fmt: skip
         began, before = time.monotonic(), _cpu_seconds(processes)
-        committed = workers.ask({"run": {"rate": point.rate, "seconds": point.seconds}})
+        committed = workers.ask("run", rate=point.rate, seconds=point.seconds)
         cpu = {name: seconds - before[name] for name, seconds in _cpu_seconds(processes).items()}
         wall = time.monotonic() - began
-        after = _resident_bytes(gateway)
-        reports = [one.ask({"report": {}}) for one in clients]
+        after = machine.resident_bytes(gateway)
+        reports = [client.ask("report") for client in clients]
     delays = [delay / 1e3 for report in reports for delay in report["delays_us"]]
     events = point.streams * committed["steps"]
     return {
@@ -85,8 +83,7 @@ def measure(point: Point, url: str, server: int, folder: Path) -> dict[str, Any]
         "events": events,
         "received": sum(report["events"] for report in reports),
         "complete_streams": sum(report["complete"] for report in reports),
-        "p50_ms": percentile(delays, 0.5),
-        "p99_ms": percentile(delays, 0.99),
+        **percentiles(delays, 50, 99),
         "max_ms": max(delays),
         "latest_step_ms": committed["latest_step_ms"],
         "gateway_us_per_event": 1e6 * cpu["gateway"] / events,
@@ -98,30 +95,30 @@ def measure(point: Point, url: str, server: int, folder: Path) -> dict[str, Any]
 
 
 @contextmanager
-def _gateway(url: str, folder: Path) -> Iterator[tuple[int, int]]:
-    """A gateway process: its port and its id."""
+def _gateway(url: str) -> Iterator[tuple[int, int]]:
+    """A gateway process that answers: its port and its id."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = Config(broker=BrokerConfig(url=url), gateway=GatewayConfig(port=port))
-    with (folder / "gateway.log").open("ab") as log:
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(GATEWAY_COMMAND, env={**os.environ, **config_environment(config)}, stderr=log)
-    try:
-        end = time.monotonic() + START_SECONDS
-        while not _answers(port):
-            if time.monotonic() > end or process.poll() is not None:
-                raise RuntimeError(f"the gateway does not answer: {(folder / 'gateway.log').read_text()}")
-            time.sleep(0.05)
-        yield port, process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not _answers(port):
+                if time.monotonic() > end or process.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(f"the gateway does not answer: {log.read()}")
+                time.sleep(0.05)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def _answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2.0) as reply:
-            return bool(reply.status == 200)
-    except OSError:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False).is_success
+    except httpx.TransportError:
         return False
 
 
@@ -129,40 +126,27 @@ def _cpu_seconds(processes: dict[str, list[int]]) -> dict[str, float]:
     return {name: sum(map(machine.cpu_seconds, ids)) for name, ids in processes.items()}
 
 
-def _resident_bytes(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def run(*, rounds: int, seconds: float, stall_seconds: float) -> dict[str, Any]:
+def measure(*, rounds: int, seconds: float, stall_seconds: float) -> dict[str, Any]:
     """All points, taken in turns, `rounds` times."""
     figures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        server = PrivateServer()
-        url = server.start(folder / "redis")
-        try:
-            assert server.pid is not None
-            watch = machine.Bystanders([server.pid]).watch
-            for turn in range(rounds):
-                for point in points(seconds, stall_seconds):
-                    figure = {"round": turn, **watch(partial(measure, point, url, server.pid, folder))}
-                    sys.stderr.write(json.dumps(figure) + "\n")
-                    figures.append(figure)
-        finally:
-            server.stop()
+    with private_redis() as (url, process_id):
+        for number in range(rounds):
+            for point in points(seconds, stall_seconds):
+                figure = machine.watch(partial(measure_point, point, url, process_id), [process_id])
+                figures.append({"round": number, **figure})
+                sys.stderr.write(json.dumps(figures[-1]) + "\n")
     return {"what": "one gateway process, SSE readers, jobs of nobody's model", "heavy_bytes": HEAVY_BYTES,
             "figures": figures}  # fmt: skip
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--seconds", type=float, default=20.0, help="of streaming in a point")
     parser.add_argument("--stall-seconds", type=float, default=60.0, help="of those with a heavy stream; 0: none")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
-    result = run(rounds=arguments.rounds, seconds=arguments.seconds, stall_seconds=arguments.stall_seconds)
+    result = measure(rounds=arguments.rounds, seconds=arguments.seconds, stall_seconds=arguments.stall_seconds)
     write(arguments.results / "streams.json", result)
 
 

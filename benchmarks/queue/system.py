@@ -5,14 +5,13 @@ moment an event is published on its Redis channel to the moment an SSE client ha
 throughput: streamed tokens a second over all clients, each of which sends one request after another.
 """
 
+import argparse
 import asyncio
 import json
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,14 +19,16 @@ import redis
 
 from benchmarks import machine
 from benchmarks.engine.compare import PROMPTS
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig
-from ktqueue.workers.supervision.supervisor import Supervisor
+from benchmarks.percentiles import percentile, percentiles
+from benchmarks.queue.servers import whole_system
+from ktqueue.core.config import EngineConfig
 
 STREAMS = 4
 STREAM_TOKENS = 256
 CLIENT_TOKENS = 128
 CLIENT_REQUESTS = 3
 FIRST_TOKEN_REQUESTS = 60
+FIRST_TOKEN_TOKENS = 16
 
 
 class Subscriber(threading.Thread):
@@ -55,14 +56,9 @@ class Subscriber(threading.Thread):
         self._connection.close()
 
 
-def percentile(values: list[float], part: float) -> float:
-    """The value below which `part` of them lie (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-
-
 async def frames(response: httpx.Response) -> AsyncIterator[tuple[int | None, Any]]:
-    """`id:` and data of each SSE event; ends with [DONE] or the stream."""
+    """`id:` and data of each SSE event; ends with [DONE] or the stream. Raises httpx.HTTPStatusError."""
+    response.raise_for_status()
     seq: int | None = None
     async for line in response.aiter_lines():
         if line.startswith("id: "):
@@ -71,35 +67,36 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int | None, An
             yield seq, json.loads(line[6:])
 
 
-def prompt(client: int) -> str:
-    """Each client's prompt is its own."""
+async def stream(http: httpx.AsyncClient, model: str, prompt: str | list[int], tokens: int) -> list[float]:
+    """Stream one greedy completion of `tokens` tokens. Returns the moments of its request and of each frame."""
+    body = {"model": model, "prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True}  # fmt: skip
+    moments = [time.monotonic()]
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        async for _, data in frames(response):
+            if data["choices"]:
+                moments.append(time.monotonic())
+    return moments
+
+
+def stream_times(streams: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Milliseconds to the first frame of each stream, and between any two that follow each other."""
+    first = [1e3 * (moments[1] - moments[0]) for moments in streams]
+    return first, [1e3 * (after - before) for moments in streams for before, after in pairwise(moments[1:])]
+
+
+def prompt_of(client: int) -> str:
+    """A different prompt for each client."""
     return f"Tale number {client + 1}. {PROMPTS[client % len(PROMPTS)]}"
-
-
-def body(model: str, client: int, tokens: int) -> dict[str, Any]:
-    """A streamed completion that runs to its full length."""
-    return {"model": model, "prompt": prompt(client), "stream": True, "stream_options": {"include_usage": True},
-            "max_tokens": tokens, "temperature": 0, "ignore_eos": True}  # fmt: skip
 
 
 async def first_token(http: httpx.AsyncClient, model: str) -> dict[str, float]:
     """Milliseconds to the first text, one request at a time."""
-    taken, gaps = [], []
-    for turn in range(FIRST_TOKEN_REQUESTS):
-        began = time.monotonic()
-        moments = []
-        async with http.stream("POST", "/v1/completions", json=body(model, turn, 16)) as response:
-            response.raise_for_status()
-            async for _, data in frames(response):
-                if data["choices"] and data["choices"][0]["text"]:
-                    moments.append(time.monotonic())
-        taken.append(1e3 * (moments[0] - began))
-        gaps += [1e3 * (after - before) for before, after in pairwise(moments)]
-    return {
-        "p50_ms": percentile(taken, 0.5),
-        "p95_ms": percentile(taken, 0.95),
-        "between_tokens_p50_ms": percentile(gaps, 0.5),
-    }
+    streams = [
+        await stream(http, model, prompt_of(number), FIRST_TOKEN_TOKENS) for number in range(FIRST_TOKEN_REQUESTS)
+    ]
+    first, between = stream_times(streams)
+    return {**percentiles(first, 50, 95), "between_tokens_p50_ms": percentile(between, 50)}
 
 
 async def delivery(http: httpx.AsyncClient, model: str, redis_url: str, prefix: str) -> dict[str, float]:
@@ -110,11 +107,10 @@ async def delivery(http: httpx.AsyncClient, model: str, redis_url: str, prefix: 
 
     async def follow(client: int) -> None:
         sampling = {"max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
-        made = await http.post("/v1/jobs", json={"model": model, "prompt": prompt(client), "sampling": sampling})
+        made = await http.post("/v1/jobs", json={"model": model, "prompt": prompt_of(client), "sampling": sampling})
         made.raise_for_status()
         job_id = made.json()["id"]
         async with http.stream("GET", f"/v1/jobs/{job_id}/events") as response:
-            response.raise_for_status()
             async for seq, _ in frames(response):
                 if seq is not None:
                     received[job_id, seq] = time.monotonic()
@@ -123,58 +119,42 @@ async def delivery(http: httpx.AsyncClient, model: str, redis_url: str, prefix: 
         await asyncio.gather(*(follow(client) for client in range(STREAMS)))
     finally:
         subscriber.stop()
-    delays = [1e3 * (at - subscriber.seen[key]) for key, at in received.items() if key in subscriber.seen]
-    return {
-        "events": len(delays),
-        "p50_ms": percentile(delays, 0.5),
-        "p99_ms": percentile(delays, 0.99),
-        "max_ms": max(delays),
-    }
+    delays = [1e3 * (moment - subscriber.seen[key]) for key, moment in received.items() if key in subscriber.seen]
+    return {"events": len(delays), **percentiles(delays, 50, 99), "max_ms": max(delays)}
 
 
 async def throughput(http: httpx.AsyncClient, model: str, clients: int) -> dict[str, float]:
     """Tokens a second over all clients."""
 
-    async def work(client: int) -> int:
-        tokens = 0
-        for turn in range(CLIENT_REQUESTS):
-            request = body(model, client + 10 * turn, CLIENT_TOKENS)
-            async with http.stream("POST", "/v1/completions", json=request) as response:
-                response.raise_for_status()
-                async for _, data in frames(response):
-                    tokens += (data.get("usage") or {}).get("completion_tokens", 0)
-        return tokens
+    async def client(number: int) -> None:
+        for request in range(CLIENT_REQUESTS):
+            await stream(http, model, prompt_of(number + 10 * request), CLIENT_TOKENS)
 
     began = time.monotonic()
-    tokens = sum(await asyncio.gather(*(work(client) for client in range(clients))))
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    tokens = clients * CLIENT_REQUESTS * CLIENT_TOKENS
     return {"clients": clients, "tokens": tokens, "tokens_per_second": tokens / (time.monotonic() - began)}
 
 
 async def _measure(model: str, threads: int, rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(model=model, threads=threads),
-            gateway=GatewayConfig(port=0),
-        )
-        taken: list[dict[str, Any]] = []
-        async with (
-            Supervisor(config, workers=1) as up,
-            httpx.AsyncClient(base_url=up.url, timeout=300.0, trust_env=False) as http,
-        ):
-            name = (await http.get("/v1/models")).json()["data"][0]["id"]
-            await throughput(http, name, 1)
-            for turn in range(rounds):
-                figures = {
-                    "first_token": await first_token(http, name),
-                    "delivery": await delivery(http, name, up.broker_url, config.broker.prefix),
-                    "clients": [await throughput(http, name, clients) for clients in (1, 4)],
-                }
-                taken.append({"round": turn, **figures, "load_average": machine.load_average(),
-                              "bandwidth_gb_s": machine.bandwidth()})  # fmt: skip
-    return {"what": "one gateway and one worker over Redis", "model": name, "threads": threads, "figures": taken}
+    figures: list[dict[str, Any]] = []
+    async with (
+        whole_system(EngineConfig(model=model, threads=threads)) as up,
+        httpx.AsyncClient(base_url=up.url, timeout=300.0, trust_env=False) as http,
+    ):
+        name = (await http.get("/v1/models")).json()["data"][0]["id"]
+        await throughput(http, name, 1)
+        for number in range(rounds):
+            figure = {
+                "round": number,
+                "first_token": await first_token(http, name),
+                "delivery": await delivery(http, name, up.broker_url, up.config.broker.prefix),
+                "clients": [await throughput(http, name, clients) for clients in (1, 4)],
+            }
+            figures.append({**figure, "load_average": machine.load_average(), "bandwidth_gb_s": machine.bandwidth()})
+    return {"what": "one gateway and one worker over Redis", "model": name, "threads": threads, "figures": figures}
 
 
-def run(*, model: str, threads: int, rounds: int) -> dict[str, Any]:
-    """All figures, `rounds` times."""
-    return asyncio.run(_measure(model, threads, rounds))
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures, `arguments.rounds` times."""
+    return asyncio.run(_measure(arguments.model, arguments.threads, arguments.rounds))

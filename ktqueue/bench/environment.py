@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
         "threads": native.threads(),
         "isa": native.isa(),
         "gpu": _gpu(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
     }
 
 
@@ -41,7 +41,8 @@ def _gpu() -> dict[str, Any] | None:
     }
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

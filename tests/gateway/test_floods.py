@@ -16,6 +16,7 @@ import httpx
 import pytest
 from scripted_worker import ScriptedWorker
 
+from benchmarks.machine import resident_bytes
 from benchmarks.queue.flood_clients import KINDS
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig
@@ -92,10 +93,6 @@ async def flood(kinds: list[str], port: int, addresses: int) -> AsyncIterator[di
     finally:
         process.kill()
         await process.wait()
-
-
-def resident_bytes(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(("kinds", "addresses"), [(HELD, 1), (HELD + ENDLESS, 50)])

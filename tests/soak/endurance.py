@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import RESULTS, write
+from benchmarks.command import command_line
+from benchmarks.results import write
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
@@ -132,7 +133,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--requests", type=int, default=10_000)
@@ -141,7 +142,6 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--gpu-expert-memory-bytes", type=int, default=8 << 20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     result = measure(arguments)
     sys.stdout.write(f"{result['leaked']} in {result['seconds']:.0f} s\n")

@@ -10,24 +10,22 @@ import asyncio
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.command import command_line
 from benchmarks.engine.compare import PROMPTS
 from benchmarks.queue.page import FLEET
-from benchmarks.results import RESULTS, write
+from benchmarks.queue.servers import whole_system
+from benchmarks.results import write
 from benchmarks.tables import table
 from ktqueue.broker.broker import Broker
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.config import EngineConfig, WorkerConfig
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.workers.supervision.child import Child
-from ktqueue.workers.supervision.supervisor import Supervisor
 
 FLEETS = (1, 2, 4, 8)
 SUBMITTERS = 16
@@ -89,40 +87,34 @@ async def come_and_go(workers: Sequence[Child], pause: float, seed: int) -> None
 
 async def work(size: int, arguments: argparse.Namespace) -> list[tuple[dict[str, Any], list[Output]]]:
     """Figures and outputs of a fleet: undisturbed, then with workers that leave and return."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            broker=BrokerConfig(state_dir=str(Path(folder) / "state")),
-            engine=EngineConfig(threads=1, max_num_seqs=arguments.rows, num_pages=512),
-            worker=WorkerConfig(drain_seconds=0.0),
-            gateway=GatewayConfig(port=0),
-        )
-        async with (
-            Supervisor(config, workers=size) as up,
-            await Broker.open(replace(config.broker, url=up.broker_url)) as broker,
-        ):
-            await submit(broker, 2 * size * arguments.rows, arguments.tokens)  # warm
+    engine = EngineConfig(threads=1, max_num_seqs=arguments.rows, num_pages=512)
+    async with (
+        whole_system(engine, workers=size, worker=WorkerConfig(drain_seconds=0.0)) as up,
+        await Broker.open(up.config.broker) as broker,
+    ):
+        await submit(broker, 2 * size * arguments.rows, arguments.tokens)  # warm
+        await ended(broker)
+        results = []
+        for restless in (False, True):
+            began, deaths = time.perf_counter(), sum(worker.deaths for worker in up.workers)
+            jobs = await submit(broker, arguments.jobs, arguments.tokens)
+            going = asyncio.create_task(
+                come_and_go(up.workers, arguments.pause, size) if restless else asyncio.sleep(0)
+            )
             await ended(broker)
-            results = []
-            for restless in (False, True):
-                began, deaths = time.perf_counter(), sum(worker.deaths for worker in up.workers)
-                jobs = await submit(broker, arguments.jobs, arguments.tokens)
-                going = asyncio.create_task(
-                    come_and_go(up.workers, arguments.pause, size) if restless else asyncio.sleep(0)
-                )
-                await ended(broker)
-                seconds = time.perf_counter() - began
-                going.cancel()
-                await asyncio.gather(going, return_exceptions=True)
-                texts = await outputs(broker, jobs)
-                figure = {
-                    "workers": size,
-                    "left": sum(worker.deaths for worker in up.workers) - deaths,
-                    "seconds": seconds,
-                    "jobs_per_second": arguments.jobs / seconds,
-                    "tokens_per_second": sum(len(ids) for ids, _ in texts) / seconds,
-                    "load_average": machine.load_average(),
-                }
-                results.append((figure, texts))
+            seconds = time.perf_counter() - began
+            going.cancel()
+            await asyncio.gather(going, return_exceptions=True)
+            texts = await outputs(broker, jobs)
+            figure = {
+                "workers": size,
+                "left": sum(worker.deaths for worker in up.workers) - deaths,
+                "seconds": seconds,
+                "jobs_per_second": arguments.jobs / seconds,
+                "tokens_per_second": sum(len(ids) for ids, _ in texts) / seconds,
+                "load_average": machine.load_average(),
+            }
+            results.append((figure, texts))
     return results
 
 
@@ -149,12 +141,11 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line. Exits with 1 if a job was lost or has other tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--jobs", type=int, default=1200, help="jobs of a crew")
     parser.add_argument("--tokens", type=int, default=48, help="of each job")
     parser.add_argument("--rows", type=int, default=8, help="rows of each worker's engine")
     parser.add_argument("--pause", type=float, default=2.5, help="seconds until the next worker leaves")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FLEET, result["figures"])) + "\n")

@@ -8,6 +8,7 @@ and our workers do.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from benchmarks.queue.adapters.roles import Settings, Submit, main
 from benchmarks.queue.adapters.starts import StartWriter
@@ -26,27 +27,42 @@ HOLD = "hold"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-def card(slots: int) -> ModelCard:
-    """Of the model that nobody computes."""
+LAST = TokenEvent(
+    seq=1,
+    token_ids=(1,),
+    text="x",
+    finish_reason=FinishReason.LENGTH,
+    state=JobState.DONE,
+    usage=Usage(prompt_tokens=1, completion_tokens=1),
+)
+
+
+def model_card(slots: int, max_model_len: int = 512) -> ModelCard:
+    """The card of a model that is not computed."""
     return ModelCard(
-        name="none", created=1, max_model_len=512, vocab_size=256, architecture="none", quantization="none",
+        name="none", created=1, max_model_len=max_model_len, vocab_size=256, architecture="none", quantization="none",
         max_num_seqs=slots,
     )  # fmt: skip
 
 
+async def keep_lease(lease: Lease, config: BrokerConfig) -> None:
+    """Renew a lease as often as a worker does, until cancelled."""
+    while True:
+        await lease.beat({})
+        await asyncio.sleep(config.lease_seconds / BEATS_PER_LEASE)
+
+
 def broker_config(settings: Settings) -> BrokerConfig:
-    """Our defaults, but for the caps and a lease that was asked for."""
+    """Our defaults, except for the limit of queued jobs and the lease, if one is given."""
     config = BrokerConfig(url=settings.url, max_queued_interactive=MOST_QUEUED)
-    return config if settings.lease is None else BrokerConfig(
-        url=settings.url, max_queued_interactive=MOST_QUEUED, lease_seconds=settings.lease
-    )  # fmt: skip
+    return config if settings.lease is None else replace(config, lease_seconds=settings.lease)
 
 
 @asynccontextmanager
 async def open_client(settings: Settings) -> AsyncIterator[Submit]:
     """Submit as the gateway does."""
     async with await Broker.open(broker_config(settings)) as broker:
-        await (await Lease.register(broker, card(settings.slots))).close()  # makes the model known
+        await (await Lease.register(broker, model_card(settings.slots))).close()  # makes the model known
 
         async def submit(number: int, *, hold: bool) -> None:
             request = GenerationRequest(model="none", prompt=HOLD if hold else "go", sampling=GREEDY, user=str(number))
@@ -59,10 +75,10 @@ async def work(settings: Settings, starts: StartWriter, ready: Callable[[], None
     """Run jobs until the process ends."""
     config = broker_config(settings)
     broker = await Broker.open(config)
-    lease = await Lease.register(broker, card(settings.slots))
+    lease = await Lease.register(broker, model_card(settings.slots))
     outbox = Outbox(lease, lambda _: None, steps_ahead=1)
     async with asyncio.TaskGroup() as group:
-        group.create_task(_beat(lease, config.lease_seconds / BEATS_PER_LEASE))
+        group.create_task(keep_lease(lease, config))
         group.create_task(broker.reaper().run())
         group.create_task(outbox.run())
         ready()
@@ -78,21 +94,5 @@ async def work(settings: Settings, starts: StartWriter, ready: Callable[[], None
             outbox.seal()
 
 
-LAST = TokenEvent(
-    seq=1,
-    token_ids=(1,),
-    text="x",
-    finish_reason=FinishReason.LENGTH,
-    state=JobState.DONE,
-    usage=Usage(prompt_tokens=1, completion_tokens=1),
-)
-
-
-async def _beat(lease: Lease, seconds: float) -> None:
-    while True:
-        await lease.beat({})
-        await asyncio.sleep(seconds)
-
-
 if __name__ == "__main__":
-    main(open_client, work, fast_worker=True)
+    main(open_client, work)

@@ -49,4 +49,4 @@ async def work(settings: Settings, starts: StartWriter, ready: Callable[[], None
 
 
 if __name__ == "__main__":
-    main(open_client, work, fast_worker=True)
+    main(open_client, work)

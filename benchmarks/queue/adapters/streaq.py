@@ -1,50 +1,35 @@
 """streaq. At its best: an idle timeout of the lease's length, which its worker renews by itself."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from streaq import Worker
 
-from benchmarks.queue.adapters.roles import Settings, Submit, main
+from benchmarks.queue.adapters.roles import Settings, Submit, main, make_jobs
 from benchmarks.queue.adapters.starts import StartWriter
 
 
-def _worker(settings: Settings, starts: StartWriter | None) -> tuple[Any, Any, Any]:
+def _worker(settings: Settings, starts: StartWriter | None) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {} if settings.lease is None else {"idle_timeout": settings.lease}
     worker: Any = Worker(redis_url=settings.url, concurrency=settings.slots, handle_signals=False, **options)
-
-    async def go(number: int) -> None:
-        assert starts is not None
-        starts.record(number)
-
-    async def held(number: int) -> None:
-        assert starts is not None
-        starts.record(number)
-        await asyncio.sleep(3_600)
-
-    return worker, worker.task(name="go")(go), worker.task(name="held")(held)
+    return worker, {name: worker.task(name=name)(job) for name, job in make_jobs(starts).items()}
 
 
 @asynccontextmanager
 async def open_client(settings: Settings) -> AsyncIterator[Submit]:
     """Submit by a registered task's `enqueue`."""
-    worker, go, held = _worker(settings, None)
+    worker, tasks = _worker(settings, None)
     async with worker:
-
-        async def submit(number: int, *, hold: bool) -> None:
-            await (held if hold else go).enqueue(number)
-
-        yield submit
+        yield lambda number, *, hold: tasks["held" if hold else "go"].enqueue(number)
 
 
 async def work(settings: Settings, starts: StartWriter, ready: Callable[[], None]) -> None:
     """Run jobs until the process ends."""
-    worker, _, _ = _worker(settings, starts)
+    worker, _ = _worker(settings, starts)
     ready()
     await worker.run_async()
 
 
 if __name__ == "__main__":
-    main(open_client, work, fast_worker=True)
+    main(open_client, work)
