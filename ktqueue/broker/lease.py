@@ -54,7 +54,8 @@ class Claim:
     """A job to run. events: its journal so far; continue at the next seq. deadline: in Unix seconds.
 
     deaths_without_progress: number of workers in a row that died without adding a token; see `start_trial`. rank: order
-    of the jobs of a class, the lowest first: the arrival in Unix seconds plus the priority's offset.
+    of the jobs of a class, the lowest first: the arrival in Unix seconds plus the priority's offset. waited: seconds
+    from the arrival to the first claim, by the server's clock.
     """
 
     job_id: str
@@ -64,6 +65,7 @@ class Claim:
     events: list[TokenEvent]
     deadline: float | None
     rank: float
+    waited: float = 0.0
 
 
 class Lease:
@@ -162,7 +164,9 @@ class Lease:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
         newer: list[str | int] = []
-        for place, (job_id, request, attempt, deaths_without_progress, deadline, rank, entries) in enumerate(jobs):
+        for place, (job_id, request, attempt, deaths_without_progress, deadline, rank, entries, *waited) in enumerate(
+            jobs
+        ):
             if place:
                 await asyncio.sleep(0)  # lets a due renewal run
             try:
@@ -175,6 +179,7 @@ class Lease:
                         events=await _decoded(entries),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
+                        waited=sum(waited) / MICROSECONDS,  # a job that was handed over has not waited
                     )
                 )
             except NewerFormat as fault:

@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
-from ktqueue.openai.endpoint import Json, ReplyHead, usage_json
+from ktqueue.openai.endpoint import Json, ReplyHead
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
 from ktqueue.openai.validation import parse
@@ -60,6 +60,7 @@ class ChatBody(CommonFields):
             chat_template_kwargs=extras,
             user=self.user,
             metadata=self.metadata or {},
+            reply_options=self.reply_options(),
         )
 
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
@@ -105,7 +106,7 @@ class ChatReply:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
-        return {**self.head.body("chat.completion.chunk", []), "usage": usage_json(usage)}
+        return {**self.head.body("chat.completion.chunk", []), "usage": self.head.usage(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `chat.completion` object."""
@@ -120,7 +121,7 @@ class ChatReply:
             }
             for choice in choices
         ]
-        return {**self.head.body("chat.completion", listed), "usage": usage_json(usage)}
+        return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage)}
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:

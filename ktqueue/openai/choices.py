@@ -102,10 +102,11 @@ class Choices:
         return [deltas.get(delta.index, delta) for delta in empty]
 
     def usage(self) -> Usage:
-        """Token counts over all jobs that have ended."""
+        """Token counts over all jobs that have ended, with the timings if there is only one job."""
         counts = self._usage.values()
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in counts),
             completion_tokens=sum(usage.completion_tokens for usage in counts),
             cached_tokens=sum(usage.cached_tokens for usage in counts),
+            timings=next(iter(counts)).timings if len(counts) == 1 else None,
         )

@@ -131,6 +131,7 @@ class CommonFields(BaseModel):
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Within the class, lower values run first. Default 0."
     )
 
+    timings: bool | None = Field(None, description="Add to usage the seconds in queue, tokeniser, prefill and decode.")
     job_class: Literal["interactive", "batch"] | None = None
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")
 
@@ -156,6 +157,10 @@ class CommonFields(BaseModel):
             logprobs=logprobs,
             n=self.n or 1,
         )
+
+    def reply_options(self) -> dict[str, Any]:
+        """What the form of the answer depends on: see GenerationRequest."""
+        return {"timings": True} if self.timings else {}
 
     def class_of_job(self) -> JobClass:
         """The priority class: `job_class` if set, else by the service tier."""

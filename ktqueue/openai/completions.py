@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
 from ktqueue.openai.choices import Delta, Position, token_text
 from ktqueue.openai.common_fields import CommonFields
-from ktqueue.openai.endpoint import Json, ReplyHead, usage_json
+from ktqueue.openai.endpoint import Json, ReplyHead
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.validation import must_be, parse
 
@@ -81,6 +81,7 @@ class CompletionBody(CommonFields):
                 expires_in=self.expires_in,
                 user=self.user,
                 metadata=self.metadata or {},
+                reply_options=self.reply_options(),
             )
             for prompt in prompts
         )
@@ -119,12 +120,12 @@ class CompletionReply:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
-        return {**self._body([]), "usage": usage_json(usage)}
+        return {**self._body([]), "usage": self.head.usage(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `text_completion` object."""
         listed = [self._choice(choice.index, choice.text, choice.positions, choice.finish_reason) for choice in choices]
-        return {**self._body(listed), "usage": usage_json(usage)}
+        return {**self._body(listed), "usage": self.head.usage(usage)}
 
 
 def _completion_logprobs(positions: Sequence[Position]) -> Json:

@@ -1,7 +1,7 @@
 """What every endpoint that generates text provides: a parser of its body and a writer of its answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from ktqueue.core.events import Usage
@@ -87,6 +87,10 @@ class ReplyHead:
             value["system_fingerprint"] = f"fp_{self.fingerprint}"
         return value
 
+    def usage(self, usage: Usage) -> Json:
+        """Token counts, with the seconds of each part if the request asked for them."""
+        return usage_json(usage, timings=bool(self.request.reply_options.get("timings")))
+
 
 class ReplyFactory(Protocol):
     """Makes the `Reply` to a call. A class that implements `Reply` is one."""
@@ -121,11 +125,14 @@ class Endpoint:
         return self.reply(ReplyHead(f"{self.id_prefix}-{job_id}", created, digest[:SHORT_DIGEST], request))
 
 
-def usage_json(usage: Usage) -> Json:
-    """Token counts in OpenAI's form."""
-    return {
+def usage_json(usage: Usage, *, timings: bool = False) -> Json:
+    """Token counts in OpenAI's form. With `timings`, also the seconds that each part took, if they are known."""
+    value: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if timings and usage.timings is not None:
+        value["timings"] = {f"{name}_seconds": round(seconds, 6) for name, seconds in asdict(usage.timings).items()}
+    return value

@@ -32,7 +32,7 @@ def record_json(record: JobRecord) -> Json:
         "position": record.position,
         "user": None if record.request is None else record.request.user,
         "metadata": {} if record.request is None else dict(record.request.metadata),
-        "usage": None if record.usage is None else usage_json(record.usage),
+        "usage": None if record.usage is None else usage_json(record.usage, timings=True),
         "error": None if record.error is None else error_body(record.error)["error"],
         "retried_as": record.retried_as,
         "events_url": f"/v1/jobs/{record.id}/events",
@@ -67,7 +67,7 @@ def event_json(event: TokenEvent) -> Json:
     if event.state is not None:
         value["state"] = event.state
     if event.usage is not None:
-        value["usage"] = usage_json(event.usage)
+        value["usage"] = usage_json(event.usage, timings=True)
     if event.error is not None:
         value["error"] = error_body(event.error)["error"]
     return value

@@ -32,13 +32,23 @@ class PromptTokensDetails(_Shape):
     cached_tokens: int
 
 
+class UsageTimings(_Shape):
+    """Seconds of a job in each part."""
+
+    queue_seconds: float
+    tokenise_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
 class CompletionUsage(_Shape):
-    """Token counts."""
+    """Token counts, and the seconds that they took if the request has `timings: true`."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    timings: UsageTimings | None = None
 
 
 class TopLogprob(_Shape):

@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_worker import CARD, ScriptedWorker
+from scripted_worker import CARD, USAGE, ScriptedWorker, Step, ended, token
 from served_gateway import PostStream
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
+from ktqueue.core.events import FinishReason, Timings
 from ktqueue.core.request import GenerationRequest
 
 NAMED = replace(
@@ -74,3 +76,22 @@ async def test_the_model_s_defaults_stand_in_for_what_a_request_leaves_out(
     left_out, chosen = (claim.request.sampling for claim in teller.claims)
     assert (left_out.temperature, left_out.top_k, left_out.top_p) == (0.6, 20, 0.95)
     assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0, 0, 1)
+
+
+async def test_timings_are_part_of_usage_on_request(
+    http: httpx.AsyncClient, teller: ScriptedWorker, stream: PostStream
+) -> None:
+    timings = Timings(queue=0.25, tokenise=0.5, prefill=1, decode=2)
+
+    async def timed(claim: Claim) -> AsyncIterator[Step]:
+        yield token("Once", finish_reason=FinishReason.STOP)
+        yield {**ended(claim), "usage": replace(USAGE, timings=timings)}
+
+    teller.script = timed
+    body = {**CHAT, "model": "tale"}
+    expected = {"queue_seconds": 0.25, "tokenise_seconds": 0.5, "prefill_seconds": 1, "decode_seconds": 2}
+    assert "timings" not in (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+    whole = (await http.post("/v1/chat/completions", json={**body, "timings": True})).json()
+    assert whole["usage"]["timings"] == expected
+    frames = await stream("/v1/chat/completions", {**body, "timings": True, "stream_options": {"include_usage": True}})
+    assert frames.data[-1]["usage"]["timings"] == expected

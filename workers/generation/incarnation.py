@@ -202,7 +202,7 @@ class Incarnation:
     async def _admit(self, job: RunningJob) -> None:
         """Tokenise the prompt and leave the job to the next step."""
         try:
-            job.prompt = await self._tokeniser.encode(job.id, job.request)
+            job.tokenised(await self._tokeniser.encode(job.id, job.request))
         except AdmissionRefused as refused:
             if not job.ended:  # it may have been cancelled or have expired while it was tokenised
                 self._end(job, JobState.FAILED, refused.reason)

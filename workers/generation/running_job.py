@@ -5,10 +5,11 @@ Turns the engine's outputs into journal events. Knows neither Redis nor how toke
 
 import asyncio
 import time
+from dataclasses import replace
 
 from ktqueue.broker.lease import Claim
 from ktqueue.core.errors import ErrorInfo
-from ktqueue.core.events import FinishReason, JobState, TokenEvent, Usage
+from ktqueue.core.events import FinishReason, JobState, Timings, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.outputs import EmittedChoice, SequenceOutput
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
@@ -26,6 +27,9 @@ class RunningJob:
         self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
         self.last_output_at = time.monotonic()  # of the claim, while there is no output
         self.prompt = EncodedPrompt()  # empty until it has been tokenised
+        self._waited = claim.waited
+        self._claimed_at = self.last_output_at
+        self._tokenised_at = self._first_token_at = self._claimed_at
         self.ended = False
         self._seq = claim.events[-1].seq if claim.events else 0
         choices = range(claim.request.sampling.n)
@@ -41,6 +45,7 @@ class RunningJob:
             for i in choices
         )
         self._unfinished_choices = {i for i in choices if finish_reasons[i] is None}
+        self._has_tokens = False  # from this worker
         self._completion_tokens = sum(len(choice_ids) for choice_ids in ids)
 
     @property
@@ -55,8 +60,10 @@ class RunningJob:
 
     def event(self, output: SequenceOutput) -> TokenEvent | None:
         """Return the next journal event, or None if the output has nothing that a reader could see."""
-        self._completion_tokens += len(output.token_ids)
         self.last_output_at = time.monotonic()
+        if output.token_ids and not self._has_tokens:
+            self._has_tokens, self._first_token_at = True, self.last_output_at
+        self._completion_tokens += len(output.token_ids)
         if output.error is not None:
             return self.end(JobState.FAILED, output.error, output.usage)
         if output.finish_reason is not None:
@@ -72,8 +79,23 @@ class RunningJob:
             logprobs=output.logprobs,
             finish_reason=output.finish_reason,
             state=JobState.DONE if output.request_done else None,
-            usage=(output.usage or self.usage()) if output.request_done else None,
+            usage=self._with_timings(output.usage or self.usage()) if output.request_done else None,
         )
+
+    def tokenised(self, prompt: EncodedPrompt) -> None:
+        """Take the prompt, now that the tokeniser has made it."""
+        self.prompt = prompt
+        self._tokenised_at = time.monotonic()
+
+    def _with_timings(self, usage: Usage) -> Usage:
+        """The usage with the seconds of each part. Of a resumed job, only the queue is that of an earlier worker."""
+        timings = Timings(
+            queue=self._waited,
+            tokenise=self._tokenised_at - self._claimed_at,
+            prefill=max(0.0, self._first_token_at - self._tokenised_at),
+            decode=self.last_output_at - max(self._first_token_at, self._tokenised_at),
+        )
+        return replace(usage, timings=timings)
 
     def end(self, state: JobState, error: ErrorInfo | None = None, usage: Usage | None = None) -> TokenEvent:
         """End the job. Returns its last event."""

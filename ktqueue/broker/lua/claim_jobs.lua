@@ -3,7 +3,8 @@
 --       expired event, job TTLs (see `finish`), journal TTL in ms, 1 if the worker waits for a job if there is none,
 --       else ''.
 -- Replies {jobs, us after which jobs that were left to other workers are free}. A job is {id, request, attempt, deaths
--- of workers without progress, deadline or false, rank in its class, journal entries}.
+-- of workers without progress, deadline or false, rank in its class, journal entries, us
+-- from its arrival to its first claim}.
 -- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class by arrival and
 -- priority.
 -- Rows: a job takes a row for each of its choices. The last job may take more rows than are left, or it would never
@@ -184,11 +185,12 @@ if #taken == 0 then
 end
 local reply = {}
 for _, id in ipairs(taken) do
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile')
+  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile',
+    'started')
   local rank = digits(at[4] + (at[5] or 0))
   reply[#reply + 1] = {
     id, at[1], tonumber(at[2]), tonumber(at[6] or 0), at[3], rank,
-    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'),
+    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'), math.max(0, (tonumber(at[7]) or now) - at[4]),
   }
 end
 return { reply, again }

@@ -372,3 +372,17 @@ async def test_a_job_can_be_cancelled_while_its_bad_prompt_is_tokenised(
         assert (await finished(other.id)).state is JobState.DONE
         assert (await finished((await broker.jobs.submit(ask())).id)).state is JobState.DONE
         assert not running.task.done()
+
+
+async def test_the_usage_of_a_job_says_how_long_each_part_took(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    submitted = time.monotonic()
+    job = await broker.jobs.submit(ask())
+    await asyncio.sleep(0.3)  # in the queue
+    async with start_worker():
+        seen = await finished(job.id)
+    timings = seen.last.usage.timings
+    assert timings.queue >= 0.3
+    assert min(timings.tokenise, timings.prefill, timings.decode) > 0
+    assert timings.queue + timings.tokenise + timings.prefill + timings.decode <= time.monotonic() - submitted
