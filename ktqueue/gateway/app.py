@@ -25,7 +25,10 @@ from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
 from ktqueue.gateway.http.headers import EXPOSED_HEADERS
 from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.unserved import unserved
 from ktqueue.openai.document import build_document
+
+SHORT = ("/v1/models", "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages")
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
                 await gateway.broker.close()
 
     app = Starlette(
-        routes=routes(),
+        routes=[*routes(), *short_routes()],
         middleware=[*_cors(config.gateway.cors_origins), _edge(gateway)],
         exception_handlers={KtqueueError: _on_error, HTTPException: _on_http_error},
         lifespan=lifespan,
@@ -83,6 +86,15 @@ def routes() -> list[Route]:
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
         Route("/v1/jobs/{job_id}/events", jobs.stream_events),
         Route("/v1/jobs/{job_id}/retry", jobs.retry_job, methods=["POST"]),
+    ]
+
+
+def short_routes() -> list[Route]:
+    """The routes of OpenAI's API without /v1, as llama.cpp has them."""
+    return [
+        Route(route.path.removeprefix("/v1"), route.endpoint, methods=sorted(route.methods or ()))
+        for route in routes()
+        if route.path.startswith(SHORT)
     ]
 
 
@@ -130,11 +142,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:
-        return error_response(RouteNotFound(f"there is no {path}; see /openapi.json", param="path", value=path))
+        refusal: KtqueueError = unserved(request.url.path) or RouteNotFound(
+            f"there is no {path}; see /openapi.json", param="path", value=path
+        )
+        return error_response(refusal)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        refusal = MethodNotAllowed(
+        not_allowed = MethodNotAllowed(
             f"{path} takes {allowed}, not {request.method}", param="method", limit=allowed, value=request.method
         )
-        return error_response(refusal, error.headers)
+        return error_response(not_allowed, error.headers)
     return error_response(KtqueueError(error.detail), error.headers)

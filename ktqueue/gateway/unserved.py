@@ -1,0 +1,53 @@
+"""Endpoints of other servers that ours does not have, and the error that says so by name."""
+
+from collections.abc import Mapping
+
+from ktqueue.core.errors import InvalidRequest
+
+_TEXT_ONLY = "ktqueue serves models that write text"
+
+# The first words of a path after /v1/, and why there is no such endpoint.
+UNSERVED: Mapping[str, str] = {
+    "embeddings": "ktqueue has no embedding models",
+    "embedding": "ktqueue has no embedding models",
+    "pooling": "ktqueue has no embedding models",
+    "rerank": "ktqueue has no ranking models",
+    "reranking": "ktqueue has no ranking models",
+    "score": "ktqueue has no ranking models",
+    "classify": "ktqueue has no classification models",
+    "audio": _TEXT_ONLY,
+    "images": _TEXT_ONLY,
+    "videos": _TEXT_ONLY,
+    "realtime": _TEXT_ONLY,
+    "moderations": "ktqueue has no moderation models",
+    "fine_tuning": "ktqueue does not train models",
+    "fine-tunes": "ktqueue does not train models",
+    "evals": "ktqueue does not evaluate models",
+    "assistants": "use /v1/chat/completions",
+    "threads": "use /v1/chat/completions",
+    "vector_stores": "ktqueue stores no documents",
+    "containers": "ktqueue runs no programs",
+    "uploads": "use `ktqueue batch run` for files of prompts",
+    "files": "use `ktqueue batch run` for files of prompts",
+    "batches": "use `ktqueue batch run` for files of prompts",
+    "infill": "use the field suffix of /v1/completions",
+    "slots": "use /v1/jobs, or `ktqueue top`",
+    "lora-adapters": "there are no adapters",
+    "load_lora_adapter": "there are no adapters",
+    "unload_lora_adapter": "there are no adapters",
+}
+
+
+class UnsupportedEndpoint(InvalidRequest):
+    """The path is an endpoint of other servers that ktqueue does not have. Not a 404: the client has no wrong URL."""
+
+    code = "unsupported_endpoint"
+
+
+def unserved(path: str) -> UnsupportedEndpoint | None:
+    """The error for such a path, or None for any other."""
+    word = path.removeprefix("/v1").removeprefix("/").partition("/")[0]
+    reason = UNSERVED.get(word)
+    if reason is None:
+        return None
+    return UnsupportedEndpoint(f"{path[:200]} is not served: {reason}", param="path", limit=reason, value=path[:200])
