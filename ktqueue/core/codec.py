@@ -32,11 +32,13 @@ from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 VERSION = 2
 # The values of fields that the first release did not have, and that stand for what it does.
 _LATER_SAMPLING: dict[str, Any] = {
-    "prompt_logprobs": None, "bad_words": (), "allowed_token_ids": (), "skip_special_tokens": True
+    "prompt_logprobs": None, "bad_words": (), "allowed_token_ids": (), "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
 }  # fmt: skip
 _LATER_REQUEST: dict[str, Any] = {
     "chat_template": None, "add_generation_prompt": True, "continue_final_message": False, "suffix": None,
-    "truncate_prompt_tokens": None, "prompt_only": False, "grammar": None,
+    "truncate_prompt_tokens": None, "prompt_only": False, "return_prompt": False, "add_special_tokens": None,
+    "grammar": None,
 }  # fmt: skip
 # Workers of format 1 may ignore these: they concern how the answer is read.
 _READERS_FIELDS: dict[str, Any] = {"tool_parser": "", "reasoning_parser": "", "endpoint": "", "reply_options": {}}

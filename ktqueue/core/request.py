@@ -77,8 +77,8 @@ class SamplingParams:
     `max_tokens` None means as many as the context holds, and 0 that only the prompt is computed.
     The noise of a seeded request is a pure function of (seed, choice index, position).
     `prompt_logprobs` is like `logprobs`, for the tokens of the prompt. `bad_words` are texts that
-    must not appear. If `allowed_token_ids` is not empty, no other token is chosen. End tokens and stop strings are
-    never part of the text, other special tokens only without `skip_special_tokens`.
+    must not appear. If `allowed_token_ids` is not empty, no other token is chosen. End tokens are never part of the
+    text, stop strings only with `include_stop_str_in_output`, other special tokens only without `skip_special_tokens`.
 
     Raises InvalidRequest naming field, limit and value.
     """
@@ -103,6 +103,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
@@ -128,7 +129,7 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 or a positive integer")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
         for name in ("logprobs", "prompt_logprobs"):
@@ -149,9 +150,10 @@ class GenerationRequest:
 
     How the prompt is made: `chat_template` replaces the model's own. `add_generation_prompt` begins the assistant's
     message; `continue_final_message` leaves the last message open instead, so that the answer continues it. `suffix`
-    is the text after the gap that a model with fill-in-the-middle tokens fills. Only the last `truncate_prompt_tokens`
-    tokens of the prompt are used. With `prompt_only` the answer is the prompt, as text and tokens, and nothing is
-    computed.
+    is the text after the gap that a model with fill-in-the-middle tokens fills. `add_special_tokens`: whether the
+    tokenizer adds its own, such as a first token; None: yes for a prompt, no for messages. Only the last
+    `truncate_prompt_tokens` tokens of the prompt are used. With `return_prompt` the job's first events contain the
+    prompt as text and tokens. With `prompt_only` these are the whole answer, and nothing is computed.
 
     What the answer must be: `grammar` is a Lark grammar in llguidance's dialect, which the answer matches after any
     reasoning. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
@@ -182,6 +184,8 @@ class GenerationRequest:
     suffix: str | None = None
     truncate_prompt_tokens: int | None = None
     prompt_only: bool = False
+    return_prompt: bool = False
+    add_special_tokens: bool | None = None
     grammar: str | None = None
     tool_parser: str = ""
     reasoning_parser: str = ""
@@ -246,9 +250,11 @@ class GenerationRequest:
             raise _refuse("reply_options", self.reply_options, "an object")
 
     def _check_prompt_options(self) -> None:
-        for name in ("add_generation_prompt", "continue_final_message", "prompt_only"):
+        for name in ("add_generation_prompt", "continue_final_message", "prompt_only", "return_prompt"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
+        if self.add_special_tokens is not None and not isinstance(self.add_special_tokens, bool):
+            raise _refuse("add_special_tokens", self.add_special_tokens, "true or false")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt must not both be true",

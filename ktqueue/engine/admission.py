@@ -39,6 +39,8 @@ class Admission:
         job_class: JobClass,
         arrival: float,
         emitted: Many[EmittedChoice],
+        prompt_entries: int,
+        bad_words: Many[Many[int]],
     ) -> Request:
         """Make a request with a sequence for each choice that has not finished. Emitted ids are not added yet.
 
@@ -60,6 +62,9 @@ class Admission:
                 value=len(emitted),
             )
         self._ids("logit_bias", sampling.logit_bias)
+        self._ids("allowed_token_ids", sampling.allowed_token_ids)
+        for word in bad_words:
+            self._ids("bad_words", word)
         for choice in emitted:
             self._ids("emitted", choice.token_ids)
         max_completion = self._max_model_len - len(prompt)
@@ -81,15 +86,21 @@ class Admission:
             if index < len(emitted) and emitted[index].finish_reason is not None:
                 request.emitted_tokens += len(emitted[index].token_ids)
             else:
-                request.sequences.append(self._sequence(request, index, stops))
+                request.sequences.append(self._sequence(request, index, stops, bad_words))
         request.unfinished = len(request.sequences)
+        request.prompt_entries = prompt_entries
         return request
 
-    def _sequence(self, request: Request, index: int, stops: StopStrings | None) -> Sequence:
+    def _sequence(
+        self, request: Request, index: int, stops: StopStrings | None, bad_words: Many[Many[int]]
+    ) -> Sequence:
+        sampling, vocabulary = request.sampling, self._vocabulary
         edits = None
-        if LogitEdits.needed(request.sampling):
-            edits = LogitEdits(request.sampling, request.prompt, request.end_ids, self._vocabulary.size)
-        return Sequence(request, index, Detokenizer(self._vocabulary.token_bytes, stops), edits, self._page_size)
+        if LogitEdits.needed(sampling):
+            edits = LogitEdits(sampling, request.prompt, request.end_ids, vocabulary.size, bad_words)
+        token_bytes = vocabulary.token_bytes if sampling.skip_special_tokens else vocabulary.special_token_bytes
+        detokenizer = Detokenizer(token_bytes, stops, keeps_stop=sampling.include_stop_str_in_output)
+        return Sequence(request, index, detokenizer, edits, self._page_size)
 
     def _prompt(self, ids: Many[int]) -> NDArray[np.int32]:
         if len(ids) == 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ktqueue.engine.prompt_logprobs import PromptRows
 from ktqueue.engine.sequence import Sequence
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
@@ -19,14 +20,17 @@ from ktqueue.operators.step import StepContext
 class Batch:
     """Input of one step; all tensors are on the CPU.
 
-    input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, indices of the tokens whose logits are needed:
-    the last token of each row that has no known tokens left, in row order.
+    input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, rising indices of the tokens whose logits are
+    needed: the last token of each row that has no known tokens left, and tokens of prompts whose log probabilities are
+    wanted. `next_rows`: rows of the logits that belong to last tokens; None: all. `prompts`: the other rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     scored: torch.Tensor
     step: StepContext
+    next_rows: list[int] | None = None
+    prompts: tuple[PromptRows, ...] = ()
 
     @property
     def decodes(self) -> bool:
@@ -50,7 +54,10 @@ class BatchBuilder:
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, contexts, scored = [0], [], []
+        starts, contexts = [0], []
+        scored: list[int] = []
+        next_rows: list[int] = []
+        prompts: list[PromptRows] = []
         for row, (sequence, count) in zip(table, rows.items(), strict=True):
             row[: sequence.page_count] = sequence.pages[: sequence.page_count]
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
@@ -63,9 +70,18 @@ class BatchBuilder:
                 input_ids += sequence.tokens[first:context].tolist()
                 positions += computed.tolist()
                 slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
+            if positions_of_prompt := sequence.scored_positions(count):
+                offset = starts[-1] - first
+                prompts.append(
+                    PromptRows(
+                        sequence, positions_of_prompt, range(len(scored), len(scored) + len(positions_of_prompt))
+                    )
+                )
+                scored += [offset + position for position in positions_of_prompt]
             starts.append(len(input_ids))
             contexts.append(context)
-            if context >= sequence.length:
+            if context >= sequence.length and sequence.samples:
+                next_rows.append(len(scored))
                 scored.append(len(input_ids) - 1)
         return Batch(
             input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
@@ -78,6 +94,8 @@ class BatchBuilder:
                 slot_mapping=torch.from_numpy(np.array(slots, dtype=np.int64)),
                 kv=self._kv,
             ),
+            next_rows=next_rows if prompts else None,
+            prompts=tuple(prompts),
         )
 
     @staticmethod

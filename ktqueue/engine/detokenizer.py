@@ -36,14 +36,17 @@ def _failure_table(text: str) -> list[int]:
 class Detokenizer:
     """Turns token ids into text. `stopped` is set once a stop string was found, after which there is no more text.
 
-    `emitted` counts the characters given out so far.
+    `emitted` counts the characters given out so far. `keeps_stop`: whether the stop string is part of the text.
     """
 
-    __slots__ = ("_held", "_matched", "_open", "_stops", "_token_bytes", "_utf8", "emitted", "stopped")
+    __slots__ = ("_held", "_keeps_stop", "_matched", "_open", "_stops", "_token_bytes", "_utf8", "emitted", "stopped")
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stops: StopStrings | None = None) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stops: StopStrings | None = None, *, keeps_stop: bool = False
+    ) -> None:
         self._token_bytes = token_bytes
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._utf8 = _decoder("replace")
         self._open = False  # whether the decoder holds part of a character
         self._held = ""
@@ -93,7 +96,7 @@ class Detokenizer:
                     if may_stop:
                         self.stopped = True
                         self._held = ""
-                        return whole[: end - length]
+                        return whole[: end if self._keeps_stop else end - length]
                     length = table[length]
                 matched[which] = length
         keep = len(whole) - max(matched)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
-from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.core.errors import EngineFailure
+from ktqueue.core.events import FinishReason, PositionLogprobs
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
@@ -25,9 +25,11 @@ from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import PreparedStep
+from ktqueue.engine.prompt_logprobs import prompt_logprobs
+from ktqueue.engine.request_table import RequestTable, usage_of
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import Scheduler, StepPlan
-from ktqueue.engine.sequence import Request, Sequence, SequenceStatus
+from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_selector import TokenSelection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -80,11 +82,12 @@ class Engine:
             page_size=layout.page_size,
         )
         self._builder = BatchBuilder(parts.kv)
+        self._special_token_bytes = vocabulary.special_token_bytes
         self._model = device_model(model)
         self._runner = parts.runner
         self._selector = parts.selector
         self.graph_bytes = parts.graph_bytes
-        self._requests: dict[str, Request] = {}
+        self._requests = RequestTable(self._scheduler.remove)
         self._prepared: PreparedStep | None = None
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = 0
@@ -137,17 +140,19 @@ class Engine:
         job_class: JobClass = JobClass.INTERACTIVE,
         arrival: float | None = None,
         emitted: Many[EmittedChoice] = (),
+        prompt_entries: int = 0,
+        bad_words: Many[Many[int]] = (),
     ) -> None:
         """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
+
+        `prompt_entries`: number of prompt tokens whose log probabilities are in the journal. `bad_words`: token ids of
+        each spelling of the words that must not appear.
 
         A resumed choice continues at the next position. Its emitted tokens count for limits, penalties, noise and stop
         strings, and are not generated again, for which `sampling.seed` must be set. Raises InvalidRequest or
         ContextLengthExceeded, and then nothing has changed.
         """
-        if request_id in self._requests:
-            raise InvalidRequest(
-                f"request {request_id!r} is already in the engine", param="request_id", value=request_id
-            )
+        self._requests.check_is_new(request_id)
         request = self._admission.admit(
             request_id,
             prompt_token_ids,
@@ -155,31 +160,33 @@ class Engine:
             job_class=job_class,
             arrival=self._clock() if arrival is None else arrival,
             emitted=emitted,
+            prompt_entries=prompt_entries,
+            bad_words=bad_words,
         )
-        self._requests[request_id] = request
+        if request.sequences:
+            self._requests.add(request)
+        if sampling.prompt_logprobs is not None and request.sequences and not request.prompt_entries:
+            request.prompt_entries = 1
+            self._early_outputs.append(SequenceOutput(request_id=request_id, index=0, prompt_logprobs=(None,)))
         for sequence in request.sequences:
             choice = emitted[sequence.index] if sequence.index < len(emitted) else EmittedChoice()
             finish = sequence.resume(choice.token_ids, choice.text_length)
             if finish is not None:
-                self._early_outputs.append(self._output(sequence, (), "", finish))
+                self._early_outputs.append(self._requests.output(sequence, (), "", finish))
         unfinished = [choice for choice in request.sequences if choice.status is not SequenceStatus.FINISHED]
         if unfinished:
             leader, *leader.forks = unfinished
             self._scheduler.add(leader)
         elif not request.sequences:
-            del self._requests[request_id]
-            usage = self._usage(request)
+            usage = usage_of(request)
             self._early_outputs.append(
                 SequenceOutput(request_id=request_id, index=sampling.n - 1, request_done=True, usage=usage)
             )
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages at once. An unknown id is ignored."""
-        request = self._requests.pop(request_id, None)
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
-        if request is not None:
-            for sequence in request.sequences:
-                self._scheduler.remove(sequence)
+        self._requests.abort(request_id)
 
     def step(self, launch_next: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
         """Run the model once on the rows that the scheduler picks. Returns what each sequence gained.
@@ -190,22 +197,28 @@ class Engine:
         outputs, self._early_outputs = self._early_outputs, []
         started = time.perf_counter()
         plan, batch, logits = self._schedule()
-        outputs += [self._fail(sequence, self._too_long(sequence)) for sequence in plan.can_never_run]
+        outputs += [self._requests.fail(sequence, self._too_long(sequence)) for sequence in plan.can_never_run]
         if batch is None:
             return outputs
         scheduled = time.perf_counter()
-        if logits is None and (logits := self._run_model(batch, plan)) is None:
+        if logits is None:
+            batch, logits = self._run_model(batch, plan)
+        if logits is None:
             (sequence,) = plan.rows
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
-            return [*outputs, self._fail(sequence, fault)]
+            return [*outputs, self._requests.fail(sequence, fault)]
         launched = time.perf_counter()
         # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
         # pages, collects the sampler's numbers and prepares the next step.
-        ready = self._commit_computed_tokens(plan)
-        selection = self._sample(logits, ready)
+        ready, complete = self._commit_computed_tokens(plan)
+        selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready)
         self._model.after_step()
         sampled = time.perf_counter()
+        outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(ready, selection)
+        outputs += [
+            self._requests.output(sequence, (), "", FinishReason.LENGTH) for sequence in complete if _runs(sequence)
+        ]
         self._launch_prepared_step(launch_next)
         self.profile.record(
             StepRecord(
@@ -241,26 +254,30 @@ class Engine:
         plan = self._scheduler.schedule()
         return plan, self._builder.build(plan.rows) if plan.rows else None, None
 
-    def _run_model(self, batch: Batch, plan: StepPlan) -> torch.Tensor | None:
+    def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, torch.Tensor | None]:
         """Run the model, and halve the rows while the device is out of memory.
 
-        Returns the logits, or None if one row is still too much. That row is then the only one in `plan`.
+        Returns the batch that ran and its logits, or None if one row is still too much. That row is then the only one
+        in `plan`.
         """
         while True:
             try:
-                return self._runner.execute(batch)
+                return batch, self._runner.execute(batch)
             except torch.OutOfMemoryError as error:
                 log.warning("out of memory in a step of %d rows and %d tokens: %s", len(plan.rows), plan.tokens, error)
             # Outside the handler: the exception kept the tensors of the step alive.
             self._out_of_memory += 1
             torch.cuda.empty_cache()
             if not self._scheduler.shrink(plan):
-                return None
+                return batch, None
             batch = self._builder.build(plan.rows)
 
-    def _commit_computed_tokens(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
-        """Record which tokens the step computes. Returns the sequences that get a token, with their rows of logits."""
-        ready = []
+    def _commit_computed_tokens(self, plan: StepPlan) -> tuple[list[tuple[int, Sequence]], list[Sequence]]:
+        """Record which tokens the step computes.
+
+        Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
+        """
+        ready, complete = [], []
         row = 0
         for sequence, count in plan.rows.items():
             if sequence.status is not SequenceStatus.RUNNING:  # aborted after the launch of a decode step
@@ -269,11 +286,15 @@ class Engine:
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
             self._prompt_tokens += max(0, min(count, uncomputed_prompt))
             forks = self._scheduler.commit(sequence, count)
-            if sequence.remaining == 0:
-                ready.append((row, sequence))
-                ready += [(row, fork) for fork in forks if fork.remaining == 0]
+            if sequence.remaining:
+                continue
+            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)]
+            if sequence.samples:
+                ready += [(row, sibling) for sibling in finished]
                 row += 1
-        return ready
+            else:
+                complete += finished
+        return ready, complete
 
     def _sample(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> TokenSelection:
         """Choose a token for each ready sequence, in halves while the device is out of memory."""
@@ -293,6 +314,22 @@ class Engine:
         half = len(ready) // 2
         return self._sample(logits, ready[:half]).joined(self._sample(logits, ready[half:]))
 
+    def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> list[SequenceOutput]:
+        """Compute the log probabilities of prompt tokens that this step gives. Call it once the device has finished."""
+        outputs = []
+        for scored in batch.prompts:
+            request = scored.sequence.request
+            found = prompt_logprobs(logits, scored, self._special_token_bytes)
+            if found is None:
+                fault = EngineFailure("the model computed logits that are not finite numbers for the prompt")
+                outputs += self._requests.fail_all(request, fault)
+            else:
+                request.prompt_entries = scored.positions.stop + 1
+                outputs.append(
+                    SequenceOutput(request_id=request.id, index=scored.sequence.index, prompt_logprobs=found)
+                )
+        return outputs
+
     def _prepare_next_step(self) -> None:
         """Build the next step without its token ids, while the device computes this one."""
         plan = self._scheduler.plan_next_step()
@@ -305,11 +342,13 @@ class Engine:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
         outputs = []
         for row, (_, sequence) in enumerate(ready):
+            if not _runs(sequence):
+                continue
             if selection.finite[row]:
                 outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
             else:
                 fault = EngineFailure("the model computed logits that are not finite numbers for this sequence")
-                outputs.append(self._fail(sequence, fault))
+                outputs.append(self._requests.fail(sequence, fault))
         return outputs
 
     def _launch_prepared_step(self, launch_next: Callable[[], bool]) -> None:
@@ -324,61 +363,7 @@ class Engine:
     def _advance(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> SequenceOutput:
         self._generation_tokens += 1
         text, finish = sequence.advance(token_id)
-        return self._output(sequence, (token_id,), text, finish, () if logprobs is None else (logprobs,))
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        text: str,
-        finish: FinishReason | None,
-        logprobs: tuple[PositionLogprobs, ...] = (),
-    ) -> SequenceOutput:
-        if sequence.resumed_text:
-            text = sequence.resumed_text + text
-            sequence.resumed_text = ""
-        request = sequence.request
-        done = False
-        if finish is not None:
-            done = self._end(sequence)
-        return SequenceOutput(
-            request_id=request.id,
-            index=sequence.index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish,
-            request_done=done,
-            usage=self._usage(request) if done else None,
-        )
-
-    def _fail(self, sequence: Sequence, fault: KtqueueError) -> SequenceOutput:
-        request = sequence.request
-        done = self._end(sequence)
-        return SequenceOutput(
-            request_id=request.id,
-            index=sequence.index,
-            error=fault.info(),
-            request_done=done,
-            usage=self._usage(request) if done else None,
-        )
-
-    def _end(self, sequence: Sequence) -> bool:
-        """Remove a finished choice. Returns whether its request is done."""
-        request = sequence.request
-        self._scheduler.remove(sequence)
-        request.unfinished -= 1
-        if request.unfinished:
-            return False
-        del self._requests[request.id]
-        return True
-
-    def _usage(self, request: Request) -> Usage:
-        return Usage(
-            prompt_tokens=len(request.prompt),
-            completion_tokens=request.completion_tokens,
-            cached_tokens=request.cached_tokens or 0,
-        )
+        return self._requests.output(sequence, (token_id,), text, finish, () if logprobs is None else (logprobs,))
 
     def _too_long(self, sequence: Sequence) -> EngineFailure:
         capacity = self._scheduler.pages.total * self._page_size
@@ -387,3 +372,8 @@ class Engine:
             limit=capacity,
             value=sequence.length,
         )
+
+
+def _runs(sequence: Sequence) -> bool:
+    """Whether the sequence has not ended, as by an error in this step."""
+    return sequence.status is not SequenceStatus.FINISHED

@@ -1,9 +1,11 @@
 """Edits of the logits before sampling, in the order and with the meaning that vLLM gives them:
 
-1. `logit_bias` is added.
-2. End tokens are -inf until `min_tokens` tokens are generated.
-3. For tokens of the prompt or the output, logits above 0 are divided by `repetition_penalty`, others multiplied by it.
-4. For tokens of the output, `frequency_penalty` times their count and `presence_penalty` are subtracted.
+1. All tokens but `allowed_token_ids` are -inf, if there are any.
+2. `logit_bias` is added.
+3. End tokens are -inf until `min_tokens` tokens are generated. The last token of a bad word is -inf if the tokens
+   before it were generated.
+4. For tokens of the prompt or the output, logits above 0 are divided by `repetition_penalty`, others multiplied by it.
+5. For tokens of the output, `frequency_penalty` times their count and `presence_penalty` are subtracted.
 
 Rows without edits cost nothing. Knows nothing of sampling.
 """
@@ -21,12 +23,26 @@ Integers = NDArray[np.int64]
 
 
 class LogitEdits:
-    """The edits of one choice, and the token counts that they need. Call `observe` for every generated token."""
+    """The edits of one choice, and the token counts that they need. Call `observe` for every generated token.
 
-    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], end_ids: Iterable[int], vocab: int) -> None:
+    `bad_words`: token ids of each spelling of the words that must not appear, at least one each.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: NDArray[np.int32],
+        end_ids: Iterable[int],
+        vocab: int,
+        bad_words: Iterable[Sequence[int]] = (),
+    ) -> None:
         self._min_tokens = sampling.min_tokens
         self._end_ids = np.array(sorted(i for i in end_ids if i < vocab), dtype=np.int64)
         self._generated = 0
+        self.allowed_ids = np.unique(np.array(sampling.allowed_token_ids, dtype=np.int64))
+        self._bad_words = [tuple(word) for word in bad_words]
+        self._recent: list[int] = []  # the last generated tokens, as many as a bad word may have before its last
+        self._longest = max((len(word) - 1 for word in self._bad_words), default=0)
         self.bias_ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int64)
         self.bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
         self.repetition = sampling.repetition_penalty
@@ -44,6 +60,8 @@ class LogitEdits:
         return bool(
             sampling.min_tokens
             or sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.bad_words
             or sampling.repetition_penalty != 1.0
             or sampling.frequency_penalty
             or sampling.presence_penalty
@@ -52,7 +70,12 @@ class LogitEdits:
     @property
     def masked_ids(self) -> Integers:
         """Token ids that must not come next, [ids] int64."""
-        return self._end_ids if self._generated < self._min_tokens else self._end_ids[:0]
+        masked = self._end_ids if self._generated < self._min_tokens else self._end_ids[:0]
+        if not self._bad_words:
+            return masked
+        recent = tuple(self._recent)
+        bad = [word[-1] for word in self._bad_words if recent[len(recent) - len(word) + 1 :] == word[:-1]]
+        return np.concatenate([masked, np.array(bad, dtype=np.int64)])
 
     @property
     def counted(self) -> tuple[Integers, Floats]:
@@ -62,6 +85,8 @@ class LogitEdits:
     def observe(self, token_id: int) -> None:
         """Count a generated token."""
         self._generated += 1
+        if self._longest:
+            self._recent = [*self._recent[-self._longest + 1 :], token_id] if self._longest > 1 else [token_id]
         if not self._penalised:
             return
         place = self._place.get(token_id)
@@ -79,8 +104,14 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class FlatEdits:
-    """The edits of several rows as flat arrays. Entry i changes the logit of `*_ids[i]` in row `*_rows[i]`."""
+    """The edits of several rows as flat arrays. Entry i changes the logit of `*_ids[i]` in row `*_rows[i]`.
 
+    `limited_rows`: rows in which only the entries of `allowed_ids` may be chosen.
+    """
+
+    limited_rows: Integers
+    allowed_rows: Integers
+    allowed_ids: Integers
     bias_rows: Integers
     bias_ids: Integers
     bias: Floats
@@ -99,6 +130,7 @@ def flat_edits(rows: Sequence[int], edits: Sequence[LogitEdits]) -> FlatEdits:
     row_numbers = np.array(rows, dtype=np.int64)
     bias_rows, bias_ids = _flat(row_numbers, [row.bias_ids for row in edits])
     masked_rows, masked_ids = _flat(row_numbers, [row.masked_ids for row in edits])
+    allowed_rows, allowed_ids = _flat(row_numbers, [row.allowed_ids for row in edits])
     counted = [row.counted for row in edits]
     counted_rows, counted_ids = _flat(row_numbers, [ids for ids, _ in counted])
     sizes = [len(ids) for ids, _ in counted]
@@ -107,6 +139,9 @@ def flat_edits(rows: Sequence[int], edits: Sequence[LogitEdits]) -> FlatEdits:
         return np.repeat(np.array(values, dtype=np.float32), sizes)
 
     return FlatEdits(
+        limited_rows=np.unique(allowed_rows),
+        allowed_rows=allowed_rows,
+        allowed_ids=allowed_ids,
         bias_rows=bias_rows,
         bias_ids=bias_ids,
         bias=np.concatenate([row.bias for row in edits]),
@@ -123,6 +158,10 @@ def flat_edits(rows: Sequence[int], edits: Sequence[LogitEdits]) -> FlatEdits:
 
 def edit(logits: Floats, edits: FlatEdits) -> None:
     """Edit `logits` [rows, vocab] in place."""
+    if len(edits.limited_rows):
+        allowed = logits[edits.allowed_rows, edits.allowed_ids]
+        logits[edits.limited_rows] = -np.inf
+        logits[edits.allowed_rows, edits.allowed_ids] = allowed
     if len(edits.bias):
         logits[edits.bias_rows, edits.bias_ids] += edits.bias
     if len(edits.masked_ids):

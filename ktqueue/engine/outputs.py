@@ -22,7 +22,8 @@ class EmittedChoice:
 class SequenceOutput:
     """What one step added to one choice of a request.
 
-    `token_ids` are the new ids, including those whose `text` is still held back. A choice finishes with
+    `token_ids` are the new ids, including those whose `text` is still held back. `prompt_logprobs` are those of the
+    prompt's next tokens; the first token of the prompt has None. A choice finishes with
     `finish_reason` or with `error`. The last output of a request has `request_done` and `usage`. A resumed request
     whose choices had all finished gives one output with only these two.
 
@@ -35,6 +36,7 @@ class SequenceOutput:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     request_done: bool = False

@@ -33,6 +33,8 @@ from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 
+MAX_PROMPT_ROWS = 256  # rows of logits in one step for log probabilities of prompts, so that memory is limited
+
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
 
@@ -205,7 +207,8 @@ class Scheduler:
         """Add a running sequence to the step if it gets its pages. Decode rows always fit into the token budget."""
         if sequence.status is SequenceStatus.RUNNING:
             count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._token_budget - plan.tokens)
-            if self._allocate(sequence, count, plan):
+            count = _limited_by_prompt_rows(sequence, count, plan)
+            if count and self._allocate(sequence, count, plan):
                 plan.rows[sequence] = count
 
     def _rank(self, sequence: Sequence) -> Rank:
@@ -332,10 +335,12 @@ class Scheduler:
         self.running.append(fork)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached pages of the sequence's tokens. The last token is always computed, because its logits are needed."""
+        """Cached pages of the sequence's tokens. Tokens whose logits are needed, such as the last, are computed."""
         if not self._prefix_caching:
             return []
         full = (sequence.length - 1) // self._page_size
+        if sequence.request.sampling.prompt_logprobs is not None:
+            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)
         return self.pages.find_prefix(sequence.page_digests(full, self._page_size))
 
     def _count_hits(self, sequence: Sequence) -> None:
@@ -357,6 +362,16 @@ class Scheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
+
+
+def _limited_by_prompt_rows(sequence: Sequence, count: int, plan: StepPlan) -> int:
+    """How many of the next `count` tokens can be computed without more than MAX_PROMPT_ROWS rows in the step."""
+    wanted = sequence.scored_positions(count)
+    if not wanted:
+        return count
+    taken = sum(len(planned.scored_positions(tokens)) for planned, tokens in plan.rows.items())
+    room = MAX_PROMPT_ROWS - taken
+    return count if len(wanted) <= room else wanted.start + room - sequence.num_computed_tokens
 
 
 def _rows(sequence: Sequence) -> int:

@@ -43,6 +43,7 @@ class Request:
         "job_class",
         "max_tokens",
         "prompt",
+        "prompt_entries",
         "sampling",
         "seed",
         "sequences",
@@ -75,6 +76,7 @@ class Request:
         self.sequences: list[Sequence] = []  # choices that were not finished when the request arrived
         self.unfinished = 0  # number of choices that have not finished
         self.emitted_tokens = 0  # of choices that had finished before the request arrived
+        self.prompt_entries = 0  # prompt tokens whose log probabilities are known to the client, if it wants them
         self.cached_tokens: int | None = None  # None until the first lookup in the prefix cache
 
     @property
@@ -140,6 +142,22 @@ class Sequence:
     def remaining(self) -> int:
         """Number of tokens to compute before the next one can be sampled; 1 when decoding."""
         return self.length - self.num_computed_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request wants any tokens. If not, it ends with its prompt."""
+        return self.request.max_tokens > 0
+
+    def scored_positions(self, count: int) -> range:
+        """Positions among the next `count` tokens whose logits give a prompt token's log probability.
+
+        Those that were given before, by an earlier worker or before a preemption, are not computed again.
+        """
+        request, first = self.request, self.num_computed_tokens
+        if request.sampling.prompt_logprobs is None:
+            return range(0)
+        start = max(first, request.prompt_entries - 1)
+        return range(start, max(start, min(first + count, len(request.prompt) - 1)))
 
     @property
     def ends_next(self) -> bool:

@@ -103,13 +103,13 @@ class CacheModel:
             assert position_ids[0, starts[row] : starts[row + 1]].tolist() == list(
                 range(length - (starts[row + 1] - starts[row]), length)
             )
-            if starts[row + 1] - 1 not in scored:
-                continue
             pages = step.page_table[row, : -(-length // page_size)].long()
             context = step.kv.keys[0][pages].view(-1)[:length].int().tolist()
             assert step.kv.values[0][pages].view(-1)[:length].int().tolist() == list(range(length))
-            rows.append(np.full(VOCAB, np.nan, np.float32) if self.poison(context) else self.scores(context))
-        assert len(rows) == len(scored)
+            for token in (token for token in scored if starts[row] <= token < starts[row + 1]):
+                known = context[: length - (starts[row + 1] - 1 - token)]
+                rows.append(np.full(VOCAB, np.nan, np.float32) if self.poison(known) else self.scores(known))
+        assert len(rows) == len(scored) and scored == sorted(scored)
         return SimpleNamespace(logits=torch.tensor(np.array(rows, np.float32)).view(1, len(rows), VOCAB))
 
 
@@ -120,6 +120,7 @@ class Result:
         self.token_ids: list[int] = []
         self.text = ""
         self.logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs: list[PositionLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.error: ErrorInfo | None = None
         self.usage: Usage | None = None
@@ -139,6 +140,7 @@ def gather(results: dict[tuple[str, int], Result], outputs: Sequence[SequenceOut
         result.token_ids += output.token_ids
         result.text += output.text
         result.logprobs += output.logprobs
+        result.prompt_logprobs += output.prompt_logprobs
         result.finish_reason = output.finish_reason or result.finish_reason
         result.error = output.error or result.error
         result.usage = output.usage or result.usage
@@ -208,9 +210,7 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         config = EngineConfig(page_size=page_size, **settings)
         planner = TorchPlanner(page_size) if parts == "device" else None
         made = change_parts(make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, None))
-        return Engine(
-            model, vocabulary, layout, config, num_pages, max_model_len, parts=change_parts(made), clock=clock
-        )
+        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, parts=made, clock=clock)
 
     return make
 

@@ -221,6 +221,11 @@ def _select_rows(logits: torch.Tensor, on_device: dict[str, torch.Tensor], rows:
 
 def _edit(logits: torch.Tensor, edits: dict[str, torch.Tensor]) -> None:
     """Apply a FlatEdits whose arrays are on the device, as `logit_edits.edit` does. Empty parts launch nothing."""
+    if len(edits["limited_rows"]):
+        entries = edits["allowed_rows"], edits["allowed_ids"]
+        allowed = logits[entries]
+        logits.index_fill_(0, edits["limited_rows"], -torch.inf)
+        logits[entries] = allowed
     if len(edits["bias"]):
         entries = edits["bias_rows"], edits["bias_ids"]
         logits[entries] = logits[entries] + edits["bias"]

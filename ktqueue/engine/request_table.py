@@ -1,0 +1,101 @@
+"""The requests of an engine by id, and the outputs that report about their choices."""
+
+from collections.abc import Callable
+
+from ktqueue.core.errors import InvalidRequest, KtqueueError
+from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.engine.sequence import Request, Sequence, SequenceStatus
+
+
+class RequestTable:
+    """Requests with choices that have not finished. `remove_sequence` is called for each choice that ends."""
+
+    def __init__(self, remove_sequence: Callable[[Sequence], None]) -> None:
+        self._remove_sequence = remove_sequence
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def check_is_new(self, request_id: str) -> None:
+        """Raise InvalidRequest if there is a request with this id."""
+        if request_id in self._requests:
+            raise InvalidRequest(
+                f"request {request_id!r} is already in the engine", param="request_id", value=request_id
+            )
+
+    def add(self, request: Request) -> None:
+        """Add a request with at least one choice that has not finished."""
+        self._requests[request.id] = request
+
+    def abort(self, request_id: str) -> None:
+        """Remove a request and its choices. An unknown id is ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for sequence in request.sequences:
+                self._remove_sequence(sequence)
+
+    def output(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        text: str,
+        finish: FinishReason | None,
+        logprobs: tuple[PositionLogprobs, ...] = (),
+    ) -> SequenceOutput:
+        """Report new tokens of a choice, and end it if it has finished."""
+        if sequence.resumed_text:
+            text = sequence.resumed_text + text
+            sequence.resumed_text = ""
+        request = sequence.request
+        done = finish is not None and self._end(sequence)
+        return SequenceOutput(
+            request_id=request.id,
+            index=sequence.index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish,
+            request_done=done,
+            usage=usage_of(request) if done else None,
+        )
+
+    def fail(self, sequence: Sequence, fault: KtqueueError) -> SequenceOutput:
+        """End a choice with an error, and report it."""
+        request = sequence.request
+        done = self._end(sequence)
+        return SequenceOutput(
+            request_id=request.id,
+            index=sequence.index,
+            error=fault.info(),
+            request_done=done,
+            usage=usage_of(request) if done else None,
+        )
+
+    def fail_all(self, request: Request, fault: KtqueueError) -> list[SequenceOutput]:
+        """End all choices of a request that have not finished with the same error."""
+        return [
+            self.fail(sequence, fault)
+            for sequence in request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
+        ]
+
+    def _end(self, sequence: Sequence) -> bool:
+        """Remove a choice. Returns whether its request is done."""
+        request = sequence.request
+        self._remove_sequence(sequence)
+        request.unfinished -= 1
+        if request.unfinished:
+            return False
+        del self._requests[request.id]
+        return True
+
+
+def usage_of(request: Request) -> Usage:
+    """Token counts of a request up to now."""
+    return Usage(
+        prompt_tokens=len(request.prompt),
+        completion_tokens=request.completion_tokens,
+        cached_tokens=request.cached_tokens or 0,
+    )
