@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ktqueue.core.events import PositionLogprobs, TokenLogprob
@@ -44,3 +45,10 @@ def position_logprobs(
     order = np.lexsort((ids, -values))[:alternatives].tolist()
     alternative_tokens = tuple(token(int(ids[place]), float(values[place])) for place in order)
     return PositionLogprobs(token(chosen, chosen_logprob), alternative_tokens)
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """The logarithm of each row's softmax, [rows, vocab] float64."""
+    wide = logits.double()
+    wide -= wide.amax(dim=1, keepdim=True)
+    return wide.sub_(wide.exp().sum(dim=1, keepdim=True).log_())

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.core.events import PositionLogprobs
-from ktqueue.engine.gpu.device_sampler import log_probabilities
-from ktqueue.engine.logprobs import position_logprobs
+from ktqueue.engine.logprobs import log_probabilities, position_logprobs
 from ktqueue.engine.sequence import Sequence
 
 _ROWS_AT_ONCE = 16  # of float64, which take 8 bytes per token of the vocabulary each

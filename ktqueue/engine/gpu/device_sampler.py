@@ -92,13 +92,6 @@ def draw_from_few(
     return ids.gather(1, order.gather(1, place))[:, 0], enough | (candidates == vocab)
 
 
-def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """The logarithm of each row's softmax, [rows, vocab] float64."""
-    wide = logits.double()
-    wide -= wide.amax(dim=1, keepdim=True)
-    return wide.sub_(wide.exp().sum(dim=1, keepdim=True).log_())
-
-
 def _without(weights: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """The weights, with 0 for those below the row's floor."""
     return torch.where(weights >= floor[:, None], weights, 0.0)

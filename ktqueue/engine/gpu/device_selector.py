@@ -22,12 +22,11 @@ from ktqueue.engine.gpu.device_sampler import (
     draw_from_all,
     draw_from_few,
     greedy,
-    log_probabilities,
     weigh,
 )
 from ktqueue.engine.gpu.staging import ResultFetcher, Staging
 from ktqueue.engine.logit_edits import flat_edits
-from ktqueue.engine.logprobs import position_logprobs
+from ktqueue.engine.logprobs import log_probabilities, position_logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Uniform
 from ktqueue.engine.sequence import Sequence
