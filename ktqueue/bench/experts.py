@@ -107,20 +107,27 @@ class KernelFigure:
         return self.limit_seconds / self.seconds
 
 
-def arithmetic_of(quant: str, isa: str, rows: float) -> tuple[str, str]:
+def arithmetic_of(
+    quant: str,
+    isa: str,
+    rows: float,
+    *,
+    tile_rows: Callable[[str, str], int] = native.tile_rows,
+    peaks: Callable[[], Sequence[tuple[str, str, str]]] = native.peaks,
+) -> tuple[str, str]:
     """Return (isa, arithmetic) of the peak with which kernels of a format (of gate and up) and `isa` are compared.
 
     With enough `rows` per expert, on average, AMX tiles run, with bf16. Otherwise block formats use int8 (on AMX that
     of AVX-512, whose kernels run there) and floats use fp32. If `isa` has no such arithmetic, the next lower counts.
     """
     quant, _ = formats(quant)
-    if 0 < native.tile_rows(quant, isa) <= rows:
+    if 0 < tile_rows(quant, isa) <= rows:
         return isa, "bf16"
     arithmetic = "fp32" if quant in FLOATS else "int8"
-    peaks = native.peaks()
-    order = list(dict.fromkeys(name for name, _, _ in peaks))
+    offered = [(name, kind) for name, kind, _ in peaks()]
+    order = list(dict.fromkeys(name for name, _ in offered))
     below = [name for name in order[: order.index(isa) + 1] if name != "amx"]
-    return next(name for name in reversed(below) if (name, arithmetic) in {peak[:2] for peak in peaks}), arithmetic
+    return next(name for name in reversed(below) if (name, arithmetic) in offered), arithmetic
 
 
 def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:

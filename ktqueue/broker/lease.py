@@ -17,7 +17,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ OUTAGE_LEASES = 30  # lease times that a worker waits for Redis; the scripts ext
 MAX_EVENTS = 1_000  # in one script call, and decoded without a pause; a longer commit is split
 MAILBOX_BYTES = 1 << 17  # for a job that `submit` hands over, and for wake-ups
 
+DecodeEvent = Callable[[int, bytes], TokenEvent]  # of a seq and the stored event
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -71,11 +73,14 @@ class Claim:
 class Lease:
     """Made by `register`. Calls may overlap. Each may raise LeaseLost; after that, all calls fail."""
 
-    def __init__(self, broker: "Broker", lease_id: str, card: ModelCard, mailbox: Mailbox) -> None:
+    def __init__(
+        self, broker: "Broker", lease_id: str, card: ModelCard, mailbox: Mailbox, decode: DecodeEvent = decode_event
+    ) -> None:
         self.id = lease_id
         self.card = card
         self._broker = broker
         self._mailbox = mailbox
+        self._decode = decode
         self._terminal = TerminalEvents.of(broker.config)
         self._lease = microseconds(broker.config.lease_seconds)
         self._patience = OUTAGE_LEASES * broker.config.lease_seconds
@@ -90,10 +95,13 @@ class Lease:
         self._stepping = asyncio.Lock()
 
     @classmethod
-    async def register(cls, broker: "Broker", card: ModelCard, *, process: str | None = None) -> "Lease":
+    async def register(
+        cls, broker: "Broker", card: ModelCard, *, process: str | None = None, decode: DecodeEvent = decode_event
+    ) -> "Lease":
         """Register as a worker of the model under a new id. Raises Unavailable.
 
         `process`: the name of the process whose death ends the lease; by default this process. See `process_name`.
+        `decode` reads the events of journals.
         """
         host = socket.gethostname()
         name = re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
@@ -104,7 +112,7 @@ class Lease:
             max_bytes=MAILBOX_BYTES,
             seconds=broker.config.operation_timeout,
         )
-        lease = cls(broker, lease_id, card, mailbox)
+        lease = cls(broker, lease_id, card, mailbox, decode)
         try:
             await broker.scripts.call(
                 "register_worker",
@@ -176,7 +184,7 @@ class Lease:
                         request=decode_request(request),
                         attempt=attempt,
                         deaths_without_progress=deaths_without_progress,
-                        events=await _decoded(entries),
+                        events=await _decoded(entries, self._decode),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
                         waited=sum(waited) / MICROSECONDS,  # a job that was handed over has not waited
@@ -299,7 +307,7 @@ class Lease:
             raise LeaseLost(f"the journal in Redis does not match: {refused}") from refused
 
 
-async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
+async def _decoded(entries: Sequence[Any], decode: DecodeEvent) -> list[TokenEvent]:
     """Decode a journal's entries. Pauses in between, because many long journals take longer than a lease.
 
     Raises CodecError or JournalRegressed.
@@ -308,7 +316,7 @@ async def _decoded(entries: Sequence[Any]) -> list[TokenEvent]:
     for start in range(0, len(entries), MAX_EVENTS):
         if start:
             await asyncio.sleep(0)
-        events += [decode_event(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
+        events += [decode(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
     if events and events[0].seq != 1:
         raise JournalRegressed(
             "the beginning of the job's journal is lost, so the job cannot be continued", value=events[0].seq

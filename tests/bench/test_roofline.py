@@ -9,7 +9,6 @@ from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, swee
 from ktqueue.bench.machine import cache_sizes
 from ktqueue.bench.random_layers import expert_bytes, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
-from ktqueue.operators import native
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
 MIB = 1 << 20
@@ -65,21 +64,23 @@ def test_uniform_routing_is_uniform() -> None:
     assert 80 < np.mean(touched) < 85
 
 
-def test_arithmetic_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_are_compared_with_the_arithmetic_that_their_kernels_use() -> None:
     offered = {"scalar": "int8 fp32", "avx2": "int8 fp32", "avxvnni": "int8", "avx512": "int8 bf16 fp32"}
     offered["amx"] = "int8 bf16"
     peaks = [(isa, kind, "") for isa, kinds in offered.items() for kind in kinds.split()]
-    monkeypatch.setattr(native, "peaks", lambda: peaks)
     tiles = {("Q4_K", "amx"): 32, ("BF16", "amx"): 8}
-    monkeypatch.setattr(native, "tile_rows", lambda quant, isa: tiles.get((quant, isa), 0))
-    assert arithmetic_of("Q4_K", "avx512", 64) == ("avx512", "int8")
-    assert arithmetic_of("BF16", "avx2", 64) == ("avx2", "fp32")
-    assert arithmetic_of("Q4_K", "avxvnni", 1) == ("avxvnni", "int8")
-    assert arithmetic_of("F16", "avxvnni", 1) == ("avx2", "fp32")  # it has no fp32 of its own
-    assert arithmetic_of("Q4_K", "amx", 31) == ("avx512", "int8")
-    assert arithmetic_of("Q4_K", "amx", 32) == ("amx", "bf16")
-    assert arithmetic_of("BF16", "amx", 8) == ("amx", "bf16")
-    assert arithmetic_of("F16", "amx", 512) == ("avx512", "fp32")
+
+    def arithmetic(quant: str, isa: str, rows: int) -> tuple[str, str]:
+        return arithmetic_of(quant, isa, rows, tile_rows=lambda *key: tiles.get(key, 0), peaks=lambda: peaks)
+
+    assert arithmetic("Q4_K", "avx512", 64) == ("avx512", "int8")
+    assert arithmetic("BF16", "avx2", 64) == ("avx2", "fp32")
+    assert arithmetic("Q4_K", "avxvnni", 1) == ("avxvnni", "int8")
+    assert arithmetic("F16", "avxvnni", 1) == ("avx2", "fp32")  # it has no fp32 of its own
+    assert arithmetic("Q4_K", "amx", 31) == ("avx512", "int8")
+    assert arithmetic("Q4_K", "amx", 32) == ("amx", "bf16")
+    assert arithmetic("BF16", "amx", 8) == ("amx", "bf16")
+    assert arithmetic("F16", "amx", 512) == ("avx512", "fp32")
 
 
 def test_calls_are_taken_in_turn() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import decode_event
@@ -110,19 +108,24 @@ async def test_a_claim_ends_with_the_job_that_makes_it_heavy(
     await lease.close()
 
 
-async def test_long_journals_are_decoded_with_breaths(
-    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
+async def test_long_journals_are_decoded_with_pauses(
+    broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
-    """Those of a dead worker's jobs may take longer than a lease, which must be renewed meanwhile."""
-    lease = await Lease.register(broker, card)
+    """Decoding the journals of a dead worker may take longer than a lease, which is renewed in the pauses."""
+    turns = 0
+    decoded: Counter[int] = Counter()
+
+    def decode(seq: int, data: bytes) -> TokenEvent:
+        decoded[turns] += 1
+        return decode_event(seq, data)
+
+    lease = await Lease.register(broker, card, decode=decode)
     for job_id in ("a", "b", "c"):
         await broker.jobs.submit(make_request(), job_id=job_id)
     await lease.claim(3)
     events = [TokenEvent(seq=seq, token_ids=(1,), text="x") for seq in range(1, 1_501)]
     await lease.commit([(job_id, event) for job_id in ("a", "b", "c") for event in events])
     await lease.release(["a", "b", "c"])
-    turns = 0
-    decoded: Counter[int] = Counter()
 
     async def turn() -> None:
         nonlocal turns
@@ -130,11 +133,6 @@ async def test_long_journals_are_decoded_with_breaths(
             turns += 1
             await asyncio.sleep(0)
 
-    def decode(seq: int, data: bytes) -> TokenEvent:
-        decoded[turns] += 1
-        return decode_event(seq, data)
-
-    monkeypatch.setattr("ktqueue.broker.lease.decode_event", decode)
     turning = asyncio.create_task(turn())
     claims = await lease.claim(3)
     turning.cancel()

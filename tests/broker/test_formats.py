@@ -16,19 +16,23 @@ from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 
+NEWER = codec.VERSION + 1  # a format that this version cannot read
+
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is done in its block is done by a version that writes and reads format 2."""
+    """Within `with newer:`, requests and events are written and read by a version that uses format NEWER."""
+    dumps = codec.dumps
 
-    class Newer:
+    class NewerVersion:
         def __enter__(self) -> None:
-            monkeypatch.setattr(codec, "VERSION", 2)
+            monkeypatch.setattr(codec, "VERSION", NEWER)
+            monkeypatch.setattr(codec, "dumps", lambda value: dumps({**value, "v": NEWER} if "v" in value else value))
 
         def __exit__(self, *fault: Any) -> None:
             monkeypatch.undo()
 
-    return Newer()
+    return NewerVersion()
 
 
 async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(
@@ -80,13 +84,14 @@ async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(
 ) -> None:
     old = await Lease.register(broker, card)
     strange = await broker.jobs.submit(make_request())
-    raw.hset(f"{broker.keys.tag}:job:{strange.id}", "request", b'{"v":2,"model":"tale"}')
+    raw.hset(f"{broker.keys.tag}:job:{strange.id}", "request", f'{{"v":{NEWER},"model":"tale"}}')
     good = await broker.jobs.submit(make_request())
     assert [claim.job_id for claim in await old.claim(8)] == [good.id]
     record = await broker.jobs.get(strange.id)
     assert (record.state, record.attempts, record.request) == (JobState.QUEUED, 0, None)
     assert await old.claim(8) == []
-    assert [(one.format, one.digest, one.interactive) for one in await broker.jobs.bound()] == [(2, None, 1)]
+    bound = await broker.jobs.bound()
+    assert [(group.format, group.digest, group.interactive) for group in bound] == [(NEWER, None, 1)]
     assert (await broker.jobs.cancel(strange.id)).state is JobState.CANCELLED
     await old.close()
 
@@ -95,7 +100,6 @@ async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
 ) -> None:
     card = replace(card, digest="d" * 32)
-    job = None
     with newer:
         young = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
@@ -122,7 +126,7 @@ async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(
         with newer:
             job = await broker.jobs.submit(make_request())
         assert await broker.reaper().fail_unserved() == 0
-        raw.zadd(f"{broker.keys.tag}:bound", {"2:-:tale": 1_000_000})
+        raw.zadd(f"{broker.keys.tag}:bound", {f"{NEWER}:-:tale": 1_000_000})
         assert await broker.reaper().fail_unserved() == 1
         record = await broker.jobs.get(job.id)
         assert (record.state, error_of(record).code) == (JobState.FAILED, "version_changed")
@@ -139,11 +143,11 @@ async def test_a_reader_says_what_it_cannot_read_and_a_lenient_one_goes_on(
     await worker.commit([(job.id, TokenEvent(seq=1, text="x"))])
     with newer:
         await worker.commit([(job.id, TokenEvent(seq=2, text="y")), (job.id, TokenEvent(seq=3, state=JobState.DONE))])
-    with pytest.raises(NewerFormat, match="format 2"):
+    with pytest.raises(NewerFormat, match=f"format {NEWER}"):
         await broker.journal.replay(job.id)
     seen = [event async for event in broker.journal.follow(job.id, lenient=True)]
     assert seen == await broker.journal.replay(job.id, lenient=True)
-    assert [(event.seq, event.text, event.format) for event in seen] == [(1, "x", None), (2, "", 2), (3, "", 2)]
+    assert [(event.seq, event.text, event.format) for event in seen] == [(1, "x", None), (2, "", NEWER), (3, "", NEWER)]
     record = await broker.jobs.get(job.id)
     assert (record.state, record.usage) == (JobState.DONE, None)
     await worker.close()

@@ -356,7 +356,7 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/broker/lease.py",
         "        if start:\n",
         "        if False:\n",
-        ("tests/broker/test_claim.py::test_long_journals_are_decoded_with_breaths",),
+        ("tests/broker/test_claim.py::test_long_journals_are_decoded_with_pauses",),
     ),
     "a lease lost over a long prompt": Mutation(
         "one request's fate never touches another's",

