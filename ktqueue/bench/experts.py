@@ -29,7 +29,7 @@ from ktqueue.bench.random_layers import (
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
 from ktqueue.operators import native
 
-LEAST_WEIGHTS = 256 * MIB  # bytes of the layers, but at least CACHES times the last cache
+LEAST_WEIGHTS = 256 * MIB
 CACHES = 4
 BATCH_SECONDS = 0.02  # of calls between two readings of the clock
 PARTS = 3  # into which the time of a figure is divided, with probes between them
@@ -48,13 +48,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What to measure. `seconds`: time of the calls of each figure, without probes and packing."""
+    """What to measure. `seconds`: time of the calls of each figure, without probes and packing.
+
+    `memory`: least bytes of weights that each figure reads in turn. By default they are LEAST_WEIGHTS, but at least
+    CACHES times the last cache.
+    """
 
     shape: LayerShape
     quants: tuple[str, ...]
     isas: tuple[str, ...]
     loads: tuple[Load, ...]
     seconds: float
+    memory: int | None = None
 
     def __len__(self) -> int:
         return len(self.quants) * len(self.isas) * len(self.loads)
@@ -163,7 +168,7 @@ def run_sweep(
 def _layer_set(sweep: Sweep, quant: str, caches: dict[str, int]) -> tuple[LayerShape, int]:
     """Return (shape, layers) with enough weights. Without random routing there are only as many experts as needed."""
     shape, size = sweep.shape, expert_bytes(quant, sweep.shape)
-    least = max(LEAST_WEIGHTS, CACHES * last_cache(caches))
+    least = sweep.memory or max(LEAST_WEIGHTS, CACHES * last_cache(caches))
     if not any(load.routed for load in sweep.loads):
         group = shape.experts_per_token
         groups = min(-(-least // (size * group)), shape.experts // group)

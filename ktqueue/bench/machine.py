@@ -10,7 +10,7 @@ from ktqueue.operators import native
 from ktqueue.workers.startup.machine import cpu_name
 
 MIB = 1 << 20
-ARENA_BYTES = 1024 * MIB  # bytes of the DRAM probe, but at least ARENA_CACHES times the last cache
+ARENA_BYTES = 1024 * MIB
 ARENA_CACHES = 4
 PREFETCH_BYTES = 4096  # ahead
 CACHE_BYTES_READ = 512 * MIB  # of one measurement of a cache
@@ -51,11 +51,15 @@ class MachineLimits:
 
 
 class Probes:
-    """Probes that are run beside a figure. The memory that they read is freed with this object."""
+    """Probes that are run beside a figure. The memory that they read is freed with this object.
 
-    def __init__(self) -> None:
-        self.caches = cache_sizes()
-        self._memory = native.ReadProbe(max(ARENA_BYTES, ARENA_CACHES * last_cache(self.caches)))
+    `memory`: bytes of the DRAM probe. By default they are ARENA_BYTES, but at least ARENA_CACHES times the last cache.
+    `caches`: the result of `cache_sizes()`, which is called if it is not given.
+    """
+
+    def __init__(self, memory: int | None = None, caches: dict[str, int] | None = None) -> None:
+        self.caches = cache_sizes() if caches is None else caches
+        self._memory = native.ReadProbe(memory or max(ARENA_BYTES, ARENA_CACHES * last_cache(self.caches)))
 
     def bandwidth(self, *, threads: int = 0, repeats: int = 2) -> float:
         """Measure DRAM bytes per second: the best of hardware prefetch alone and with software prefetch."""
@@ -90,11 +94,14 @@ class Probes:
         return MachineLimits(cpu_name(), native.default_threads(), threads, self.caches, bandwidths, peaks)
 
     def _cache_ranges(self, threads: int) -> list[tuple[str, int]]:
-        """(level, bytes to read) of each cache beyond the first: half of it, if that does not fit the cache before."""
+        """(level, bytes to read) of each cache beyond the first: half of it.
+
+        Levels are left out if that half fits the cache before, or does not fit the probe's memory.
+        """
         ranges, before = [], self.caches.get("L1", 0)
         for level in ("L2", "L3"):
             size = self.caches.get(level, 0) // 2
-            if before < size >= threads * MIB // 4:
+            if before < size >= threads * MIB // 4 and size <= self._memory.bytes:
                 ranges.append((level, size))
             before = max(before, 2 * size)
         return ranges

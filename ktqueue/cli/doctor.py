@@ -96,8 +96,8 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def examine(config: Config) -> Iterator[Finding]:
-    """All findings, in the order of the report."""
+def examine(config: Config, available: int | None = None) -> Iterator[Finding]:
+    """All findings, in the order of the report. `available`: bytes of memory, by default those of this machine."""
     yield _python()
     yield _packages("client packages", CLIENT_PACKAGES, Level.FAIL, "pip install ktqueue")
     yield _packages("gateway packages", GATEWAY_PACKAGES, Level.WARN, "pip install 'ktqueue[gateway]'")
@@ -106,7 +106,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _kernels()
     yield _cores()
     model, report = _model(config)
-    yield _memory(config, report)
+    yield _memory(config, report, available)
     yield model
     yield _state_dir(config)
     yield _redis_server(config)
@@ -166,10 +166,11 @@ def _cgroup_quota() -> float | None:
         return None
 
 
-def _memory(config: Config, report: "ModelReport | None") -> Finding:
+def _memory(config: Config, report: "ModelReport | None", available: int | None) -> Finding:
     from ktqueue.workers.startup.host_memory import available_memory
 
-    available, cache, weights = available_memory(), config.engine.kv_cache_bytes or 0, 0
+    available = available_memory() if available is None else available
+    cache, weights = config.engine.kv_cache_bytes or 0, 0
     fact = f"{format_bytes(available)} available"
     if report is not None:
         weights = report.device_bytes.get("cpu", 0)

@@ -57,7 +57,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[St
 
 @pytest.fixture
 def up_with(tmp_path: Path, start: Start) -> UpWith:
-    """A context: `ktqueue up` with these flags and variables."""
+    """A context manager that runs `ktqueue up` with these flags and variables."""
     return partial(serving, start, tmp_path)
 
 

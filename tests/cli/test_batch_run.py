@@ -68,11 +68,11 @@ def test_a_batch_answers_as_http_does(ktqueue: Run, stack: Stack, tmp_path: Path
         assert ours["choices"] == answer["choices"]
 
 
-def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+def test_failed_lines_go_to_an_error_file_and_can_be_tried_again(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 3, tokens=4)
     bad = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 9, "max_tokens": 4}
     late = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4000, "expires_in": 0.05}
-    late["ignore_eos"] = True  # else an early end could come before the deadline
+    late["ignore_eos"] = True  # otherwise it might end before the deadline
     with source.open("a") as file:
         for name, body in (("bad", bad), ("late", late)):
             line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -96,7 +96,7 @@ def test_failures_go_to_a_file_of_their_own_and_can_be_tried_again(ktqueue: Run,
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_killed_at_random_and_continued_each_line_is_answered_once(
+def test_a_batch_that_is_killed_at_random_answers_each_line_once(
     ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
 ) -> None:
     chance = random.Random()
@@ -113,7 +113,7 @@ def test_killed_at_random_and_continued_each_line_is_answered_once(
         process.communicate()
         if name.exists():
             run = json.loads(name.read_text())["run"]
-        with output.open("ab") as file:  # as a machine that lost power leaves it
+        with output.open("ab") as file:  # as after a loss of power
             file.write(b'{"id":"batch_req_torn')
     done = ktqueue("batch", "run", source, "-o", output, *stack.flags)
     assert done.returncode == 0, done.stderr
@@ -145,9 +145,7 @@ def test_ctrl_c_waits_for_the_running_lines(ktqueue: Run, start: Start, stack: S
     assert len({record["custom_id"] for record in _records(output)}) == len(_records(output)) == 24
 
 
-def test_what_was_begun_in_another_class_is_found_again(
-    ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
-) -> None:
+def test_jobs_of_another_class_are_found_again(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 24, tokens=40)
     output = tmp_path / "out.jsonl"
     process = start("batch", "run", source, "-o", output, "--max-concurrency", 4, *stack.flags, cwd=tmp_path)
@@ -158,14 +156,14 @@ def test_what_was_begun_in_another_class_is_found_again(
     process.communicate()
     run = json.loads((tmp_path / "out.jsonl.run").read_text())["run"]
     with output.open("wb"):
-        pass  # as if no answer had come yet: all are found in Redis
+        pass  # as if no answer had been written: all are found in Redis
     done = ktqueue("batch", "run", source, "-o", output, "--class", "interactive", *stack.flags)
     assert done.returncode == 0, done.stderr
     assert len(_records(output)) == 24
     assert len(_jobs(ktqueue, stack, run)) == 30
 
 
-def test_the_input_is_never_taken_for_an_output(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+def test_the_input_is_refused_as_output(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "out.errors.jsonl", 2, tokens=4)
     text = source.read_text()
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", "--overwrite", *stack.flags)
@@ -175,7 +173,7 @@ def test_the_input_is_never_taken_for_an_output(ktqueue: Run, stack: Stack, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["out.errors.jsonl"]
 
 
-def test_a_second_ctrl_c_leaves_at_once(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_the_batch_at_once(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 8, tokens=1500, ignore_eos=True)
     process = start("batch", "run", source, "-o", "out.jsonl", *stack.flags, cwd=tmp_path)
     while not json.loads(ktqueue("jobs", "list", "--state", "running", "--json", *stack.flags).stdout):
@@ -192,7 +190,7 @@ def test_a_second_ctrl_c_leaves_at_once(ktqueue: Run, start: Start, stack: Stack
     assert ktqueue("jobs", "cancel", *ids, *stack.flags).returncode == 0
 
 
-def test_a_model_that_nobody_serves_is_told_before_anything_runs(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+def test_a_model_without_a_worker_is_an_error_before_any_line_runs(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 2, tokens=4, model="gpt-9")
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", *stack.flags)
     assert done.returncode == 2
@@ -201,7 +199,7 @@ def test_a_model_that_nobody_serves_is_told_before_anything_runs(ktqueue: Run, s
     assert done.returncode == 0, done.stderr
 
 
-def test_an_output_of_another_input_is_not_touched(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+def test_an_output_of_another_input_is_not_changed(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"custom_id":"stranger"}\n')
     source = _write(tmp_path / "in.jsonl", 1, tokens=4)
     done = ktqueue("batch", "run", source, "-o", "out.jsonl", *stack.flags)

@@ -27,9 +27,7 @@ def _say_and_save(chat: Terminal, first: str, second: str, name: str) -> None:
     chat.wait_for("saved")
 
 
-def test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer(
-    terminal: OpenTerminal, stack: Stack
-) -> None:
+def test_typing_during_an_answer_waits_for_the_next_prompt(terminal: OpenTerminal, stack: Stack) -> None:
     chat = terminal("chat", "--temperature", "0", "--max-tokens", "200", *stack.flags)
     _say(chat, "Tell me a story.")
     chat.type("/set seed 424242\r")
@@ -104,7 +102,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: OpenTerminal, sta
     assert "Traceback" not in chat.screen
 
 
-def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue: Run, stack: Stack) -> None:
+def test_local_redis_and_http_chats_give_the_same_greedy_answers(ktqueue: Run, stack: Stack) -> None:
     words = ("chat", "--temperature", 0, "--max-tokens", 16, "--system", "You tell tales.")
     turns = "Tell me a story.\nGo on.\n"
     local = ktqueue(*words, "--local", stdin=turns)
@@ -116,7 +114,7 @@ def test_all_three_give_the_same_greedy_answers_through_pipes(ktqueue: Run, stac
     assert "\033" not in local.stdout + local.stderr
 
 
-def test_a_turn_that_does_not_fit_is_told_and_the_next_one_works(ktqueue: Run, stack: Stack) -> None:
+def test_a_turn_that_is_too_long_is_an_error_and_the_next_turn_works(ktqueue: Run, stack: Stack) -> None:
     turns = "x " * 9000 + "\nhello\n"
     for where in (stack.flags, ("--base-url", stack.url)):
         done = ktqueue("chat", "--max-tokens", 4, *where, stdin=turns)

@@ -135,7 +135,7 @@ def test_debug_shows_a_traceback(ktqueue: Run) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_after_two_dashes_debug_is_a_word(ktqueue: Run) -> None:
+def test_after_two_dashes_debug_is_part_of_the_prompt(ktqueue: Run) -> None:
     done = ktqueue("submit", "--redis-url", "redis://127.0.0.1:1", "--", "--debug")
     assert done.returncode == 3
     assert "Traceback" not in done.stderr

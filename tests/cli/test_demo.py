@@ -1,4 +1,4 @@
-"""`ktqueue demo` and the stop of `ktqueue up`: nothing is left behind."""
+"""`ktqueue demo`, and starts of `ktqueue up` that fail. No process and no file is left behind."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_the_story_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, 
     assert line is not None, done.stdout
     killed, successor, token, milliseconds = (int(number) for number in line.groups())
     assert killed != successor
-    assert 1 < token < STORY_TOKENS  # in the middle: there is text before and after
+    assert 1 < token < STORY_TOKENS  # there is text before and after the kill
     assert milliseconds > 0
     assert f"all {STORY_TOKENS} tokens equal those of an undisturbed run" in done.stdout
     assert "ktqueue up" in done.stdout
@@ -63,8 +63,8 @@ def test_a_second_up_on_one_folder_is_refused(ktqueue: Run, stack: Stack) -> Non
     assert str(stack.state_dir) in done.stderr
 
 
-def test_up_with_a_model_that_is_not_there_fails_by_name(ktqueue: Run, tmp_path: Path) -> None:
-    """As wrong input, before anything is started."""
+def test_up_with_a_missing_model_names_it(ktqueue: Run, tmp_path: Path) -> None:
+    """The exit code is that of wrong input, and nothing is started."""
     done = ktqueue("up", "--model", "nowhere.gguf", "--port", 0)
     assert done.returncode == 2
     assert "nowhere.gguf" in done.stderr

@@ -43,7 +43,7 @@ def test_json_has_choices_usage_and_state(ktqueue: Run, stack: Stack) -> None:
     assert answer["usage"]["completion_tokens"] == 10
 
 
-def test_streamed_json_is_one_event_a_line(ktqueue: Run, stack: Stack) -> None:
+def test_streamed_json_has_an_event_on_each_line(ktqueue: Run, stack: Stack) -> None:
     words = ("submit", "Once upon", "--completion", "--max-tokens", 6, "--temperature", 0, *stack.flags)
     events = [json.loads(line) for line in ktqueue(*words, "--stream", "--json").stdout.splitlines()]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
@@ -51,7 +51,7 @@ def test_streamed_json_is_one_event_a_line(ktqueue: Run, stack: Stack) -> None:
     assert "".join(event.get("text", "") for event in events) == ktqueue(*words).stdout.removesuffix("\n")
 
 
-def test_a_job_goes_on_without_its_client(ktqueue: Run, stack: Stack) -> None:
+def test_a_job_continues_without_its_client(ktqueue: Run, stack: Stack) -> None:
     submitted = ktqueue("submit", "hello", "--max-tokens", 8, "-d", "--job-id", "cli-mine", *stack.flags)
     assert submitted.stdout == "cli-mine\n"
     followed = ktqueue("jobs", "follow", "cli-mine", *stack.flags)
@@ -76,7 +76,7 @@ def test_a_job_goes_on_without_its_client(ktqueue: Run, stack: Stack) -> None:
         assert ("cli-mine" in ktqueue("jobs", "list", *words, *stack.flags).stdout) == found
 
 
-def test_the_listing_is_watched_until_somebody_leaves(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
+def test_a_watched_listing_ends_with_ctrl_c(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("jobs", "list", "--watch", 0.1, "--json", "--limit", 3, *stack.flags, cwd=tmp_path)
     assert isinstance(json.loads(process.stdout.readline()), list)
     submitted = ktqueue("submit", "hello", "--max-tokens", 2, "--job-id", "cli-watched", *stack.flags)
@@ -97,7 +97,7 @@ def test_the_listing_is_watched_until_somebody_leaves(ktqueue: Run, start: Start
     tables.stderr.close()
 
 
-def test_a_priority_is_told_to_the_queue(ktqueue: Run, stack: Stack) -> None:
+def test_a_priority_reaches_the_queue(ktqueue: Run, stack: Stack) -> None:
     words = ("--max-tokens", 2, "--job-id", "cli-first", "--priority", -7)
     done = ktqueue("submit", "hello", *words, *stack.flags)
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_cancel_ends_a_running_job(ktqueue: Run, stack: Stack) -> None:
     assert json.loads(ktqueue("jobs", "show", "cli-long", "--json", *stack.flags).stdout)["state"] == "cancelled"
 
 
-def test_ctrl_c_cancels_what_submit_waits_for(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
+def test_ctrl_c_cancels_the_job_that_submit_waits_for(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     words = ("submit", "hello", "--max-tokens", 4000, "--job-id", "cli-stopped", "--stream", *stack.flags)
     process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
@@ -135,7 +135,7 @@ def test_ctrl_c_cancels_what_submit_waits_for(ktqueue: Run, start: Start, stack:
         assert time.monotonic() < deadline
 
 
-def test_a_wrong_model_and_a_failed_job_are_told(ktqueue: Run, stack: Stack) -> None:
+def test_a_wrong_model_and_a_failed_job_are_errors(ktqueue: Run, stack: Stack) -> None:
     done = ktqueue("submit", "hello", "--model", "gpt-9", *stack.flags)
     assert done.returncode == 1
     assert done.stderr == "ktqueue: no worker serves the model 'gpt-9'; served: demo\n"
@@ -154,7 +154,7 @@ def test_an_unknown_job_is_an_error(ktqueue: Run, stack: Stack) -> None:
 def test_a_closed_pipe_cancels_the_job_without_a_traceback(
     ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
 ) -> None:
-    long = ("-n", 16, "--max-tokens", 4000, "--stream", "--json")  # still at work when the pipe is closed
+    long = ("-n", 16, "--max-tokens", 4000, "--stream", "--json")  # still running when the pipe is closed
     words = ("submit", "hello", *long, "--job-id", "cli-piped", *stack.flags)
     process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
@@ -167,7 +167,7 @@ def test_a_closed_pipe_cancels_the_job_without_a_traceback(
     assert json.loads(ktqueue("jobs", "show", "cli-piped", "--json", *stack.flags).stdout)["state"] != "done"
 
 
-def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack: Stack) -> None:
+def test_ctrl_c_during_a_blocking_stream_leaves_no_traceback(stack: Stack) -> None:
     with SyncClient.open(config=BrokerConfig(state_dir=str(stack.state_dir))) as client:
         for moment in range(20):
             job = client.submit(model="demo", prompt="hello", max_tokens=500)
@@ -180,9 +180,9 @@ def test_an_interrupt_at_any_moment_of_a_blocking_stream_is_just_that(stack: Sta
             client.cancel(job.id)
 
 
-def test_failed_jobs_are_sent_again(ktqueue: Run, stack: Stack) -> None:
+def test_failed_jobs_are_submitted_again(ktqueue: Run, stack: Stack) -> None:
     usual = BrokerConfig(state_dir=str(stack.state_dir))
-    config = replace(usual, prefix="retried")  # so that nobody else sees the model
+    config = replace(usual, prefix="retried")  # so that no other worker serves the model
 
     def retry(*words: str) -> subprocess.CompletedProcess[str]:
         return ktqueue("jobs", "retry", *words, *stack.flags, env={"KTQUEUE_BROKER_PREFIX": "retried"})

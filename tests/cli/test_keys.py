@@ -1,4 +1,4 @@
-"""`ktqueue keys new`: a key, and settings that take it."""
+"""`ktqueue keys new` makes a key and prints settings that accept it."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from command_line import Run
 from ktqueue.core.config import load_config
 
 
-def test_the_settings_that_it_shows_take_the_key(ktqueue: Run, tmp_path: Path) -> None:
+def test_the_printed_settings_accept_the_new_key(ktqueue: Run, tmp_path: Path) -> None:
     for words in ((), ("--tenant", "acme")):
         done = ktqueue("keys", "new", *words)
         assert (done.returncode, done.stderr) == (0, "")
@@ -31,7 +31,7 @@ def test_the_settings_that_it_shows_take_the_key(ktqueue: Run, tmp_path: Path) -
     assert first["sha256"] == hashlib.sha256(first["key"].encode()).hexdigest()
 
 
-def test_a_tenant_that_settings_would_refuse_is_refused(ktqueue: Run) -> None:
+def test_keys_new_refuses_a_tenant_name_that_settings_refuse(ktqueue: Run) -> None:
     refused = ktqueue("keys", "new", "--tenant", "a b")
     assert refused.returncode == 2
     assert (refused.stdout, "a tenant's name" in refused.stderr) == ("", True)

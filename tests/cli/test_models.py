@@ -1,4 +1,4 @@
-"""`inspect`, `convert` and `doctor`. They run in this process, which imports torch only once."""
+"""`inspect`, `fit`, `convert` and `doctor`. Most tests run them in this process, which imports torch only once."""
 
 import json
 import re
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import transformers
-from command_line import Run, Stack
+from command_line import OpenTerminal, Run, Stack
 
+from ktqueue.cli.doctor import examine
 from ktqueue.cli.main import run
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig
 from ktqueue.loading.tokenizer.library import train_byte_level
-from ktqueue.operators import native
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -58,7 +59,7 @@ def test_inspect_plans_the_memory_of_a_gpu(here: Verb) -> None:
 
 
 def test_inspect_says_that_loading_will_refuse_the_plan(here: Verb, tmp_path: Path) -> None:
-    """After the table, which tells the names that rules are written with."""
+    """The error comes after the table, because the table has the names that rules need."""
     (tmp_path / "odd.yaml").write_text("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n")
     words = "odd.yaml:1: model.layers.0.self_attn.q_norm: Qwen3MoeRMSNorm cannot be replaced by CpuLinear"
     code, out, err = here("inspect", "demo", "--rules", "odd.yaml")
@@ -69,12 +70,12 @@ def test_inspect_says_that_loading_will_refuse_the_plan(here: Verb, tmp_path: Pa
     assert json.loads(here("inspect", "demo", "--json")[1])["refusal"] is None
 
 
-def test_inspect_fits_a_terminal_of_80_columns(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktqueue.cli.terminal.console.PIPED_WIDTH", 80)
-    code, out, _ = here("inspect", "demo")
-    assert code == 0
-    assert "operator CpuDecoder, device cpu\n" in out
-    rows = {words[0]: words for line in out.splitlines() if (words := line.split())}
+def test_inspect_fits_a_terminal_of_80_columns(terminal: OpenTerminal) -> None:
+    process = terminal("inspect", "demo")
+    assert process.end() == 0
+    lines = process.screen.splitlines()
+    assert "operator CpuDecoder, device cpu" in [line.strip() for line in lines]
+    rows = {words[0]: words for line in lines if (words := line.split())}
     assert rows["model.layers.*.post_attention_layernorm"][1] == "F32"
     assert rows["lm_head"][2] == "tied"
 
@@ -94,7 +95,7 @@ def test_inspect_fits_a_terminal_of_80_columns(here: Verb, monkeypatch: pytest.M
         (["convert", "nowhere", "out.gguf"], "nowhere"),
     ],
 )
-def test_what_cannot_be_read_is_named(here: Verb, words: list[str], says: str) -> None:
+def test_an_error_names_what_cannot_be_read(here: Verb, words: list[str], says: str) -> None:
     code, out, err = here(*words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert says in err
@@ -139,7 +140,7 @@ def test_fit_says_no_and_why(here: Verb, tmp_path: Path) -> None:
     assert "Intel GPUs" in here("fit", "demo", "--device", "xpu")[2]
 
 
-def test_doctor_is_content_and_says_so_to_machines(here: Verb) -> None:
+def test_doctor_finds_nothing_wrong_here_and_writes_json(here: Verb) -> None:
     code, out, _ = here("doctor", "--json", "--port", 0)
     report = json.loads(out)
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}
@@ -166,26 +167,24 @@ def test_doctor_names_what_is_wrong(here: Verb) -> None:
 
 
 def finding(out: str, name: str) -> dict[str, str]:
-    """One of the findings of `doctor --json`."""
-    return next(one for one in json.loads(out)["findings"] if one["name"] == name)
+    """The finding of `doctor --json` with this name."""
+    return next(found for found in json.loads(out)["findings"] if found["name"] == name)
 
 
-def test_doctor_counts_the_weights_as_memory(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktqueue.workers.startup.host_memory.available_memory", lambda: 30 << 20)
-    code, out, _ = here("doctor", "--json", "--port", 0, "--kv-cache-bytes", "16MiB")
-    memory = finding(out, "memory")
-    assert (code, memory["level"]) == (1, "fail")
-    assert "20.6 MiB needed for weights" in memory["fact"]
+def test_doctor_counts_the_weights_as_memory(tmp_path: Path) -> None:
+    config = Config(broker=BrokerConfig(state_dir=str(tmp_path)), engine=EngineConfig(kv_cache_bytes=16 << 20))
+    levels = {}
+    for available in (30 << 20, 40 << 20):
+        (memory,) = (found for found in examine(config, available) if found.name == "memory")
+        assert "20.6 MiB needed for weights" in memory.fact
+        levels[available >> 20] = memory.level
+    assert levels == {30: "fail", 40: "ok"}
 
 
-def test_doctor_refuses_an_unknown_instruction_set(here: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
-    def isa() -> str:
-        raise ValueError("KTQUEUE_ISA must be one of scalar, got 'neon'")
-
-    monkeypatch.setattr(native, "isa", isa)
-    code, out, _ = here("doctor", "--json", "--port", 0)
-    kernels = finding(out, "kernels")
-    assert (code, kernels["level"]) == (1, "fail")
+def test_doctor_refuses_an_unknown_instruction_set(ktqueue: Run) -> None:
+    done = ktqueue("doctor", "--json", "--port", 0, env={"KTQUEUE_ISA": "neon"})
+    kernels = finding(done.stdout, "kernels")
+    assert (done.returncode, kernels["level"]) == (1, "fail")
     assert "KTQUEUE_ISA must be one of" in kernels["fact"]
 
 
@@ -219,10 +218,10 @@ def test_convert_makes_a_file_that_inspect_reads(here: Verb, tmp_path: Path) -> 
     assert "MiB" in err
     _, out, _ = here("inspect", "out.gguf", "--json")
     assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["name"].endswith("experts")]
-    assert here("convert", folder, "out.gguf")[0] == 2  # it exists
+    assert here("convert", folder, "out.gguf")[0] == 2  # out.gguf already exists
 
 
-def test_convert_makes_synthetic_models_up(here: Verb) -> None:
+def test_convert_writes_synthetic_models(here: Verb) -> None:
     code, _, err = here("convert", "synthetic:tiny:q4_k_m", "out.gguf", "--layers", "3")
     assert code == 0, err
     assert "model.layers.*.mlp.experts" in here("inspect", "out.gguf")[1]

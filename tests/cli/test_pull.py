@@ -26,7 +26,7 @@ def environment(hub: LocalHub, tmp_path: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
 
 
-def test_a_killed_download_goes_on_and_the_model_is_served(
+def test_a_killed_download_continues_and_the_model_is_served(
     hub: LocalHub, environment: dict[str, str], start: Start, up_with: UpWith, tmp_path: Path
 ) -> None:
     hub.stop_after = 12 << 20
@@ -49,7 +49,7 @@ def test_a_killed_download_goes_on_and_the_model_is_served(
     assert not part.exists()
 
 
-def test_fit_downloads_nothing_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Run) -> None:
+def test_fit_downloads_no_model_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Run) -> None:
     words = ("fit", "hf:Fox/Tale-GGUF:q4_0", "--host-memory", "10MiB", "--gpu-memory", "0B")
     done = ktqueue(*words, env=environment)
     assert done.returncode == 1 and "its files are 18.7 MiB" in done.stdout, done.stderr
@@ -57,7 +57,7 @@ def test_fit_downloads_nothing_that_is_too_large(hub: LocalHub, environment: dic
 
 
 def wait_for_a_part(folder: Path) -> list[Path]:
-    """The files that are not complete, once there is something in them."""
+    """Wait until a file is partly downloaded. Returns the incomplete files."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         if parts := [path for path in folder.rglob("*.incomplete") if path.stat().st_size]:
@@ -66,7 +66,7 @@ def wait_for_a_part(folder: Path) -> list[Path]:
     raise AssertionError("nothing is downloaded")
 
 
-def test_nothing_is_started_for_a_name_that_is_not_there(
+def test_nothing_is_started_for_an_unknown_name(
     hub: LocalHub, environment: dict[str, str], ktqueue: Run, tmp_path: Path
 ) -> None:
     for words, says in (

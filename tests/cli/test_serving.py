@@ -1,4 +1,4 @@
-"""`ktqueue gateway` and `ktqueue worker`, each alone, with an existing Redis."""
+"""`ktqueue gateway` and `ktqueue worker`, started separately with an existing Redis."""
 
 import json
 import signal
@@ -57,7 +57,7 @@ def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redi
     assert "loading: 18" in worker_log
 
 
-def test_without_a_redis_both_say_so_at_once(ktqueue: Run) -> None:
+def test_without_redis_both_fail_at_once(ktqueue: Run) -> None:
     for verb in ("gateway", "worker"):
         done = ktqueue(verb, "--redis-url", "redis://127.0.0.1:1")
         assert done.returncode == 3

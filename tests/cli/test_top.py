@@ -1,4 +1,4 @@
-"""`ktqueue top` against a real stack: frames, JSON, a terminal, a Redis that goes and comes back."""
+"""`ktqueue top` with real workers: frames, JSON, a terminal, and a Redis that restarts."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def test_one_frame_is_plain_text(ktqueue: Run, stack: Stack) -> None:
     assert "\033" not in done.stdout
 
 
-def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
+def test_json_has_a_line_for_each_look(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("top", "--json", "--interval", 0.2, *stack.flags, cwd=tmp_path)
     assert json.loads(process.stdout.readline())["workers"]
     submitted = ktqueue("submit", "hello", "--max-tokens", 4000, "-n", 32, "-d", "--job-id", "cli-top", *stack.flags)
@@ -64,7 +64,7 @@ def test_json_is_a_look_a_line_and_tells_what_runs(ktqueue: Run, start: Start, s
     assert busy["redis"]["memory_used"] > 100_000
 
 
-def test_a_reader_that_leaves_ends_it_without_a_word(start: Start, stack: Stack, tmp_path: Path) -> None:
+def test_top_ends_silently_when_its_pipe_is_closed(start: Start, stack: Stack, tmp_path: Path) -> None:
     process = start("top", "--json", "--interval", 0.1, *stack.flags, cwd=tmp_path)
     assert process.stdout.readline()
     process.stdout.close()
@@ -73,7 +73,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(start: Start, stack: Stack,
     process.stderr.close()
 
 
-def test_a_terminal_is_given_back(terminal: OpenTerminal, stack: Stack) -> None:
+def test_top_restores_the_terminal(terminal: OpenTerminal, stack: Stack) -> None:
     shown = terminal("top", "--interval", 0.2, *stack.flags)
     shown.wait_for("last step")
     shown.wait_for("interactive")
@@ -86,14 +86,14 @@ def test_a_terminal_is_given_back(terminal: OpenTerminal, stack: Stack) -> None:
     assert "Traceback" not in shown.screen
 
 
-def test_no_redis_at_the_start_is_an_error(ktqueue: Run, tmp_path: Path) -> None:
+def test_a_missing_redis_at_the_start_is_an_error(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("top", "--once", "--state-dir", tmp_path / "none")
     assert done.returncode == 3
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("words", [("--json",), ()])
-def test_redis_may_go_and_come_back(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_top_continues_when_redis_comes_back(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     first = PrivateServer()
     first.start(tmp_path / "state")
     process = start("top", "--interval", 0.1, *words, "--state-dir", tmp_path / "state", cwd=tmp_path)
@@ -119,7 +119,7 @@ def wait_for_line(process: Process, text: str) -> None:
 
 
 def worker(number: int) -> WorkerInfo:
-    """A worker with wide figures."""
+    """A worker whose figures have many digits."""
     return WorkerInfo(
         worker_id=f"long-host-name-{1000000 + number}-ab12cd34", model="Qwen3-Coder-480B-A35B-Instruct-Q4_K_M",
         digest="0123456789abcdef" * 2,
@@ -152,7 +152,7 @@ def test_a_frame_fits_a_small_terminal(workers: int, models: int) -> None:
     assert ("lines do not fit" in text) == (workers + models > 2)
 
 
-def test_jobs_that_no_worker_can_take_are_named() -> None:
+def test_jobs_that_no_worker_can_take_are_shown() -> None:
     bound = [
         BoundJobs(model="chat", format=1, digest="0123456789abcdef" * 2, interactive=2, batch=1, unserved=60.0),
         BoundJobs(model="chat", format=2, digest=None, interactive=4, batch=0, unserved=1.0),

@@ -1,4 +1,4 @@
-"""`ktqueue up -d` and `ktqueue down` as a user types them, and the state folder between them."""
+"""`ktqueue up -d` and `ktqueue down` as a user types them, and the state folder that they share."""
 
 import json
 import os
@@ -26,7 +26,7 @@ with SyncClient() as client:
 
 
 def wait_until(predicate: Callable[[], bool]) -> None:
-    """Wait until it is true, at most a minute."""
+    """Wait at most a minute until the condition holds."""
     deadline = time.monotonic() + 60
     while not predicate():
         assert time.monotonic() < deadline
@@ -47,7 +47,7 @@ def processes_of(group: int) -> list[Path]:
     return [Path(f"/proc/{pid}") for pid in found]
 
 
-def test_a_detached_installation_from_start_to_end(ktqueue: Run, tmp_path: Path) -> None:
+def test_a_detached_installation_works_from_start_to_end(ktqueue: Run, tmp_path: Path) -> None:
     environment = {"KTQUEUE_LOG_FORMAT": "json", "KTQUEUE_LOG_MAX_BYTES": "16KiB"}
     state = tmp_path / ".ktqueue"
     up = ktqueue("up", "-d", "--bridge", "--port", 0, env=environment)
@@ -68,7 +68,7 @@ def test_a_detached_installation_from_start_to_end(ktqueue: Run, tmp_path: Path)
         assert pasted.returncode == 0, pasted.stderr
         assert len(pasted.stdout) > 20
 
-        # from elsewhere
+        # from another folder
         (tmp_path / "sub").mkdir()
         lost = ktqueue("--debug", "top", "--once", "--state-dir", "sub/.ktqueue")
         assert lost.returncode == 3
@@ -86,13 +86,13 @@ def test_a_detached_installation_from_start_to_end(ktqueue: Run, tmp_path: Path)
         )
         assert "completion_tokens=2" in done.stdout, done.stderr
 
-        # a second `up` is refused and disturbs nothing
+        # a second `up` is refused and changes nothing
         second = ktqueue("up", "-d", "--port", 0)
         assert second.returncode == 2
         assert f"process {supervisor}" in second.stderr
         assert holder(state) == supervisor
 
-        # nobody else may read it, and ps shows no password
+        # no other user may read it, and ps shows no password
         open_to_others = [path for path in [state, *state.rglob("*")] if stat.S_IMODE(path.stat().st_mode) & 0o077]
         assert open_to_others == []
         password = (state / "password").read_text().strip()
@@ -104,7 +104,7 @@ def test_a_detached_installation_from_start_to_end(ktqueue: Run, tmp_path: Path)
         (state / "old.log").write_bytes(b"x" * 20_000)
         wait_until(lambda: (state / "old.log").stat().st_size == 0)
 
-        # logs are JSON lines, and none of them comes twice
+        # logs are JSON lines, and no line appears twice
         for name in ("gateway", "bridge", "worker-1", "up"):
             lines = [json.loads(line) for line in (state / f"{name}.log").read_text().splitlines()]
             assert {"time", "level", "logger", "message"} <= lines[0].keys()
@@ -127,7 +127,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(ktqueue: Run, tmp_path: 
     assert holder(tmp_path / ".ktqueue") is None
 
 
-def test_a_killed_supervisor_leaves_nothing_that_down_could_take_for_it(
+def test_down_does_not_signal_another_process_after_a_killed_supervisor(
     start: Start, ktqueue: Run, tmp_path: Path
 ) -> None:
     up = start("up", "--port", 0, "--state-dir", "state", cwd=tmp_path)

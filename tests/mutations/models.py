@@ -33,7 +33,7 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/loading/huggingface/hub.py",
         'part.open("ab" if downloaded <= file.size else "wb")',
         'part.open("wb")',
-        (f"{PULL}::test_a_killed_download_goes_on_and_the_model_is_served",),
+        (f"{PULL}::test_a_killed_download_continues_and_the_model_is_served",),
     ),
     "a damaged beginning is kept": Mutation(
         "a continued download equals the file of the hub, byte for byte",
@@ -71,7 +71,7 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/cli/up.py",
         "    config = with_model(config)\n",
         "",
-        (f"{PULL}::test_nothing_is_started_for_a_name_that_is_not_there",),
+        (f"{PULL}::test_nothing_is_started_for_an_unknown_name",),
     ),
     "the tokenizer is checked last": Mutation(
         "what loading refuses is refused before a weight is read",

@@ -12,7 +12,7 @@ OPERATION: dict[str, Mutation] = {
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o755, 0o644\nPRIVATE_UMASK = 0o022",
         (
             f"{STATE_FOLDER}::test_a_new_folder_is_private_whatever_the_umask",
-            "tests/cli/test_up_down.py::test_a_detached_installation_from_start_to_end",
+            "tests/cli/test_up_down.py::test_a_detached_installation_works_from_start_to_end",
         ),
     ),
     "a state folder that stays open": Mutation(
@@ -83,7 +83,7 @@ OPERATION: dict[str, Mutation] = {
         "ktqueue/cli/chat/input.py",
         "termios.ECHO | termios.ECHONL | termios.ICANON",
         "termios.ECHONL",
-        ("tests/cli/test_chat.py::test_what_is_typed_ahead_waits_for_the_prompt_and_is_not_in_the_answer",),
+        ("tests/cli/test_chat.py::test_typing_during_an_answer_waits_for_the_next_prompt",),
     ),
     "a message of one line": Mutation(
         "triple quotes make one message of several lines",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
+from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, size, write_report
 from ktqueue.cli.terminal.failures import UsageFault
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ QUICK_FORMATS = "Q4_K,Q6_K,Q8_0,MXFP4,BF16"
 QUICK_ROWS = "1,4,16,64,512"
 FULL_ROWS = "1,2,3,4,7,8,16,33,64,128,512"
 MAX_ROWS = 65536
+PROBE_SHARE = 4  # the probe reads this many times the memory of the weights
 _WHAT, _SHAPE = "What to measure", "Shape of the layer (default: Qwen3-30B-A3B's)"
 
 
@@ -55,6 +56,14 @@ def experts(
         int | None, typer.Option(min=1, max=1024, metavar="N", show_default="the cores", help="CPU threads.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="S", help="Time to measure each point.")] = 0.3,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Weights that each point reads in turn. Less than the caches measures the caches.",
+            show_default="256MiB, or four times the caches",
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write JSON to a file; - is standard output, without tables."),
@@ -92,11 +101,12 @@ def experts(
         isas=_names("--isa", (isa or ("all" if full else _best_isa())).lower(), native.isas()),
         loads=tuple(loads),
         seconds=seconds,
+        memory=None if memory is None else size("--memory", memory),
     )
     _check_memory(sweep)
     load_before = os.getloadavg()[0]
     native.set_threads(threads, torch_threads=1)
-    probes = Probes()
+    probes = Probes(sweep.memory and PROBE_SHARE * sweep.memory)
     tables = json_file != STANDARD_OUTPUT
     machine = probes.machine()
     if tables:

@@ -1,12 +1,16 @@
 """The tables of `ktqueue bench`."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ktqueue.bench.experts import KernelFigure
 from ktqueue.bench.machine import MachineLimits
 from ktqueue.bench.roofline import Bound
 from ktqueue.cli.terminal.console import results, table
 from ktqueue.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GIGA = 1e9
 
@@ -29,8 +33,8 @@ def show_machine(machine: MachineLimits) -> None:
     console.print()
 
 
-def show_points(points: Sequence[KernelFigure]) -> None:
-    """Show the figures of the kernels beside the limits."""
+def show_points(points: Sequence[KernelFigure], console: "Console | None" = None) -> None:
+    """Show the figures of the kernels beside the limits, on standard output or another console."""
     if not points:
         return
     heads = ("format", "isa", "rows", "a layer", "GB/s", "of DRAM", "GFLOP/s", "of peak", "bound by")
@@ -52,7 +56,7 @@ def show_points(points: Sequence[KernelFigure]) -> None:
             _share(point, Bound.ARITHMETIC),
             (point.arithmetic if point.bound is Bound.ARITHMETIC else "DRAM") + (" ?" if point.disturbed else ""),
         )
-    console = results()
+    console = console or results()
     console.print(made)
     console.print("\nrows: of each expert that is used; tok: tokens with random routing", soft_wrap=True)
     console.print("GB/s: of weights as stored in a file; DRAM and peak are measured beside each row", soft_wrap=True)
