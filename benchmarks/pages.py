@@ -12,6 +12,7 @@ from benchmarks.engine import page as engine
 from benchmarks.gpu import page as gpu
 from benchmarks.quality import page as quality
 from benchmarks.queue import page as queue
+from benchmarks.tables import own_section
 
 FOLDER = Path(__file__).parent
 Section = Callable[[dict[str, Any]], list[str]]
@@ -23,9 +24,9 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "gpu*": gpu.engine,
             "profile*": gpu.profile,
             "attention*": gpu.attention,
-            "dense-*": gpu.dense,
+            "dense-*": own_section,
             "served-*": gpu.served,
-            "regrouped-*": gpu.regrouped,
+            "regrouped-*": own_section,
             "endurance-*": engine.endurance,
         },
     ),
@@ -34,7 +35,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         {
             "accuracy": quality.accuracy,
             "perplexity": quality.perplexity,
-            "deferral": quality.deferral,
+            "deferral": own_section,
         },
     ),
     "floods": ("Hostile sockets", {"floods": queue.floods}),

@@ -10,16 +10,33 @@ from typing import Any
 DISTURBED = 0.1  # CPUs that other processes used: figures above it count only where no round is below it
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, str | Callable[[Any], str]]
+Group = Sequence[Row]  # figures of one point, one of each round
+Cell = Callable[[Any], str]
+Columns = Mapping[str, str | Cell]
 
 
 def table(columns: Columns, rows: Iterable[Any], *, words: int = 0) -> list[str]:
-    """A Markdown table. The first `words` columns are aligned left, all others right."""
+    """A Markdown table, with "-" where a row lacks a key. The first `words` columns are aligned left, others right."""
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * words}{' ---: |' * (len(columns) - words)}"]
-    for row in rows:
-        cells = [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return lines + [f"| {' | '.join(_text(cell, row) for cell in columns.values())} |" for row in rows]
+
+
+def _text(cell: str | Cell, row: Any) -> str:
+    try:
+        return cell.format_map(row) if isinstance(cell, str) else cell(row)
+    except KeyError:
+        return "-"
+
+
+def section(title: str, text: str, columns: Columns, rows: Iterable[Any], *, words: int = 0) -> list[str]:
+    """A section of a page: a heading, a paragraph and a table."""
+    return [f"### {title}", text, "", *table(columns, rows, words=words)]
+
+
+def own_section(result: Row) -> list[str]:
+    """The section of a result that was taken once: the file itself has its text and its columns."""
+    own = result["section"]
+    return section(own["title"], own["text"], own["columns"], result["figures"], words=own["words"])
 
 
 def software(result: Row) -> str:
@@ -64,6 +81,24 @@ def where(result: Row, **wanted: Any) -> list[Row]:
     return [row for row in result["figures"] if all(row[key] == value for key, value in wanted.items())]
 
 
+def grouped(result: Row, *keys: str) -> list[Group]:
+    """The figures in groups with equal values of `keys`, ordered by these."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for figure in result["figures"]:
+        groups.setdefault(tuple(figure[key] for key in keys), []).append(figure)
+    return [groups[values] for values in sorted(groups)]
+
+
+def middle(key: str, shape: str) -> Cell:
+    """A column of groups: the median of one key over the rounds that count."""
+    return lambda group: median_of(undisturbed(group), key, shape)
+
+
+def shared(shape: str) -> Cell:
+    """A column of groups: what all figures of a group have in common."""
+    return lambda group: shape.format_map(group[0])
+
+
 def median_of(figures: Sequence[Row], key: str, shape: str) -> str:
     """The median of one key, formatted; "-" without figures."""
     return shape.format(median(figure[key] for figure in figures)) if figures else "-"
@@ -73,11 +108,6 @@ def rounds(figures: Sequence[Row]) -> str:
     """How many rounds count, and whether they were disturbed."""
     quiet = sum(figure["others"] <= DISTURBED for figure in figures)
     return f"{quiet}" if quiet else f"{len(figures)}, disturbed"
-
-
-def percent(value: float | None) -> str:
-    """A share in percent; "-" for None."""
-    return "-" if value is None else f"{value:.0%}"
 
 
 def rate(value: float | None) -> str:

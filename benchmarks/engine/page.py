@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from benchmarks.tables import DISTURBED, Columns, Row, conditions, rate, software, table, where
+from benchmarks.tables import DISTURBED, Columns, Row, conditions, rate, section, software, where
 
 OURS, SAMPLED = "ktqueue", "ktqueue sampled"
 LLAMA = ("llama.cpp repack", "llama.cpp no-repack")
@@ -14,15 +14,12 @@ def compare(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     beside = f" Beside it {versions} in both of its expert paths; the better one of a round counts." if versions else ""
     points = sorted({figure["rows"] for figure in result["figures"]}, key=lambda rows: rows or 1 << 20)
-    return [
-        f"### {result['model']}",
+    text = (
         f"Decode of {result['tokens']} tokens a row after prompts of {result['prompt_tokens']}, and a prompt of "
         f"{result['prefill']} alone (prefill); {result['threads']} threads; medians of undisturbed rounds."
-        f"{beside} {conditions(result)}",
-        "",
-        *table(_COMPARE, [_point(result, rows) for rows in points]),
-        *_host(result),
-    ]
+        f"{beside} {conditions(result)}"
+    )
+    return section(result["model"], text, _COMPARE, [_point(result, rows) for rows in points]) + _host(result)
 
 
 _COMPARE: Columns = {
@@ -97,47 +94,41 @@ def experts(result: dict[str, Any]) -> list[str]:
         for peak in machine["peaks"]
         if peak["isa"] in ("avx512", "amx") and peak["arithmetic"] != "fp32"
     )
-    return [
-        f"### Expert layers, {machine['cpu']}, {machine['threads']} threads",
+    return section(
+        f"Expert layers, {machine['cpu']}, {machine['threads']} threads",
         'Routed experts of one layer in Qwen3-30B-A3B\'s shape (2048, 768, 8 of 128 at random; with "each" so many '
         "rows for each of 8), weights from DRAM. "
         f"Before the points the machine gave {memory / 1e9:.0f} GB/s and {peaks}; load average "
         f"{result['load_before']:.2f} before and {result['load_after']:.2f} after. Shares are of what was "
         "probed beside each point; where those probes disagree, the row has a `?`. "
         f"{result['taken'][:10]}. `ktqueue bench experts --json FILE`, formats and tokens as in the rows.",
-        "",
-        *table(
-            {
-                "format": "{quant}",
-                "isa": "{isa}",
-                "tokens": lambda point: f"{point['tokens']}{'' if point['routed'] else ' each'}",
-                "layer": lambda point: f"{1e6 * point['seconds']:,.0f} us",
-                "weights read": lambda point: f"{point['bytes_per_second'] / 1e9:.1f} GB/s",
-                "of DRAM": lambda point: f"{point['bandwidth_share']:.0%}{' ?' if point['disturbed'] else ''}",
-                "GFLOP/s": lambda point: f"{point['operations_per_second'] / 1e9:,.0f}",
-                "of peak": lambda point: f"{point['peak_share']:.0%}",
-            },
-            result["points"],
-            words=2,
-        ),
-    ]
+        {
+            "format": "{quant}",
+            "isa": "{isa}",
+            "tokens": lambda point: f"{point['tokens']}{'' if point['routed'] else ' each'}",
+            "layer": lambda point: f"{1e6 * point['seconds']:,.0f} us",
+            "weights read": lambda point: f"{point['bytes_per_second'] / 1e9:.1f} GB/s",
+            "of DRAM": lambda point: f"{point['bandwidth_share']:.0%}{' ?' if point['disturbed'] else ''}",
+            "GFLOP/s": lambda point: f"{point['operations_per_second'] / 1e9:,.0f}",
+            "of peak": lambda point: f"{point['peak_share']:.0%}",
+        },
+        result["points"],
+        words=2,
+    )
 
 
 def endurance(result: dict[str, Any]) -> list[str]:
     """Many requests through one engine."""
     notes = result["notes"]
-    return [
-        f"### {notes[-1]['requests']:,} requests through one engine, {result['device']}",
+    return section(
+        f"{notes[-1]['requests']:,} requests through one engine, {result['device']}",
         "Requests of random shapes; what the process held each time that the engine was empty. Device: all that is "
         f"taken of its memory. {result['seconds']:.0f} s. {software(result)}",
-        "",
-        *table(
-            {
-                "requests": "{requests:,}", "steps": "{steps:,}", "tokens": "{tokens:,}",
-                "preemptions": "{preemptions:,}", "finished, aborted, failed": "{finished}, {aborted}, {failed}",
-                "pages missing": "{missing_pages}", "device": "{device_mb:.0f} MB", "host": "{host_mb:.0f} MB",
-                "threads": "{threads}", "open files": "{files}",
-            },
-            notes,
-        ),
-    ]  # fmt: skip
+        {
+            "requests": "{requests:,}", "steps": "{steps:,}", "tokens": "{tokens:,}",
+            "preemptions": "{preemptions:,}", "finished, aborted, failed": "{finished}, {aborted}, {failed}",
+            "pages missing": "{missing_pages}", "device": "{device_mb:.0f} MB", "host": "{host_mb:.0f} MB",
+            "threads": "{threads}", "open files": "{files}",
+        },
+        notes,
+    )  # fmt: skip

@@ -1,10 +1,9 @@
-"""The page of a GPU's engine: sections for gpu*, profile*, attention*, dense-* and served-*.json."""
+"""The page of a GPU's engine: sections for gpu*, profile*, attention* and served-*.json."""
 
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benchmarks.tables import Columns, Row, percent, table
+from benchmarks.tables import Columns, Row, section, table
 
 _STEP: Columns = {"rows": "{rows}", "tok/s": "{tokens_per_second:.1f}", "step": "{step_ms:.2f} ms"}
 _FASTEST: Columns = {"fastest": "{fastest_step_ms:.2f} ms"}
@@ -25,7 +24,7 @@ _GPU: dict[str, tuple[str, Columns]] = {  # part of the result: what it is, its 
         "were predicted, those that were used.",
         {
             "expert prefetch": lambda row: "on" if row["expert_prefetch"] else "off", **_STEP, **_FASTEST,
-            "right": lambda row: percent(row.get("expert_prediction_rate")), **_FETCHED, **_PROBE,
+            "right": "{expert_prediction_rate:.0%}", **_FETCHED, **_PROBE,
         },
     ),
     "overlap": (
@@ -42,7 +41,7 @@ _GPU: dict[str, tuple[str, Columns]] = {  # part of the result: what it is, its 
         "",
         {
             "experts in GPU memory": "{expert_memory_gib:.1f} GiB", **_STEP,
-            "hit rate": lambda row: percent(row.get("expert_hit_rate")), **_FETCHED,
+            "hit rate": "{expert_hit_rate:.0%}", **_FETCHED,
         },
     ),
 }  # fmt: skip
@@ -70,83 +69,49 @@ def engine(result: dict[str, Any]) -> list[str]:
 def profile(result: dict[str, Any]) -> list[str]:
     """Where the time of a decode step goes."""
     parts = list(result["on_cpu"][0]["ms"])
-
-    def column(part: str) -> Callable[[Row], str]:
-        return lambda row: f"{row['ms'][part]:.2f}"
-
-    return [
-        f"### {result['model']}: a decode step",
+    return section(
+        f"{result['model']}: a decode step",
         f"Milliseconds of a step, by CUDA's profiler over {result['steps']} of them, after prompts of "
         f"{result['prompt_tokens']}; {graphics(result)}; {taken(result)}. Gaps: between kernels; long ones, of more "
         f"than 5 us, are waits for the CPU's experts and for the host. CPU: its experts, and what it read of them. "
         f"`{result['command']}`",
-        "",
-        *table(
-            {
-                "experts": "{place}",
-                "rows": "{rows}",
-                "step": "{step_ms:.2f}",
-                "traced": "{traced_step_ms:.2f}",
-                "kernels": "{kernels:.0f}",
-                **{part: column(part) for part in parts},
-                "CPU": lambda row: f"{row['cpu_experts_ms']:.2f}" if "cpu_experts_ms" in row else "-",
-                "read": lambda row: f"{row['cpu_experts_gb']:.2f} GB" if "cpu_experts_gb" in row else "-",
-            },
-            [{"place": place, **row} for place in ("CPU", "GPU") for row in result[f"on_{place.lower()}"]],
-            words=1,
-        ),
-    ]
+        {
+            "experts": "{place}",
+            "rows": "{rows}",
+            "step": "{step_ms:.2f}",
+            "traced": "{traced_step_ms:.2f}",
+            "kernels": "{kernels:.0f}",
+            **{part: f"{{ms[{part}]:.2f}}" for part in parts},
+            "CPU": "{cpu_experts_ms:.2f}",
+            "read": "{cpu_experts_gb:.2f} GB",
+        },
+        [{"place": place, **row} for place in ("CPU", "GPU") for row in result[f"on_{place.lower()}"]],
+        words=1,
+    )
 
 
 def served(result: dict[str, Any]) -> list[str]:
     """The whole system on a GPU, beside its engine alone."""
-    lines = [
-        f"### {result['model']}, served",
+    lines = section(
+        f"{result['model']}, served",
         f"Redis, gateway and one worker on {graphics(result)}; {taken(result)}. All clients ask at once, for "
         f"{result['tokens']} tokens after prompts of {result['prompt_tokens']}, experts on the CPU. Engine: given the "
         f"same requests in one process; probe: what all threads read a second just after. `{result['command']}`",
-        "",
-        *table(
-            {
-                "clients": "{clients}", "tok/s": "{tokens_per_second:.1f}", "engine": "{engine_alone:.1f}",
-                "of it": "{share_of_engine:.0%}",
-                "first token p50, p99": "{first_token_p50_ms:.0f}, {first_token_p99_ms:.0f} ms",
-                "between tokens": "{between_tokens_p50_ms:.1f}, {between_tokens_p99_ms:.1f} ms",
-                "CPU's experts a layer": "{distinct_experts:.1f}", "probe": "{bandwidth_gb_s:.0f} GB/s",
-            },
-            result["figures"],
-        ),
-    ]  # fmt: skip
+        {
+            "clients": "{clients}", "tok/s": "{tokens_per_second:.1f}", "engine": "{engine_alone:.1f}",
+            "of it": "{share_of_engine:.0%}",
+            "first token p50, p99": "{first_token_p50_ms:.0f}, {first_token_p99_ms:.0f} ms",
+            "between tokens": "{between_tokens_p50_ms:.1f}, {between_tokens_p99_ms:.1f} ms",
+            "CPU's experts a layer": "{distinct_experts:.1f}", "probe": "{bandwidth_gb_s:.0f} GB/s",
+        },
+        result["figures"],
+    )  # fmt: skip
     by_clients = {row["clients"]: row for row in result["figures"]}
     if by_clients.keys() >= {1, 4}:
         tokens, used = (by_clients[4][key] / by_clients[1][key] for key in ("tokens_per_second", "distinct_experts"))
         lines += ["", f"4 clients together get {tokens:.2f} times the tok/s of 1; a layer of a step then needs "
                       f"{used:.1f} times as many different experts of the CPU."]  # fmt: skip
     return lines
-
-
-def dense(result: dict[str, Any]) -> list[str]:
-    """Dense weights that stay quantised."""
-    first = result["figures"][0]
-    times = {f"a step of {count} rows": ("decode_ms", count) for count in first["decode_ms"]}
-    times |= {f"a prompt of {count}": ("prefill_ms", count) for count in first["prefill_ms"]}
-
-    def column(part: str, count: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[part][count]:.2f} ms"
-
-    return [
-        f"### {result['model']}, dense weights as in the file",
-        f"{result['machine']}; commit {result['commit']}, {result['taken']}. All experts on the GPU, once each. "
-        f"{result['command']}",
-        "",
-        *table(
-            {
-                "dense weights": "{dense}", "memory": "{dense_gb:.2f} GB",
-                **{heading: column(*key) for heading, key in times.items()},
-            },
-            result["figures"],
-        ),
-    ]  # fmt: skip
 
 
 def attention(result: dict[str, Any]) -> list[str]:
@@ -167,38 +132,12 @@ def attention(result: dict[str, Any]) -> list[str]:
             for row in figure[part]:
                 points[tuple(row[size] for size in sizes)][name] = f"{row['layer_us']:.1f} ({row[rate]:.0f})"
         heads = {size: f"{{{size}}}" for size in sizes}
-        lines += ["", *table({**heads, **{name: _cell(name) for name in names}}, points.values())]
+        lines += ["", *table({**heads, **{name: f"{{{name}}}" for name in names}}, points.values())]
     plans = [
         f"{name} {median(row['plan_us'] for row in figure['decode']):.0f}"
         for name, figure in zip(names, figures, strict=True)
     ]
     return [*lines, "", f"Host's time for the plan of a decode step, median, in us: {'; '.join(plans)}."]
-
-
-def _cell(key: str) -> Callable[[Row], str]:
-    return lambda row: str(row.get(key, "-"))
-
-
-def regrouped(result: dict[str, Any]) -> list[str]:
-    """One engine from two trees, in turns."""
-
-    def column(part: str, size: str, value: int) -> Callable[[Row], str]:
-        return lambda run: next((f"{row['tokens_per_second']:,}" for row in run[part] if row[size] == value), "-")
-
-    trees, first = result["trees"], result["figures"][0]
-    rows = {f"{row['rows']} rows": column("decode", "rows", row["rows"]) for row in first["decode"]}
-    prompts = {
-        f"prompt of {row['tokens']:,}": column("prefill", "tokens", row["tokens"]) for row in first["prefill"]
-    }  # fmt: skip
-    return [
-        f"### {result['model']}, before and after modules were regrouped",
-        f"Tokens a second of commits {trees['before']} and {trees['after']}, in turns on one machine. "
-        f"{graphics(result)}; {result['taken']}. `{result['command']}`",
-        "",
-        *table(
-            {"experts": "{experts}", "tree": "{tree}", "turn": "{turn}", **rows, **prompts}, result["figures"], words=2
-        ),
-    ]
 
 
 def graphics(result: Row) -> str:

@@ -1,9 +1,8 @@
-"""The page of quality: sections for accuracy.json, perplexity.json and deferral.json."""
+"""The page of quality: sections for accuracy.json and perplexity.json."""
 
-from collections.abc import Callable
 from typing import Any
 
-from benchmarks.tables import software, table
+from benchmarks.tables import Cell, section, software
 
 SOURCES = ("ktqueue", "llama.cpp")
 
@@ -16,21 +15,18 @@ def accuracy(result: dict[str, Any]) -> list[str]:
         for source in SOURCES
         if source in sources
     ]
-    return [
-        "### Error against float",
+    return section(
+        "Error against float",
         f"Logits of {result['tokens']} random tokens in windows of {result['window']}, against transformers in float32 "
         "on the same file's dequantised weights: relative error of the median token, share of tokens more than 10 % "
         f"off (another expert was chosen), mean KL divergence, share with the same likeliest token. {software(result)}",
-        "",
-        *table(
-            {
-                "file": "{file}", "of": "{source}", "median error": "{median_error:.2%}",
-                "far off": "{far_tokens:.1%}", "KL": "{mean_divergence:.2g}", "same token": "{same_token:.1%}",
-            },
-            rows,
-            words=2,
-        ),
-    ]  # fmt: skip
+        {
+            "file": "{file}", "of": "{source}", "median error": "{median_error:.2%}",
+            "far off": "{far_tokens:.1%}", "KL": "{mean_divergence:.2g}", "same token": "{same_token:.1%}",
+        },
+        rows,
+        words=2,
+    )  # fmt: skip
 
 
 def perplexity(result: dict[str, Any]) -> list[str]:
@@ -38,51 +34,25 @@ def perplexity(result: dict[str, Any]) -> list[str]:
     text, figures = result["text"], result["figures"]
     reference = figures[result["reference"]]["twin"]["perplexity"]
 
-    def cells(quant: str, sources: dict[str, Any]) -> list[str]:
-        twin = sources["twin"]["perplexity"]
-        values = [quant, f"{twin:.3f}", f"{twin / reference - 1:+.2%}"]
-        for source in SOURCES:
-            value = sources.get(source, {}).get("perplexity")
-            values += [f"{value:.3f}", f"{value / twin - 1:+.3%}"] if value else ["-", "-"]
-        return values
+    def drift(source: str) -> Cell:
+        return lambda row: f"{row[source]['perplexity'] / row['twin']['perplexity'] - 1:+.3%}"
 
-    def column(place: int) -> Callable[[list[str]], str]:
-        return lambda row: row[place]
-
-    headings = ("format", "twin", f"against {result['reference']}", "ktqueue", "drift", "llama.cpp", "its drift")
-    return [
-        "### Perplexity",
+    return section(
+        "Perplexity",
         f"The weights of the demo model in each format, {result['windows']} windows of {result['window']} tokens of "
         f"`{text['name']}` ({text['bytes']} bytes, sha256 {text['sha256']}) from its beginning, all but a window's "
         "first token scored. Twin: transformers in float32 on the same file's dequantised weights; drift: from the "
         "twin, what the kernels alone do. Experts and attention have the format, embeddings too from 8 bits up (else "
         f"Q8_0), norms and routers are F32. {software(result)}",
-        "",
-        *table(
-            {heading: column(place) for place, heading in enumerate(headings)},
-            [cells(*item) for item in figures.items()],
-            words=1,
-        ),
-    ]
-
-
-def deferral(result: dict[str, Any]) -> list[str]:
-    """What expert deferral, which was removed, cost in perplexity."""
-    text, figures, experts = result["text"], result["figures"], result["experts_per_token"]
-    plain = figures[0]["perplexity"]
-    return [
-        "### Deferred experts",
-        f"Model {result['model']}, {experts} experts a token: {result['windows']} windows of {result['window']} tokens "
-        f"of `{text['name']}` ({text['bytes']} bytes, sha256 {text['sha256']}) from its beginning, fed token by token, "
-        "so that each defers; all but a window's first token scored; float32. KL divergence and likeliest token: "
-        f"against deferring none. {software(result)}",
-        "",
-        *table(
-            {
-                "deferred": f"{{deferred}} of {experts}", "perplexity": "{perplexity:.3f}",
-                "against none": lambda row: f"{row['perplexity'] / plain - 1:+.2%}",
-                "KL": "{mean_divergence:.2g}", "same token": "{same_token:.1%}",
-            },
-            figures,
-        ),
-    ]  # fmt: skip
+        {
+            "format": "{format}",
+            "twin": "{twin[perplexity]:.3f}",
+            f"against {result['reference']}": lambda row: f"{row['twin']['perplexity'] / reference - 1:+.2%}",
+            "ktqueue": "{ktqueue[perplexity]:.3f}",
+            "drift": drift("ktqueue"),
+            "llama.cpp": lambda row: f"{row['llama.cpp']['perplexity']:.3f}",
+            "its drift": drift("llama.cpp"),
+        },
+        [{"format": name, **sources} for name, sources in figures.items()],
+        words=1,
+    )

@@ -6,19 +6,24 @@ from statistics import median
 from typing import Any
 
 from benchmarks.tables import (
+    Cell,
     Columns,
+    Group,
     Row,
     bystanders,
     conditions,
+    grouped,
     median_of,
+    middle,
     numbered,
     pairs,
     rounds,
+    section,
+    shared,
     software,
-    table,
     undisturbed,
     where,
-)  # fmt: skip
+)
 from ktqueue.core.request import JobClass
 
 NAMES = {"ktqueue": "ktqueue", "ktqueue up": "ktqueue, supervised", "streaq": "streaq", "saq": "SAQ",
@@ -29,38 +34,31 @@ def peers(result: dict[str, Any]) -> list[str]:
     """No-op jobs through each queue."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     present = {row["queue"] for row in result["figures"]}
-    return [
-        "### The queue alone",
+
+    def measured(point: str, key: str, shape: str) -> Cell:
+        return lambda queue: median_of(undisturbed(where(result, point=point, queue=queue)), key, shape)
+
+    def recovered(point: str, waited: float) -> Cell:
+        return lambda queue: recovery(where(result, point=point, queue=queue), waited)
+
+    return section(
+        "The queue alone",
         f"No-op jobs through one worker process with {result['slots']} slots, all queues on one private Redis in "
         f"turns; medians over rounds, of the kills median and extremes. {versions}. {bystanders(result)}",
-        "",
-        *table(
-            {
-                "queue": "{name}", "submit to start p50": "{p50}", "p99": "{p99}", "jobs/s": "{jobs}",
-                "worker a job": "{worker}", "Redis a job": "{redis}", "submits/s": "{submits}",
-                f"runs again after kill -9: lease of {result['lease_seconds']:g} s": "{lease}",
-                "defaults": "{defaults}",
-            },
-            [_peer(result, queue) for queue in NAMES if queue in present],
-            words=1,
-        ),
-    ]  # fmt: skip
-
-
-def _peer(result: Row, queue: str) -> Row:
-    latency = undisturbed(where(result, point="latency", queue=queue))
-    throughput = undisturbed(where(result, point="throughput", queue=queue))
-    return {
-        "name": NAMES[queue],
-        "p50": median_of(latency, "p50_ms", "{:.2f} ms"),
-        "p99": median_of(latency, "p99_ms", "{:.2f} ms"),
-        "jobs": median_of(throughput, "jobs_per_second", "{:,.0f}"),
-        "worker": median_of(throughput, "worker_us", "{:.0f} us"),
-        "redis": median_of(throughput, "redis_us", "{:.0f} us"),
-        "submits": median_of(throughput, "submitted_per_second", "{:,.0f}"),
-        "lease": recovery(where(result, point="recovery", queue=queue), 30.0),
-        "defaults": recovery(where(result, point="recovery at defaults", queue=queue), result["waited_seconds"]),
-    }
+        {
+            "queue": NAMES.__getitem__,
+            "submit to start p50": measured("latency", "p50_ms", "{:.2f} ms"),
+            "p99": measured("latency", "p99_ms", "{:.2f} ms"),
+            "jobs/s": measured("throughput", "jobs_per_second", "{:,.0f}"),
+            "worker a job": measured("throughput", "worker_us", "{:.0f} us"),
+            "Redis a job": measured("throughput", "redis_us", "{:.0f} us"),
+            "submits/s": measured("throughput", "submitted_per_second", "{:,.0f}"),
+            f"runs again after kill -9: lease of {result['lease_seconds']:g} s": recovered("recovery", 30.0),
+            "defaults": recovered("recovery at defaults", result["waited_seconds"]),
+        },
+        [queue for queue in NAMES if queue in present],
+        words=1,
+    )
 
 
 def recovery(figures: Sequence[Row], waited: float) -> str:
@@ -82,87 +80,73 @@ def recovery(figures: Sequence[Row], waited: float) -> str:
 
 def streams(result: dict[str, Any]) -> list[str]:
     """Many readers of one gateway."""
-    points = sorted({(row["heavy"] != "none", row["streams"], row["rate"], row["heavy"]) for row in result["figures"]})
-    return [
-        "### Readers of one gateway",
+    points = grouped(result, "streams", "rate", "heavy")
+    return section(
+        "Readers of one gateway",
         "SSE clients of one gateway process, fed through leases and Redis by a process that plays the workers, all on "
         "the same cores; from the beginning of a commit to the client's socket; medians over rounds. In the last two "
         f"rows one of the streams has events of {result['heavy_bytes']:,} bytes, and its client reads, or does not "
         f"until the end. {bystanders(result)} {result.get('undisturbed', '')}".rstrip(),
-        "",
-        *table(
-            {
-                "streams": "{streams:,}", "events/s each": "{rate:g}", "heavy stream": "{heavy}",
-                "delivery p50": "{p50}", "p99": "{p99}", "longest": "{longest}", "lost or twice": "{missing}",
-                "gateway an event": "{gateway}", "gateway, Redis, workers, clients: CPUs": "{cpus}",
-                "MB per 1,000 clients": "{memory}", "rounds": "{rounds}",
-            },
-            [_stream(result, *point[1:]) for point in points],
-        ),
-    ]  # fmt: skip
+        {
+            "streams": shared("{streams:,}"),
+            "events/s each": shared("{rate:g}"),
+            "heavy stream": lambda point: {"none": "-", "read": "read", "stalled": "not read"}[point[0]["heavy"]],
+            "delivery p50": middle("p50_ms", "{:.1f} ms"),
+            "p99": middle("p99_ms", "{:.1f} ms"),
+            "longest": middle("max_ms", "{:.0f} ms"),
+            "lost or twice": _missing_streams,
+            "gateway an event": middle("gateway_us_per_event", "{:.1f} us"),
+            "gateway, Redis, workers, clients: CPUs": _cpus,
+            "MB per 1,000 clients": middle("mb_per_1000_clients", "{:.0f}"),
+            "rounds": rounds,
+        },
+        sorted(points, key=lambda point: point[0]["heavy"] != "none"),
+    )
 
 
-def _stream(result: Row, count: int, rate: float, heavy: str) -> Row:
-    every = where(result, streams=count, rate=rate, heavy=heavy)
-    figures = undisturbed(every)
-    readers = count - (heavy == "stalled")
-    missing = sum(readers - row["complete_streams"] for row in every)
-    missing += sum(not row["stalled"]["complete"] for row in every if row["stalled"])
-    cpus = [median(row["cpus"][name] for row in figures) for name in ("gateway", "redis", "workers", "clients")]
-    return {
-        "streams": count,
-        "rate": rate,
-        "heavy": {"none": "-", "read": "read", "stalled": "not read"}[heavy],
-        "p50": median_of(figures, "p50_ms", "{:.1f} ms"),
-        "p99": median_of(figures, "p99_ms", "{:.1f} ms"),
-        "longest": median_of(figures, "max_ms", "{:.0f} ms"),
-        "missing": f"{missing} of {count * len(every):,} streams",
-        "gateway": median_of(figures, "gateway_us_per_event", "{:.1f} us"),
-        "cpus": ", ".join(f"{share:.2f}" for share in cpus),
-        "memory": median_of(figures, "mb_per_1000_clients", "{:.0f}"),
-        "rounds": rounds(every),
-    }
+def _missing_streams(point: Group) -> str:
+    count, heavy = point[0]["streams"], point[0]["heavy"]
+    missing = sum(count - (heavy == "stalled") - figure["complete_streams"] for figure in point)
+    missing += sum(not figure["stalled"]["complete"] for figure in point if figure["stalled"])
+    return f"{missing} of {count * len(point):,} streams"
+
+
+def _cpus(point: Group) -> str:
+    names = ("gateway", "redis", "workers", "clients")
+    return ", ".join(f"{median(figure['cpus'][name] for figure in undisturbed(point)):.2f}" for name in names)
 
 
 def depth(result: dict[str, Any]) -> list[str]:
     """A short and a deep queue."""
-    rows = []
-    for waiting in sorted({row["depth"] for row in result["figures"]}):
-        every = where(result, depth=waiting)
-        figures = undisturbed(every)
-        names = ("submit_p50_ms", "submit_p99_ms", "claim_p50_ms", "claim_p99_ms")
-        rows.append({
-            "depth": waiting, "rounds": rounds(every), "bytes": median_of(figures, "job_bytes", "{:,.0f} bytes"),
-            **{name: median_of(figures, name, "{:.3f} ms") for name in names},
-        })  # fmt: skip
-    return [
-        "### A deep queue",
+    return section(
+        "A deep queue",
         f"One client's submits and claims with so many jobs before them, in turns; {result['turns']:,} a round, "
         f"prompts of {result['prompt_bytes']} bytes; medians over rounds. {bystanders(result)}",
-        "",
-        *table(
-            {
-                "jobs waiting": "{depth:,}", "submit p50": "{submit_p50_ms}", "submit p99": "{submit_p99_ms}",
-                "claim p50": "{claim_p50_ms}", "claim p99": "{claim_p99_ms}", "memory of a job": "{bytes}",
-                "rounds": "{rounds}",
-            },
-            rows,
-        ),
-    ]  # fmt: skip
+        {
+            "jobs waiting": shared("{depth:,}"),
+            "submit p50": middle("submit_p50_ms", "{:.3f} ms"),
+            "submit p99": middle("submit_p99_ms", "{:.3f} ms"),
+            "claim p50": middle("claim_p50_ms", "{:.3f} ms"),
+            "claim p99": middle("claim_p99_ms", "{:.3f} ms"),
+            "memory of a job": middle("job_bytes", "{:,.0f} bytes"),
+            "rounds": rounds,
+        },
+        grouped(result, "depth"),
+    )
 
 
 def fairness(result: dict[str, Any]) -> list[str]:
     """Interactive jobs beside batch jobs."""
     load = sorted(row["load_average"] for row in result["figures"])
-    return [
-        "### Interactive jobs beside a deep batch queue",
+    return section(
+        "Interactive jobs beside a deep batch queue",
         f"One worker with {result['rows']} rows, {result['model']}; {result['interactive_per_second']:g} interactive "
         f"jobs a second of {result['tokens']['interactive']} tokens, batch jobs of {result['tokens']['batch']}; waits "
         "are from submission to the first token. A flood: three interactive jobs for each row, always. Load average "
         f"{load[0]} to {load[-1]} on the machine, which was shared. {software(result)}",
-        "",
-        *table(FAIRNESS, numbered(result["figures"])),
-    ]
+        FAIRNESS,
+        numbered(result["figures"]),
+    )
 
 
 FAIRNESS: Columns = {
@@ -183,16 +167,16 @@ FLEET: Columns = {
 
 def fleet(result: dict[str, Any]) -> list[str]:
     """One queue and several workers."""
-    return [
-        "### One queue, several workers",
+    return section(
+        "One queue, several workers",
         f"{result['jobs']} jobs of {result['tokens']} tokens at once; workers of {result['rows']} rows and one thread, "
         "all on the same cores, as are Redis and the gateway: what more workers than cores add is none of the speed. "
         "Lost or different: jobs without exactly one end, or with other tokens than a crew of one gave. In each second "
         f"row a worker is asked to leave every {result['pause']:g} s, hands its jobs back and starts again. "
         f"{software(result)}",
-        "",
-        *table(FLEET, result["figures"]),
-    ]
+        FLEET,
+        result["figures"],
+    )
 
 
 def chaos(result: dict[str, Any]) -> list[str]:
@@ -232,47 +216,44 @@ def floods(result: dict[str, Any]) -> list[str]:
     """Chats while thousands of hostile sockets are open."""
     machine = result["machine"]
 
-    def milliseconds(key: str) -> Any:
+    def milliseconds(key: str) -> Cell:
         return lambda row: "none" if row[key] is None else f"{row[key]:,.0f} ms"
 
-    return [
-        "### A stranger's chat during a flood",
+    return section(
+        "A stranger's chat during a flood",
         f"{result['figures'][0]['sockets']:,} hostile sockets of one kind at a time, against what `ktqueue up` runs "
         f"with default settings; each one that the gateway closes is opened again, {result['reopen_per_second']:g} a "
         "second at most. The hostile process runs on the same cores, at the lowest priority. Figures are medians of "
         f"{result['chats']} chats, each over a new connection from an address of its own, before the flood and from "
         "8 s after all its sockets were opened. "
         f"{machine['cpu']}, {machine['cores']} cores, {result['conditions']}. {machine['taken']}.",
-        "",
-        *table(
-            {
-                "hostile sockets": "{kind}", "from addresses": "{addresses}",
-                "first token, nobody else there": milliseconds("idle_ms"),
-                "during the flood": milliseconds("flooded_ms"), "longest": milliseconds("flooded_longest_ms"),
-                "failed chats": "{failed_chats}", "/healthz, longest": milliseconds("probe_longest_ms"),
-                "gateway's memory before": "{memory_before_mb:.0f} MB", "highest": "{memory_highest_mb:.0f} MB",
-                "open at the end": "{open:,}",
-            },
-            result["figures"],
-            words=2,
-        ),
-    ]  # fmt: skip
+        {
+            "hostile sockets": "{kind}", "from addresses": "{addresses}",
+            "first token, nobody else there": milliseconds("idle_ms"),
+            "during the flood": milliseconds("flooded_ms"), "longest": milliseconds("flooded_longest_ms"),
+            "failed chats": "{failed_chats}", "/healthz, longest": milliseconds("probe_longest_ms"),
+            "gateway's memory before": "{memory_before_mb:.0f} MB", "highest": "{memory_highest_mb:.0f} MB",
+            "open at the end": "{open:,}",
+        },
+        result["figures"],
+        words=2,
+    )  # fmt: skip
 
 
 def system(result: dict[str, Any]) -> list[str]:
     """The whole system on the built-in model."""
     figures = result["figures"]
 
-    def middle(part: str, key: str) -> float:
-        return float(median(figure[part][key] for figure in figures))
+    def milliseconds(part: str, key: str, digits: int = 1) -> str:
+        return f"{median(figure[part][key] for figure in figures):.{digits}f} ms"
 
     alone, four = (median(figure["clients"][i]["tokens_per_second"] for figure in figures) for i in (0, 1))
     rows = {
-        "submit to first token, p50": f"{middle('first_token', 'p50_ms'):.1f} ms",
-        "submit to first token, p95": f"{middle('first_token', 'p95_ms'):.1f} ms",
-        "between tokens of one stream, p50": f"{middle('first_token', 'between_tokens_p50_ms'):.1f} ms",
-        "SSE delivery delay, 4 streams, p50": f"{middle('delivery', 'p50_ms'):.2f} ms",
-        "SSE delivery delay, 4 streams, p99": f"{middle('delivery', 'p99_ms'):.2f} ms",
+        "submit to first token, p50": milliseconds("first_token", "p50_ms"),
+        "submit to first token, p95": milliseconds("first_token", "p95_ms"),
+        "between tokens of one stream, p50": milliseconds("first_token", "between_tokens_p50_ms"),
+        "SSE delivery delay, 4 streams, p50": milliseconds("delivery", "p50_ms", 2),
+        "SSE delivery delay, 4 streams, p99": milliseconds("delivery", "p99_ms", 2),
         "1 client": f"{alone:.0f} tok/s",
         "4 clients": f"{four:.0f} tok/s, {four / alone:.2f} times 1",
     }
