@@ -19,7 +19,7 @@ from benchmarks.command import command_line, integers
 from benchmarks.gpu.loaded_gpu_model import MODEL
 from benchmarks.percentiles import percentiles
 from benchmarks.queue.servers import whole_system
-from benchmarks.queue.system import stream, stream_times
+from benchmarks.queue.system import complete, stream_times
 from benchmarks.results import write
 from ktqueue.bench.engine import prompts
 from ktqueue.bench.environment import environment
@@ -33,7 +33,7 @@ REPLY_SECONDS = 600.0
 async def together(http: httpx.AsyncClient, model: str, asked: list[list[int]], tokens: int) -> dict[str, Any]:
     """What clients see that all ask at once."""
     began = time.monotonic()
-    streams = await asyncio.gather(*(stream(http, model, prompt, tokens) for prompt in asked))
+    streams = await asyncio.gather(*(complete(http, model, prompt, tokens) for prompt in asked))
     seconds = max(moments[-1] for moments in streams) - began
     first, between = stream_times(streams)
     return {

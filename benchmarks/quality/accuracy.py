@@ -33,43 +33,35 @@ def compare(path: Path, windows: Sequence[list[int]], threads: int, llama_python
         sources = {"twin": logits.twin(path), "ktqueue": logits.ours(path, threads)}
         if llama_python:
             sources["llama.cpp"] = stack.enter_context(logits.llama(llama_python, path, threads))
-        sums = {name: _Sums() for name in sources}
+        measured: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in sources}
         for ids in windows:
-            float_logits: torch.Tensor | None = None
-            for name, source in sources.items():
-                scores = torch.from_numpy(source(ids)).double()
-                float_logits = scores if float_logits is None else float_logits
-                sums[name].add(ids, scores, float_logits)
-    return {name: one.report() for name, one in sums.items()}
+            scores = {name: torch.from_numpy(source(ids)).double() for name, source in sources.items()}
+            for name in sources:
+                measured[name].append(_measure(ids, scores[name], scores["twin"]))
+    return {name: _summary(parts) for name, parts in measured.items()}
 
 
-class _Sums:
-    """Collects over windows what one source says."""
+def _measure(ids: list[int], scores: torch.Tensor, true: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Measures of each token, `[tokens]`. scores, true: `[tokens, vocab]` logits."""
+    said, wanted = torch.log_softmax(scores, -1), torch.log_softmax(true, -1)
+    return {
+        "loss": -said[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0],
+        "error": (scores - true).norm(dim=-1) / true.norm(dim=-1),
+        "divergence": (wanted.exp() * (wanted - said)).sum(-1),
+        "same": (scores.argmax(-1) == true.argmax(-1)).double(),
+    }
 
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._errors: list[torch.Tensor] = []
-        self._divergences: list[torch.Tensor] = []
-        self._same: list[torch.Tensor] = []
 
-    def add(self, ids: list[int], scores: torch.Tensor, true: torch.Tensor) -> None:
-        """scores, true: [tokens, vocab] logits."""
-        said, wanted = torch.log_softmax(scores, -1), torch.log_softmax(true, -1)
-        self._losses.append(-said[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0])
-        self._errors.append((scores - true).norm(dim=-1) / true.norm(dim=-1))
-        self._divergences.append((wanted.exp() * (wanted - said)).sum(-1))
-        self._same.append((scores.argmax(-1) == true.argmax(-1)).double())
-
-    def report(self) -> dict[str, float]:
-        errors = torch.cat(self._errors)
-        return {
-            "perplexity": math.exp(torch.cat(self._losses).mean()),
-            "median_error": float(errors.median()),
-            "far_tokens": float((errors > FAR).double().mean()),
-            "mean_divergence": float(torch.cat(self._divergences).mean()),
-            "median_divergence": float(torch.cat(self._divergences).median()),
-            "same_token": float(torch.cat(self._same).mean()),
-        }
+def _summary(windows: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+    whole = {name: torch.cat([window[name] for window in windows]) for name in windows[0]}
+    return {
+        "perplexity": math.exp(whole["loss"].mean()),
+        "median_error": float(whole["error"].median()),
+        "far_tokens": float((whole["error"] > FAR).double().mean()),
+        "mean_divergence": float(whole["divergence"].mean()),
+        "median_divergence": float(whole["divergence"].median()),
+        "same_token": float(whole["same"].mean()),
+    }
 
 
 def _file(model: str, folder: Path) -> Path:

@@ -67,16 +67,20 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int | None, An
             yield seq, json.loads(line[6:])
 
 
-async def stream(http: httpx.AsyncClient, model: str, prompt: str | list[int], tokens: int) -> list[float]:
-    """Stream one greedy completion of `tokens` tokens. Returns the moments of its request and of each frame."""
-    body = {"model": model, "prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True}  # fmt: skip
+async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[float]:
+    """Stream one completion or chat. Returns the moments of its request and of each frame that may have text."""
     moments = [time.monotonic()]
-    async with http.stream("POST", "/v1/completions", json=body) as response:
+    async with http.stream("POST", path, json={**body, "stream": True}) as response:
         async for _, data in frames(response):
-            if data["choices"]:
+            if any("text" in choice or choice["delta"].get("content") for choice in data["choices"]):
                 moments.append(time.monotonic())
     return moments
+
+
+async def complete(http: httpx.AsyncClient, model: str, prompt: str | list[int], tokens: int) -> list[float]:
+    """Stream a greedy completion of `tokens` tokens, as `stream`."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return await stream(http, "/v1/completions", body)
 
 
 def stream_times(streams: list[list[float]]) -> tuple[list[float], list[float]]:
@@ -93,7 +97,7 @@ def prompt_of(client: int) -> str:
 async def first_token(http: httpx.AsyncClient, model: str) -> dict[str, float]:
     """Milliseconds to the first text, one request at a time."""
     streams = [
-        await stream(http, model, prompt_of(number), FIRST_TOKEN_TOKENS) for number in range(FIRST_TOKEN_REQUESTS)
+        await complete(http, model, prompt_of(number), FIRST_TOKEN_TOKENS) for number in range(FIRST_TOKEN_REQUESTS)
     ]
     first, between = stream_times(streams)
     return {**percentiles(first, 50, 95), "between_tokens_p50_ms": percentile(between, 50)}
@@ -128,7 +132,7 @@ async def throughput(http: httpx.AsyncClient, model: str, clients: int) -> dict[
 
     async def client(number: int) -> None:
         for request in range(CLIENT_REQUESTS):
-            await stream(http, model, prompt_of(number + 10 * request), CLIENT_TOKENS)
+            await complete(http, model, prompt_of(number + 10 * request), CLIENT_TOKENS)
 
     began = time.monotonic()
     await asyncio.gather(*(client(number) for number in range(clients)))

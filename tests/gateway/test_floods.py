@@ -17,9 +17,9 @@ import pytest
 from scripted_worker import ScriptedWorker
 
 from benchmarks.machine import resident_bytes
-from benchmarks.queue.flood_clients import KINDS
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig
+from tests.soak.flood_clients import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOCKETS = 150  # of each kind
@@ -78,7 +78,7 @@ async def stranger(gateway: tuple[str, int], redis_server: str) -> AsyncIterator
 async def flood(kinds: list[str], port: int, addresses: int) -> AsyncIterator[dict[str, int]]:
     """Opens hostile sockets once. Afterwards the report has the number of open ones."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.queue.flood_clients", "--kinds", ",".join(kinds), "--port", str(port),
+        sys.executable, "-m", "tests.soak.flood_clients", "--kinds", ",".join(kinds), "--port", str(port),
         "--sockets", str(SOCKETS * len(kinds)), "--addresses", str(addresses), "--reopen-per-second", "0.001",
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hostile sockets: `python -m benchmarks.queue.flood_clients --kinds silent,idle --port 8000 --sockets 5000`.
+"""Hostile sockets: `python -m tests.soak.flood_clients --kinds silent,idle --port 8000 --sockets 5000`.
 
 Each socket that the gateway closes is opened again, so many a second at most. Says {"open": N} on standard output once
 all have been opened for the first time, and {"opened", "closed", "open"} when standard input ends.

@@ -1,7 +1,7 @@
-"""A stranger's chat while thousands of hostile sockets are open: `python -m benchmarks.queue.floods --sockets 5000`.
+"""A stranger's chat while thousands of hostile sockets are open: `python -m tests.soak.floods --sockets 5000`.
 
 Redis, gateway and worker run as under `ktqueue up`, with default settings. For each kind of hostile socket (see
-`benchmarks.queue.flood_clients`) that many are opened, from one address and from several. A socket that the gateway
+`tests.soak.flood_clients`) that many are opened, from one address and from several. A socket that the gateway
 closes is opened again, at a limited rate. Meanwhile a client at another address sends one chat after another, each over
 a new connection. The time to its first token is measured from before the connection, and also before each flood, when
 nobody else is connected. Memory is what the gateway's process has resident.
@@ -22,12 +22,12 @@ import httpx
 
 from benchmarks import machine
 from benchmarks.command import command_line
-from benchmarks.queue.flood_clients import KINDS
 from benchmarks.queue.servers import whole_system
-from benchmarks.queue.system import frames
+from benchmarks.queue.system import stream
 from benchmarks.results import write
 from ktqueue.core.config import EngineConfig
 from ktqueue.workers.supervision.supervisor import Supervisor
+from tests.soak.flood_clients import KINDS
 
 ADDRESSES = (1, 50)
 STRANGER = "127.0.0.77"
@@ -38,22 +38,15 @@ PAUSE = 0.1  # seconds between two chats
 
 async def chat(url: str, turn: int) -> float | None:
     """Seconds to the first text of a short answer; None: refused, or not in time."""
-    body = {"model": "demo", "stream": True, "max_tokens": 4, "ignore_eos": True,
+    body = {"model": "demo", "max_tokens": 4, "ignore_eos": True,
             "messages": [{"role": "user", "content": f"Tell me tale number {turn}."}]}  # fmt: skip
     transport = httpx.AsyncHTTPTransport(local_address=STRANGER)
-    first: float | None = None
-    began = time.monotonic()
     try:
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, transport=transport) as http:
-            began = time.monotonic()
-            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for _, data in frames(response):
-                    choices = data.get("choices") or [{}]
-                    if first is None and choices[0].get("delta", {}).get("content"):
-                        first = time.monotonic() - began
+            moments = await stream(http, "/v1/chat/completions", body)
     except httpx.HTTPError:
         return None
-    return first
+    return moments[1] - moments[0] if len(moments) > 1 else None
 
 
 async def chats(url: str, count: int) -> list[float | None]:
@@ -89,7 +82,7 @@ def _be_nice() -> None:
 async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float) -> AsyncIterator[dict[str, Any]]:
     """The hostile process, once all its sockets are open; what it says at its end is added to what is given here."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.queue.flood_clients", "--kinds", kind, "--port", str(port),
+        sys.executable, "-m", "tests.soak.flood_clients", "--kinds", kind, "--port", str(port),
         "--sockets", str(sockets), "--addresses", str(addresses), "--reopen-per-second", str(rate),
         cwd=machine.ROOT, preexec_fn=_be_nice, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
