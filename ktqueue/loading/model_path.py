@@ -8,10 +8,14 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError
 from ktqueue.core.hub_model import PREFIX, parse
+
+if TYPE_CHECKING:
+    from ktqueue.loading.huggingface.hub import HubAccess
 
 DEMO = "demo"
 SYNTHETIC_PREFIX = "synthetic:"
@@ -54,18 +58,20 @@ def _built_in() -> Path:
     return DEMO_MODEL
 
 
-def on_this_machine(config: EngineConfig, show_line: Callable[[str], None]) -> EngineConfig:
+def on_this_machine(
+    config: EngineConfig, show_line: Callable[[str], None], access: "HubAccess | None" = None
+) -> EngineConfig:
     """Return the settings with a model whose files are on this machine.
 
     An `hf:` name is downloaded and replaced by the local path; a served name is set if there is none. `show_line` gets
-    a line before anything that takes long. Raises CheckpointError for a path without a model, and all that
+    a line before anything that takes long. `access` is the way to the hub; None is the one of the HF_* variables. Raises CheckpointError for a path without a model, and all that
     `hub.download` raises.
     """
     if config.model.startswith(PREFIX):
         from ktqueue.loading.huggingface import hub  # imported here, because that takes long
 
         model = parse(config.model)
-        path = hub.download(model, show_line)
+        path = hub.download(model, show_line, access)
         return replace(config, model=str(path), served_model_name=config.served_model_name or (model.served_name,))
     if not config.model.startswith(SYNTHETIC_PREFIX):
         resolve_model(config.model)

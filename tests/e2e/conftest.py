@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from ktqueue.core.config import BridgeConfig, BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.workers.supervision.fork_client import COMMAND as FORK_SERVER_COMMAND
 from ktqueue.workers.supervision.supervisor import Supervisor
 
 
@@ -123,6 +124,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
         broker: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         bridge: BridgeConfig | None = None,
+        fork_server_command: Sequence[str] = FORK_SERVER_COMMAND,
         **worker: Any,
     ) -> AsyncIterator[Installation]:
         state_dir = tmp_path_factory.mktemp("state")
@@ -133,7 +135,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             gateway=GatewayConfig(port=0, drain_seconds=2.0),
             bridge=bridge or BridgeConfig(),
         )
-        async with Supervisor(config, workers=workers) as up:
+        async with Supervisor(config, workers=workers, fork_server_command=fork_server_command) as up:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
             async with httpx.AsyncClient(base_url=up.url, timeout=60.0, limits=limits, trust_env=False) as http:
                 yield Installation(up, http)

@@ -2,12 +2,9 @@
 
 import asyncio
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
-
-from ktqueue.workers.supervision.fork_client import ForkClient
 
 # The fork server, except that one seed ends the process in its first step, as a faulty kernel would.
 DEADLY_SEED = 666
@@ -34,13 +31,10 @@ main()
 
 
 @pytest.mark.timeout(200)
-async def test_a_job_that_kills_its_workers_fails_alone(start_stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "ktqueue.workers.supervision.supervisor.ForkClient",
-        partial(ForkClient, command=[sys.executable, "-c", FORK_SERVER]),
-    )
+async def test_a_job_that_kills_its_workers_fails_alone(start_stack: Any) -> None:
+    command = [sys.executable, "-c", FORK_SERVER]
     greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-    async with start_stack(workers=2, engine={"max_num_seqs": 8}) as stack:
+    async with start_stack(workers=2, engine={"max_num_seqs": 8}, fork_server_command=command) as stack:
         calm = await stack.read(await stack.submit(prompt="Once upon a time", sampling=greedy))
         # Submitted together, so that workers claim them together with the poison job.
         bodies = [{"prompt": "Once upon a time", "sampling": greedy} for _ in range(10)]
@@ -49,7 +43,7 @@ async def test_a_job_that_kills_its_workers_fails_alone(start_stack: Any, monkey
         streams = await asyncio.gather(*(stack.read(job) for job in jobs))
         poison, stream = jobs.pop(3), streams.pop(3)
         assert [(await stack.job(job))["state"] for job in jobs] == ["done"] * len(jobs)
-        assert [one.choices() for one in streams] == [calm.choices()] * len(jobs)
+        assert [stream.choices() for stream in streams] == [calm.choices()] * len(jobs)
         record = await stack.job(poison)
         assert (record["state"], record["error"]["code"]) == ("failed", "poison_job")
         assert record["attempts"] == stack.up.config.broker.max_attempts

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_e
 from ktqueue.core.errors import ConfigError
 from ktqueue.workers.exit_codes import UNUSABLE
 from ktqueue.workers.supervision.child import LONGEST_PAUSE_SECONDS, QUICK_DEATH_SECONDS, Child, ProcessFailed
+from ktqueue.workers.supervision.fork_client import COMMAND as FORK_SERVER_COMMAND
 from ktqueue.workers.supervision.fork_client import ForkClient
 from ktqueue.workers.supervision.lease_release import release_leases_of
 from ktqueue.workers.supervision.log_files import CHECK_SECONDS, begin_log, rotate_all
@@ -50,18 +51,26 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """`async with Supervisor(config, workers=2) as up:` runs everything; inside, `up.url` answers HTTP.
 
-    `report` receives a line for each wait. Each process logs to `state_dir/NAME.log`, limited to `log.max_bytes`. Older
-    lines, or the log of the previous run, are in `NAME.log.1`. Entering raises ProcessFailed, ConfigError or
-    Unavailable.
+    `fork_server_command` starts the process that forks the workers. `report` receives a line for each wait. Each
+    process logs to `state_dir/NAME.log`, limited to `log.max_bytes`. Older lines, or the log of the previous run, are
+    in `NAME.log.1`. Entering raises ProcessFailed, ConfigError or Unavailable.
     """
 
-    def __init__(self, config: Config, *, workers: int = 1, report: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workers: int = 1,
+        report: Callable[[str], None] | None = None,
+        fork_server_command: Sequence[str] = FORK_SERVER_COMMAND,
+    ) -> None:
         self.config = config
         self.workers: list[Child] = []
         self.fork_server: Child | None = None  # starts the workers, unless they use a GPU
         self.helpers: list[Child] = []  # arq's workers, if the configuration enables them
         self._gateway: Child | None = None
         self._count = workers
+        self._fork_server_command = fork_server_command
         self._report = report or log.info
         self._folder: StateFolder | None = None
         self._redis: PrivateRedis | None = None
@@ -186,7 +195,7 @@ class Supervisor:
         launch: Launch = self._command(WORKER_COMMAND)
         quick_death_seconds, longest_pause_seconds = QUICK_DEATH_SECONDS, LONGEST_PAUSE_SECONDS
         if not self.config.engine.on_gpu:
-            self._fork_client = ForkClient(child_environment(self.config))
+            self._fork_client = ForkClient(child_environment(self.config), self._fork_server_command)
             self.fork_server = self._child("fork-server", self._fork_client.launch, state)
             launch = self._fork_client.fork
             quick_death_seconds, longest_pause_seconds = QUICK_FORK_DEATH_SECONDS, LONGEST_FORK_PAUSE_SECONDS

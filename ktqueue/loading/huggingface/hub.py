@@ -7,6 +7,7 @@ where it stopped: each file grows as `ETAG.incomplete` beside the blobs of the c
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
@@ -29,7 +30,25 @@ REVISION = "main"
 ShowLine = Callable[[str], None]
 
 
-def download(model: HubModel, show_line: ShowLine) -> Path:
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubAccess:
+    """Where the hub is, where its files are cached, and how to get them. The defaults are those of the HF_* variables.
+
+    token: None for the user's own, False for none. free_bytes: returns the free bytes of a folder's disk.
+    """
+
+    endpoint: str = field(default_factory=lambda: constants.ENDPOINT)
+    cache: str = field(default_factory=lambda: constants.HF_HUB_CACHE)
+    offline: bool = field(default_factory=constants.is_offline_mode)
+    token: str | bool | None = None
+    free_bytes: Callable[[Path], int] = _free_bytes
+
+
+def download(model: HubModel, show_line: ShowLine, access: HubAccess | None = None) -> Path:
     """Download the model if it is not in the cache.
 
     Returns its .gguf file (the first part of a split one) or its folder in the cache. `show_line` gets a line before a
@@ -37,77 +56,89 @@ def download(model: HubModel, show_line: ShowLine) -> Path:
     CheckpointError, before weights are downloaded, for a checkpoint that cannot be loaded; Unavailable if the hub
     cannot be reached and the cache does not have the model.
     """
-    if constants.is_offline_mode():
-        return cached(model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model first")
+    access = access or HubAccess()
+    if access.offline:
+        return cached(
+            model, "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it, or pull the model first", access
+        )
     try:
-        commit, files, etags = _list(model)
+        commit, files, etags = _list(model, access)
     except Unavailable as error:
-        path = cached(model, error.message)
+        path = cached(model, error.message, access)
         show_line(f"{error.message}; using the cached {model}")
         return path
     selection = select(model, files)
-    missing = [file for file in selection.files if not _in_cache(model, file.path, commit)]
-    needed_bytes = sum(file.size - _downloaded_bytes(model, etags.get(file.path)) for file in missing)
+    missing = [file for file in selection.files if not _in_cache(model, file.path, commit, access)]
+    needed_bytes = sum(file.size - _downloaded_bytes(model, etags.get(file.path), access) for file in missing)
     if missing:
-        _check_disk(model, needed_bytes)
+        _check_disk(model, needed_bytes, access)
         what = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-        show_line(f"downloading {model}: {what}, {format_bytes(needed_bytes)}, to {constants.HF_HUB_CACHE}")
+        show_line(f"downloading {model}: {what}, {format_bytes(needed_bytes)}, to {access.cache}")
     for file in missing:
         if file.path.endswith(".safetensors"):  # the small files are downloaded already
-            _check_config(model, commit)
-        _fetch(model, file, commit)
+            _check_config(model, commit, access)
+        _fetch(model, file, commit, access)
     if not selection.entry:
-        _check_config(model, commit)
-    _record_commit(model, commit)
-    return _entry(_folder(model) / "snapshots" / commit, selection)
+        _check_config(model, commit, access)
+    _record_commit(model, commit, access)
+    return _entry(_folder(model, access) / "snapshots" / commit, selection)
 
 
-def size(model: HubModel) -> int:
+def size(model: HubModel, access: HubAccess | None = None) -> int:
     """Return the bytes of the model's files without downloading any. Raises like `download` does before a download."""
-    if constants.is_offline_mode():
+    access = access or HubAccess()
+    if access.offline:
         raise Unavailable("HF_HUB_OFFLINE is set, so the hub is not asked")
-    return select(model, _list(model)[1]).size
+    return select(model, _list(model, access)[1]).size
 
 
-def _list(model: HubModel) -> tuple[str, list[HubFile], dict[str, str]]:
+def _list(model: HubModel, access: HubAccess) -> tuple[str, list[HubFile], dict[str, str]]:
     """Return the commit of the branch, its files, and the ETag of each. Raises ConfigError, Unavailable."""
     try:
-        info = HfApi().model_info(model.repository, revision=REVISION, files_metadata=True, timeout=LIST_SECONDS)
+        api = HfApi(endpoint=access.endpoint, token=access.token)
+        info = api.model_info(model.repository, revision=REVISION, files_metadata=True, timeout=LIST_SECONDS)
     except Exception as error:
-        raise _translate_error(model, error) from error
+        raise _translate_error(model, error, access) from error
     files, etags = [], {}
     for sibling in info.siblings or ():
         if ".." not in Path(sibling.rfilename).parts:
             files.append(HubFile(sibling.rfilename, sibling.size or 0))
             etags[sibling.rfilename] = (sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or ""
     if info.sha is None:
-        raise Unavailable(f"{constants.ENDPOINT} did not name a commit of {model}")
+        raise Unavailable(f"{access.endpoint} did not name a commit of {model}")
     return info.sha, files, etags
 
 
-def _fetch(model: HubModel, file: HubFile, commit: str) -> None:
+def _fetch(model: HubModel, file: HubFile, commit: str, access: HubAccess) -> None:
     """Download a file, continuing an earlier attempt, and enter it in the cache."""
     try:
         if SMALL_FILE < file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger files need the hub's own protocol
-            _resume(model, file, commit)
-        hf_hub_download(model.repository, file.path, revision=commit)
+            _resume(model, file, commit, access)
+        hf_hub_download(
+            model.repository,
+            file.path,
+            revision=commit,
+            cache_dir=access.cache,
+            endpoint=access.endpoint,
+            token=access.token,
+        )
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
         raise _translate_error(
-            model, error, f" while downloading {file.path}; run the same command again to continue"
+            model, error, access, f" while downloading {file.path}; run the same command again to continue"
         ) from error
 
 
-def _resume(model: HubModel, file: HubFile, commit: str) -> None:
+def _resume(model: HubModel, file: HubFile, commit: str, access: HubAccess) -> None:
     """Write the file's blob. The library then finds it in its cache."""
-    url = hf_hub_url(model.repository, file.path, revision=commit)
-    etag = get_hf_file_metadata(url).etag
+    url = hf_hub_url(model.repository, file.path, revision=commit, endpoint=access.endpoint)
+    etag = get_hf_file_metadata(url, token=access.token, endpoint=access.endpoint).etag
     if etag is None or Path(etag).name != etag:
         return  # the library reports the problem
-    blob = _folder(model) / "blobs" / etag
+    blob = _folder(model, access) / "blobs" / etag
     part = blob.with_name(f"{etag}.incomplete")
-    lock = Path(constants.HF_HUB_CACHE) / ".locks" / _folder(model).name / f"{etag}.lock"
+    lock = Path(access.cache) / ".locks" / _folder(model, access).name / f"{etag}.lock"
     for folder in (blob.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
@@ -119,7 +150,7 @@ def _resume(model: HubModel, file: HubFile, commit: str) -> None:
                 url,  # not its redirect target: httpx sends the token to no other host
                 target,
                 resume_size=target.tell(),
-                headers=build_hf_headers(),
+                headers=build_hf_headers(token=access.token),
                 expected_size=file.size,
                 displayed_filename=file.path,
             )
@@ -132,15 +163,15 @@ def _resume(model: HubModel, file: HubFile, commit: str) -> None:
         part.replace(blob)
 
 
-def _translate_error(model: HubModel, error: Exception, where: str = "") -> Exception:
+def _translate_error(model: HubModel, error: Exception, access: HubAccess, where: str = "") -> Exception:
     """Return an error that explains what went wrong between the hub and us."""
-    page = f"{constants.ENDPOINT}/{model.repository}"
+    page = f"{access.endpoint}/{model.repository}"
     text: str | None = None
     if isinstance(error, GatedRepoError):
         text = f"{model} is gated: accept its terms at {page}, then set HF_TOKEN or run `hf auth login`"
     elif isinstance(error, RepositoryNotFoundError):
         text = (
-            f"{model}: {constants.ENDPOINT} has no repository {model.repository}, or it is private: check the name; "
+            f"{model}: {access.endpoint} has no repository {model.repository}, or it is private: check the name; "
             "for a private one set HF_TOKEN or run `hf auth login`"
         )
     elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
@@ -148,21 +179,21 @@ def _translate_error(model: HubModel, error: Exception, where: str = "") -> Exce
     if text is not None:
         return ConfigError(text, param="engine.model", value=str(model))
     if isinstance(error, HfHubHTTPError):
-        return Unavailable(f"{constants.ENDPOINT} answered {error.response.status_code} for {model}{where}")
+        return Unavailable(f"{access.endpoint} answered {error.response.status_code} for {model}{where}")
     if isinstance(error, OSError) and not isinstance(error, OfflineModeIsEnabled | ConnectionError) and error.errno:
         return error  # an error of the disk
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Unavailable(f"{constants.ENDPOINT} cannot be reached for {model}{where} ({reason})")
+    return Unavailable(f"{access.endpoint} cannot be reached for {model}{where} ({reason})")
 
 
-def _check_disk(model: HubModel, needed_bytes: int) -> None:
-    folder = Path(constants.HF_HUB_CACHE)
+def _check_disk(model: HubModel, needed_bytes: int, access: HubAccess) -> None:
+    folder = Path(access.cache)
     while not folder.exists():
         folder = folder.parent
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = access.free_bytes(folder)
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"engine.model {model} needs {format_bytes(needed_bytes)} in {constants.HF_HUB_CACHE}, which has "
+            f"engine.model {model} needs {format_bytes(needed_bytes)} in {access.cache}, which has "
             f"{format_bytes(free_bytes)} free: make room, or set HF_HOME to a folder on another disk",
             param="engine.model",
             limit=free_bytes,
@@ -170,44 +201,45 @@ def _check_disk(model: HubModel, needed_bytes: int) -> None:
         )
 
 
-def _check_config(model: HubModel, commit: str) -> None:
+def _check_config(model: HubModel, commit: str, access: HubAccess) -> None:
     """Refuse a quantised checkpoint before its weights are downloaded. Raises CheckpointError."""
-    path = _folder(model) / "snapshots" / commit / "config.json"
+    path = _folder(model, access) / "snapshots" / commit / "config.json"
     check_quantization(read_json(path), str(model))
 
 
-def _folder(model: HubModel) -> Path:
+def _folder(model: HubModel, access: HubAccess) -> Path:
     """Return the repository's folder in the cache, which has blobs, snapshots and refs."""
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.repository, repo_type="model")
+    return Path(access.cache) / repo_folder_name(repo_id=model.repository, repo_type="model")
 
 
-def _in_cache(model: HubModel, path: str, commit: str) -> bool:
-    return isinstance(try_to_load_from_cache(model.repository, path, revision=commit), str)
+def _in_cache(model: HubModel, path: str, commit: str, access: HubAccess) -> bool:
+    return isinstance(try_to_load_from_cache(model.repository, path, access.cache, commit), str)
 
 
-def _downloaded_bytes(model: HubModel, etag: str | None) -> int:
+def _downloaded_bytes(model: HubModel, etag: str | None, access: HubAccess) -> int:
     """Return the bytes of an incomplete file that are already here."""
     if etag:
         for name in (etag, f"{etag}.incomplete"):
-            if (path := _folder(model) / "blobs" / name).exists():
+            if (path := _folder(model, access) / "blobs" / name).exists():
                 return path.stat().st_size
     return 0
 
 
-def _record_commit(model: HubModel, commit: str) -> None:
+def _record_commit(model: HubModel, commit: str, access: HubAccess) -> None:
     """Record the branch's commit, as the library does."""
-    path = _folder(model) / "refs" / REVISION
+    path = _folder(model, access) / "refs" / REVISION
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(commit, encoding="ascii")
 
 
-def cached(model: HubModel, why: str) -> Path:
+def cached(model: HubModel, why: str, access: HubAccess | None = None) -> Path:
     """Return the path of the model in the cache, without asking the hub. `why` explains that in an error.
 
     Raises Unavailable if the cache does not have all of it.
     """
+    access = access or HubAccess()
     first_error: ConfigError | None = None
-    for snapshot in _snapshots(model):
+    for snapshot in _snapshots(model, access):
         files = [
             HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
             for path in snapshot.rglob("*")
@@ -218,13 +250,13 @@ def cached(model: HubModel, why: str) -> Path:
         except ConfigError as error:
             first_error = first_error or error
     detail = "" if first_error is None else f"; there: {first_error.message}"
-    raise Unavailable(f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}{detail}")
+    raise Unavailable(f"{model} is not complete in the cache {access.cache}, and {why}{detail}")
 
 
-def _snapshots(model: HubModel) -> Iterator[Path]:
+def _snapshots(model: HubModel, access: HubAccess) -> Iterator[Path]:
     """Yield the branch's last commit first, then the other snapshots, the newest first."""
-    folder = _folder(model) / "snapshots"
-    ref = _folder(model) / "refs" / REVISION
+    folder = _folder(model, access) / "snapshots"
+    ref = _folder(model, access) / "refs" / REVISION
     last = ref.read_text(encoding="ascii").strip() if ref.exists() else ""
     snapshots = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
     yield from sorted(snapshots, key=lambda path: (path.name == last, path.stat().st_mtime), reverse=True)

@@ -5,6 +5,7 @@ checkpoint in memory or one GGUF file. The standard deviations keep the size of 
 and make router scores and logits neither flat nor certain.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,21 @@ def synthetic_vocabulary(name: str) -> VocabularyData:
     return build_vocabulary(_parse(name)[0]["vocab_size"])
 
 
-def write_synthetic(name: str, target: Path, *, layers: int | None = None, progress: Progress | None = None) -> None:
+def write_synthetic(
+    name: str,
+    target: Path,
+    *,
+    layers: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Write the model called `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) to `target`.
 
     QUANT is q4_k_m (llama.cpp's mix) or a storage format such as q8_0 for all matrices; norms and routers are f32.
-    `layers` overrides the number in the name. The same call writes the same bytes. Raises CheckpointError.
+    `layers` overrides the number in the name, and `changes` fields of the shape's config. The same call writes the same
+    bytes. Raises CheckpointError.
     """
-    config, quant, metadata = _parse(name, layers)
+    config, quant, metadata = _parse(name, layers, changes)
     tensors = list(tensors_of(config, quant))
     pools = _WeightPools()
     with GgufWriter(target, metadata["general.architecture"], quant) as writer:
@@ -76,7 +85,9 @@ def write_synthetic(name: str, target: Path, *, layers: int | None = None, progr
         writer.write_all(tensors, pools, progress)
 
 
-def _parse(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def _parse(
+    name: str, layers: int | None = None, changes: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Return config, quantisation and GGUF metadata of the model called `name`."""
     shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
@@ -85,7 +96,7 @@ def _parse(name: str, layers: int | None = None) -> tuple[dict[str, Any], str, d
     if quant.upper() not in (MIX, *BLOCKS):
         known = ", ".join((MIX, *BLOCKS)).lower()
         raise CheckpointError(f"{name}: unknown quantisation {quant!r}; known: {known}")
-    config = dict(SHAPES[shape])
+    config = {**SHAPES[shape], **(changes or {})}
     stated = str(layers) if layers is not None else count or str(config["num_hidden_layers"])
     if not (stated.isdecimal() and 1 <= int(stated) <= MAX_LAYERS):
         raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {stated!r}")

@@ -3,39 +3,36 @@
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from local_hub import TOKEN, LocalHub, local_hub
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, Unavailable
 from ktqueue.core.hub_model import parse
-from ktqueue.loading.huggingface.hub import SMALL_FILE, download
+from ktqueue.loading.huggingface.hub import SMALL_FILE, HubAccess, download
 from ktqueue.loading.model_path import on_this_machine, resolve
 from ktqueue.loading.model_report import report_model
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    """A local hub and an empty cache."""
+def hub() -> Iterator[LocalHub]:
+    """A local server that speaks the hub's protocol."""
     with local_hub() as server:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
         yield server
 
 
-def pull(name: str) -> Path:
-    return download(parse(name), lambda _: None)
+@pytest.fixture
+def access(hub: LocalHub, tmp_path: Path) -> HubAccess:
+    """The way to the local hub, without a token, with an empty cache."""
+    return HubAccess(endpoint=hub.url, cache=str(tmp_path / "cache"), offline=False, token=False)
+
+
+def pull(name: str, access: HubAccess) -> Path:
+    return download(parse(name), lambda _: None, access)
 
 
 def fetched(hub: LocalHub) -> list[str]:
@@ -43,55 +40,55 @@ def fetched(hub: LocalHub) -> list[str]:
     return [path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
 
 
-def test_a_file_is_downloaded_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_downloaded_once(hub: LocalHub, access: HubAccess) -> None:
     hub.add("A/Tale", {"Tale-Q4_0.gguf": resolve("demo"), "Tale-Q8_0.gguf": b"GGUF", "README.md": b"tale"})
-    path = pull("hf:A/Tale:q4_0")
+    path = pull("hf:A/Tale:q4_0", access)
     assert path.read_bytes() == resolve("demo").read_bytes()
     assert fetched(hub) == ["Tale-Q4_0.gguf"]
-    assert pull("hf:A/Tale:Q4_0") == path and fetched(hub) == ["Tale-Q4_0.gguf"]
-    config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print)
+    assert pull("hf:A/Tale:Q4_0", access) == path and fetched(hub) == ["Tale-Q4_0.gguf"]
+    config = on_this_machine(EngineConfig(model="hf:A/Tale:q4_0"), print, access)
     assert (config.model, config.served_model_name) == (str(path), ("Tale:q4_0",))
     hub.broken = True  # the cache is enough
     lines: list[str] = []
-    assert download(parse("hf:A/Tale:q4_0"), lines.append) == path
+    assert download(parse("hf:A/Tale:q4_0"), lines.append, access) == path
     assert "503" in lines[0] and "cached" in lines[0]
     with pytest.raises(Unavailable, match=r"503.*there: hf:A/Tale has no model 'Q8_0'"):
-        pull("hf:A/Tale:Q8_0")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        pull("hf:A/Tale:Q8_0", access)
+    offline = replace(access, offline=True)
     hub.requests.clear()
-    assert pull("hf:A/Tale") == path
+    assert pull("hf:A/Tale", offline) == path
     with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
-        pull("hf:A/Other")
+        pull("hf:A/Other", offline)
     assert hub.requests == []
 
 
-def test_only_needed_files_of_a_folder_are_downloaded(hub: LocalHub, tiny: Path) -> None:
+def test_only_needed_files_of_a_folder_are_downloaded(hub: LocalHub, access: HubAccess, tiny: Path) -> None:
     files = {path.name: path for path in tiny.iterdir()}
     hub.add("A/Tiny", {**files, "pytorch_model.bin": b"pickle", "modeling_tiny.py": b"code"})
-    folder = pull("hf:A/Tiny")
+    folder = pull("hf:A/Tiny", access)
     assert set(fetched(hub)) == {path.name for path in folder.iterdir()} <= files.keys()
     assert report_model(str(folder)).refusal is None
 
 
-def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, tiny: Path) -> None:
+def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, access: HubAccess, tiny: Path) -> None:
     config = {**json.loads((tiny / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
     files = {path.name: path for path in tiny.iterdir()}
     hub.add("A/Tiny-AWQ", {**files, "config.json": json.dumps(config).encode()})
     with pytest.raises(CheckpointError, match=r"hf:A/Tiny-AWQ: quantization_config says .* AWQ"):
-        pull("hf:A/Tiny-AWQ")
+        pull("hf:A/Tiny-AWQ", access)
     assert "model.safetensors" not in fetched(hub)
 
 
-def test_refusals_of_the_hub_say_what_to_do(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_hub_say_what_to_do(hub: LocalHub, access: HubAccess) -> None:
     files = {"a-Q4_0.gguf": b"GGUF"}
     for name in ("A/Private", "A/Gated", "A/Open"):
         hub.add(name, dict(files))
     hub.private.add("A/Private")
     hub.gated.add("A/Gated")
 
-    def refusal(name: str) -> KtqueueError:
+    def refusal(name: str, through: HubAccess = access) -> KtqueueError:
         with pytest.raises(KtqueueError) as caught:
-            pull(name)
+            pull(name, through)
         return caught.value
 
     for name, kind, words in (
@@ -100,23 +97,20 @@ def test_refusals_of_the_hub_say_what_to_do(hub: LocalHub, monkeypatch: pytest.M
         ("hf:A/Gated", ConfigError, f"accept its terms at {hub.url}/A/Gated"),
     ):
         assert type(refusal(name)) is kind and words in str(refusal(name))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert pull("hf:A/Private").read_bytes() == b"GGUF"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert isinstance(refusal("hf:A/Open"), Unavailable) and "cannot be reached" in str(refusal("hf:A/Open"))
+    assert pull("hf:A/Private", replace(access, token=TOKEN)).read_bytes() == b"GGUF"
+    nowhere = refusal("hf:A/Open", replace(access, endpoint="http://127.0.0.1:1"))
+    assert isinstance(nowhere, Unavailable) and "cannot be reached" in str(nowhere)
 
 
-def test_the_disk_must_have_room(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_must_have_room(hub: LocalHub, access: HubAccess) -> None:
     hub.add("A/Tale", {"Tale-Q4_0.gguf": resolve("demo")})
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     with pytest.raises(ConfigError, match=r"needs 18\.\d MiB in .*, which has 1\.0 MiB free") as caught:
-        pull("hf:A/Tale")
+        pull("hf:A/Tale", replace(access, free_bytes=lambda folder: 1 << 20))
     assert (caught.value.param, caught.value.limit) == ("engine.model", 1 << 20)
     assert fetched(hub) == []
 
 
-def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, tmp_path: Path) -> None:
+def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, access: HubAccess, tmp_path: Path) -> None:
     content = bytes(1 + SMALL_FILE)
     hub.add("A/Tale", {"Tale-Q4_0.gguf": content})
     blobs = tmp_path / "cache" / "models--A--Tale" / "blobs"
@@ -124,9 +118,9 @@ def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, tmp_path: Pat
     part = blobs / f"{hashlib.sha256(content).hexdigest()}.incomplete"
     part.write_bytes(b"no" * 1000)
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
-        pull("hf:A/Tale")
+        pull("hf:A/Tale", access)
     assert not part.exists()
-    assert pull("hf:A/Tale").read_bytes() == content
+    assert pull("hf:A/Tale", access).read_bytes() == content
 
 
 @pytest.mark.parametrize(
