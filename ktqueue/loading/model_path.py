@@ -64,8 +64,8 @@ def on_this_machine(
     """Return the settings with a model whose files are on this machine.
 
     An `hf:` name is downloaded and replaced by the local path; a served name is set if there is none. `show_line` gets
-    a line before anything that takes long. `access` is the way to the hub; None is the one of the HF_* variables. Raises CheckpointError for a path without a model, and all that
-    `hub.download` raises.
+    a line before anything that takes long. `access` is the way to the hub; None is the one of the HF_* variables.
+    Raises CheckpointError for a path without a model, and all that `hub.download` raises.
     """
     if config.model.startswith(PREFIX):
         from ktqueue.loading.huggingface import hub  # imported here, because that takes long
