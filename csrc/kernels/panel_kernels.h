@@ -17,7 +17,7 @@
 
 #include "isa/cpu_features.h"
 #include "kernels/kernel_table.h"
-#include "kernels/panel_format.h"
+#include "kernels/panel_views.h"
 #include "kernels/superblock_kernels.h"
 
 namespace ktqueue {

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "kernels/kernel_table.h"
-#include "kernels/panel_format.h"
+#include "kernels/panel_views.h"
 
 namespace ktqueue {
 namespace {

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "kernels/expert_kernels.h"
-#include "kernels/panel_format.h"
+#include "kernels/panel_views.h"
 
 namespace ktqueue {
 namespace {

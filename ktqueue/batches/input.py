@@ -47,11 +47,10 @@ class BatchLine:
 class Survey:
     """Facts about a whole input file. `models` maps each model to the first line that names it.
 
-    `invalid`: number of wrong lines. `modelless`: number of the first line without a model.
+    `modelless`: number of the first line without a model.
     """
 
     lines: int = 0
-    invalid: int = 0
     modelless: int | None = None
     ids: IdSet = field(default_factory=IdSet)
     models: dict[str, int] = field(default_factory=dict)
@@ -94,7 +93,6 @@ def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Surv
         found.lines += 1
         found.ids.add(line.custom_id)
         if isinstance(line, LineFault):
-            found.invalid += 1
             if skip_invalid:
                 continue
             faults.append(line.message)

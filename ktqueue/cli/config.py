@@ -35,10 +35,10 @@ def config(
     if as_json:
         write_json({described.key: {"value": value, "source": source} for described, value, source in rows})
         return
-    made = table(("setting", "value", "from"))
+    listing = table(("setting", "value", "from"))
     for described, value, source in rows:
-        made.add_row(described.key, _words(described, value), "" if source == "default" else source)
-    results().print(made, markup=False)
+        listing.add_row(described.key, _words(described, value), "" if source == "default" else source)
+    results().print(listing, markup=False)
 
 
 def reference() -> str:

@@ -78,14 +78,14 @@ def doctor(common: CommonFlags, engine: EngineFlags, gateway: GatewayFlags, as_j
         )
     else:
         colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
-        made = table(("", "what", "found"))
+        listing = table(("", "what", "found"))
         for finding in findings:
-            made.add_row(
+            listing.add_row(
                 f"[{colours[finding.level]}]{finding.level.value}[/]",
                 finding.name,
                 _escape(finding.fact) + (f"\n[dim]{_escape(finding.hint)}[/]" if finding.hint else ""),
             )
-        results().print(made)
+        results().print(listing)
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 

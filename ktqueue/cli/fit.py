@@ -49,27 +49,27 @@ def fit(
     from ktqueue.workers.startup.fit import Fit, choose_settings
     from ktqueue.workers.startup.machine import detect_resources
 
-    given = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
-    check_choices(given)
-    device = engine.device or (given.device if given.on_gpu else None)
+    requested = settings(common, engine=engine if name is None else replace(engine, model=name)).engine
+    check_choices(requested)
+    device = engine.device or (requested.device if requested.on_gpu else None)
     machine = _asked(detect_resources(device), gpu_memory, host_memory)
-    if too_large := _too_large(given.model, machine):
-        found = Fit(config=given, host={}, host_limit=machine.host_available, why_not=too_large)
+    if too_large := _too_large(requested.model, machine):
+        found = Fit(config=requested, host={}, host_limit=machine.host_available, why_not=too_large)
     else:
-        local = with_model(replace(settings(common), engine=given)).engine
+        local = with_model(replace(settings(common), engine=requested)).engine
         fixed = [
             described.name
             for described in settings_of("engine", EngineConfig)
-            if getattr(given, described.name) != described.default
+            if getattr(requested, described.name) != described.default
         ]
         fixed += [key for key, value in asdict(engine).items() if value is not None]
         found = choose_settings(local, machine, report_of, device=device, fixed=fixed)
-    command = _command(replace(found.config, model=given.model, served_model_name=given.served_model_name))
+    command = _command(replace(found.config, model=requested.model, served_model_name=requested.served_model_name))
     if as_json:
         answer = {"fits": found.fits, "command": command if found.fits else None, "machine": asdict(machine)}
         write_json(answer | asdict(found))
     else:
-        _show(found, machine, command, given.model)
+        _show(found, machine, command, requested.model)
     if not found.fits:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -163,13 +163,13 @@ def _show(found: "Fit", machine: "MachineResources", command: str, model: str) -
 
 
 def _sum(place: str, parts: dict[str, int], limit: int) -> Any:
-    made = table([f"memory of the {place}", "bytes"], right=("bytes",))
+    listing = table([f"memory of the {place}", "bytes"], right=("bytes",))
     for what, count in parts.items():
-        made.add_row(what, format_bytes(count))
-    made.add_section()
-    made.add_row("in all", format_bytes(sum(parts.values())))
-    made.add_row("free now", format_bytes(limit))
-    return made
+        listing.add_row(what, format_bytes(count))
+    listing.add_section()
+    listing.add_row("in all", format_bytes(sum(parts.values())))
+    listing.add_row("free now", format_bytes(limit))
+    return listing
 
 
 def _plain(text: str) -> str:

@@ -53,15 +53,15 @@ def _group(section: str, kind: type, **further: Any) -> Callable[[type[FlagGroup
 
     def decorate(group: type[FlagGroup]) -> type[FlagGroup]:
         annotations = {s.name: _annotation(s) for s in settings_of(section, kind) if s.about.flags}
-        made = make_dataclass(
+        flag_class = make_dataclass(
             group.__name__,
             [(name, hint, field(default=None)) for name, hint in {**further, **annotations}.items()],
             bases=(FlagGroup,),
             frozen=True,
             kw_only=True,
         )
-        made.__doc__, made.__module__ = group.__doc__, group.__module__
-        return made
+        flag_class.__doc__, flag_class.__module__ = group.__doc__, group.__module__
+        return flag_class
 
     return decorate
 

@@ -80,11 +80,11 @@ def _plain(report: "ModelReport", plan: "MemoryPlan | None", host: dict[str, int
 def _show_memory(plan: "MemoryPlan", host: dict[str, int], page_size: int) -> None:
     console = results()
     for place, parts in (("host", host), ("GPU", plan.parts())):
-        made = table([f"memory of the {place}", "bytes"], right=("bytes",))
+        listing = table([f"memory of the {place}", "bytes"], right=("bytes",))
         for what, count in parts.items():
-            made.add_row(what, format_bytes(count))
+            listing.add_row(what, format_bytes(count))
         console.print()
-        console.print(made, markup=False)
+        console.print(listing, markup=False)
     console.print(
         f"{plan.pages:,} pages hold {plan.pages * page_size:,} tokens; workspaces and graphs are estimates",
         markup=False,
@@ -112,7 +112,7 @@ def _show(report: "ModelReport") -> None:
             console.print(f"operator {operator}, device {device}\n", markup=False)
             dropped += ["operator", "device"]
         columns = [column for column in columns if column not in dropped]
-    made = table(columns, right=("count", "in file", "loaded"))
+    listing = table(columns, right=("count", "in file", "loaded"))
     for row in report.rows:
         cells = {
             "module": row.name,
@@ -124,10 +124,10 @@ def _show(report: "ModelReport") -> None:
             "in file": format_bytes(row.file_bytes) if row.file_bytes else "tied",
             "loaded": format_bytes(row.device_bytes),
         }
-        made.add_row(*(cells[column] for column in columns))
-    made.add_section()
+        listing.add_row(*(cells[column] for column in columns))
+    listing.add_section()
     for device, count in report.device_bytes.items():
         in_file = sum(row.file_bytes for row in report.rows if row.device == device)
         total = {"module": "total", "device": device, "in file": format_bytes(in_file), "loaded": format_bytes(count)}
-        made.add_row(*(total.get(column, "") for column in columns))
-    console.print(made, markup=False)
+        listing.add_row(*(total.get(column, "") for column in columns))
+    console.print(listing, markup=False)

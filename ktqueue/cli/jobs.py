@@ -85,10 +85,10 @@ def _page(show: "Callable[[Sequence[JobRecord]], None]") -> "Callable[[Sequence[
 
 def _table(records: "Sequence[JobRecord]") -> "Table":
     now = time.time()
-    made = table(("id", "state", "class", "model", "age", "tokens", "tries"), right=("age", "tokens", "tries"))
+    listing = table(("id", "state", "class", "model", "age", "tokens", "tries"), right=("age", "tokens", "tries"))
     for record in records:
         tokens = str(record.usage.completion_tokens) if record.usage else ""
-        made.add_row(
+        listing.add_row(
             record.id,
             _state(record),
             record.job_class.value,
@@ -97,7 +97,7 @@ def _table(records: "Sequence[JobRecord]") -> "Table":
             tokens,
             str(record.attempts),
         )
-    return made
+    return listing
 
 
 @expand
@@ -114,10 +114,10 @@ def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
     if as_json:
         write_json(document)
         return
-    made = table(("field", "value"))
+    listing = table(("field", "value"))
     for name, value in _lines(document):
-        made.add_row(name, value)
-    results().print(made, markup=False)
+        listing.add_row(name, value)
+    results().print(listing, markup=False)
 
 
 @expand

@@ -137,7 +137,7 @@ def document(snapshot: "Snapshot") -> dict[str, Any]:
                 "lease_left": worker.lease_left,
                 "step_age": worker.step_age,
                 "jobs": worker.running,
-                "seats": worker.max_num_seqs,
+                "max_num_seqs": worker.max_num_seqs,
                 "stats": dict(worker.stats),
             }
             for worker in snapshot.workers
@@ -202,11 +202,11 @@ def _unserved(bound: Sequence["BoundJobs"]) -> str:
 
 
 def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
-    made = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
+    listing = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
     for worker in workers:
         stats = worker.stats
         pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
-        made.add_row(
+        listing.add_row(
             "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # the host has its own column
             worker.model,
             worker.host,
@@ -216,19 +216,19 @@ def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
             _rate(stats.get("generation_tokens_per_second", 0.0)),
             "draining" if stats.get("draining") else "" if worker.step_age is None else span(worker.step_age, digits=1),
         )
-    return made
+    return listing
 
 
 def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"]) -> "Table":
-    made = _table(("queue", "class", "digest"), ("waiting", "running", "oldest wait"))
+    listing = _table(("queue", "class", "digest"), ("waiting", "running", "oldest wait"))
     digests: dict[str, set[str]] = {}
     for worker in workers:
         digests.setdefault(worker.model, set()).add(worker.digest[:SHORT_DIGEST])
     for model, job_class, waiting, running, wait in queues:
         oldest = "" if wait is None else span(wait, digits=1)
         served = " ".join(sorted(digests.get(model, ())))
-        made.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", oldest)
-    return made
+        listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", oldest)
+    return listing
 
 
 def _classes(depth: "QueueDepth") -> list[tuple[str, int, int, float | None]]:
@@ -243,12 +243,12 @@ def _table(words: Sequence[str], numbers: Sequence[str]) -> "Table":
     """Make a table for 80 columns: numbers are never cut, words are."""
     from rich.table import Table
 
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    listing = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in words:
-        made.add_column(name, overflow="ellipsis", no_wrap=False)
+        listing.add_column(name, overflow="ellipsis", no_wrap=False)
     for name in numbers:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+        listing.add_column(name, justify="right", no_wrap=True)
+    return listing
 
 
 def _rate(value: float) -> str:

@@ -195,11 +195,12 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not 0 < len(self.model) <= 256:
             raise _refuse("model", self.model, "a name of 1 to 256 characters")
-        given = [n for n in ("messages", "prompt", "prompt_token_ids") if getattr(self, n) is not None]
-        if len(given) != 1:
+        prompts = [n for n in ("messages", "prompt", "prompt_token_ids") if getattr(self, n) is not None]
+        if len(prompts) != 1:
             raise InvalidRequest(
-                f"exactly one of messages, prompt or prompt_token_ids must be given, got {', '.join(given) or 'none'}",
-                param=given[1] if len(given) > 1 else "prompt",
+                "exactly one of messages, prompt or prompt_token_ids must be given, got "
+                f"{', '.join(prompts) or 'none'}",
+                param=prompts[1] if len(prompts) > 1 else "prompt",
             )
         if self.messages is not None:
             if not isinstance(self.messages, tuple) or not self.messages:

@@ -27,11 +27,11 @@ from ktqueue.core.webhook import Webhook, is_public
 from ktqueue.openai.records import record_json, result_json
 
 SECRET_PREFIX = "whsec_"  # base64 follows, as in the specification; any other secret is used as it is
-GONE = 410  # the receiver wants no more calls
+GONE = 410  # the receiver must not be called again
 
 
 class Undeliverable(KtqueueError):
-    """The address must not be called, or wants no more calls. Another attempt would not help."""
+    """The address must not be called, or answered that it must not be called again. Another attempt would not help."""
 
     code = "webhook_undeliverable"
 
@@ -115,7 +115,7 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
     except (httpx.HTTPError, OSError) as error:  # asyncio's TimeoutError is an OSError
         raise Undelivered(f"{webhook.url}: {type(error).__name__} {error}") from error
     if answer.status_code == GONE:
-        raise Undeliverable(f"{webhook.url} answers 410: it wants no more calls")
+        raise Undeliverable(f"{webhook.url} answers 410, so it is not called again")
     if not answer.is_success:
         raise Undelivered(f"{webhook.url} answers {answer.status_code}")
 

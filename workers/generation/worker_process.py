@@ -54,7 +54,7 @@ async def _serve(config: Config, built: Built) -> int:
 
     def stop(number: signal.Signals) -> None:
         if worker.draining:
-            log.warning("%s again: leaving at once", number.name)
+            log.warning("%s again: exiting at once", number.name)
             os._exit(128 + number)
         log.info("%s: draining", number.name)
         worker.drain()

@@ -3,12 +3,12 @@
 -- 64. Writes nothing.
 local now = now_us()
 local reply = {}
-for _, one in ipairs(bound_queues(MAX_BOUND)) do
-  local format, digest = string.match(one.takers, '^(%d+):(.*)$')
-  local interactive = redis.call('ZCARD', bound_key('interactive', one.takers, one.model))
-  local batch = redis.call('ZCARD', bound_key('batch', one.takers, one.model))
+for _, queue in ipairs(bound_queues(MAX_BOUND)) do
+  local format, digest = string.match(queue.takers, '^(%d+):(.*)$')
+  local interactive = redis.call('ZCARD', bound_key('interactive', queue.takers, queue.model))
+  local batch = redis.call('ZCARD', bound_key('batch', queue.takers, queue.model))
   if interactive + batch > 0 then
-    reply[#reply + 1] = { one.model, tonumber(format), digest, interactive, batch, now - one.since }
+    reply[#reply + 1] = { queue.model, tonumber(format), digest, interactive, batch, now - queue.since }
   end
 end
 return reply

@@ -47,12 +47,13 @@ if #taken == 0 then
 
   local function look_up(id)
     if not jobs[id] then
-      local at = redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account',
-        'state', 'format', 'digest')
+      local deadline, rows_taken, prefix, order, tenant, account, state, format, job_digest = unpack(redis.call(
+        'HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account', 'state', 'format',
+        'digest'))
       jobs[id] = {
-        deadline = at[1] and tonumber(at[1]), rows = tonumber(at[2] or 1), names = prefix_hashes_of(at[3]),
-        order = tonumber(at[4]), tenant = at[5], account = at[6], state = at[7], format = tonumber(at[8] or 1),
-        digest = at[9],
+        deadline = deadline and tonumber(deadline), rows = tonumber(rows_taken or 1), hashes = prefix_hashes_of(prefix),
+        order = tonumber(order), tenant = tenant, account = account, state = state, format = tonumber(format or 1),
+        digest = job_digest,
       }
     end
     return jobs[id]
@@ -96,12 +97,13 @@ if #taken == 0 then
     return list
   end
 
-  -- Whether to leave the job to a live worker with free rows that has more of the job's prefix.
-  local function leave(job, own)
-    if #job.names <= own or now - job.order >= LEAVE then return false end
+  -- Whether to leave the job to a live worker with free rows that has more of the job's prefix. `cached`: the number of
+  -- the job's prefix hashes that this worker has.
+  local function leave(job, cached)
+    if #job.hashes <= cached or now - job.order >= LEAVE then return false end
     others = others or warm_elsewhere(field[1], worker, now)
     for _, key in ipairs(others) do
-      if shared(key, job.names) > own then
+      if shared(key, job.hashes) > cached then
         again = math.max(again, LEAVE - (now - job.order))
         return true
       end
@@ -130,8 +132,8 @@ if #taken == 0 then
         seen = seen + 1
         if seen > WINDOW or (best and tonumber(list[i + 1]) - earliest > WORTH) then break end
         local job = look_up(id)
-        job.own = job.own or (knows and shared(warm, job.names) or 0)
-        if job.own > longest and not leave(job, job.own) then best, longest = i, job.own end
+        job.cached = job.cached or (knows and shared(warm, job.hashes) or 0)
+        if job.cached > longest and not leave(job, job.cached) then best, longest = i, job.cached end
         if best and not knows then break end
       end
     end
@@ -168,7 +170,7 @@ if #taken == 0 then
       taken[#taken + 1] = id
       weight = weight + redis.call('HSTRLEN', job, 'request') + EVENT * tail
       list[place] = false
-      for _, name in ipairs(look_up(id).names) do learnt[#learnt + 1] = name end
+      for _, hash in ipairs(look_up(id).hashes) do learnt[#learnt + 1] = hash end
       if rows < free then slots = slots + 1 end
       rows = rows + needed
     end
@@ -185,12 +187,12 @@ if #taken == 0 then
 end
 local reply = {}
 for _, id in ipairs(taken) do
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile',
-    'started')
-  local rank = digits(at[4] + (at[5] or 0))
+  local request, attempts, deadline, order, priority_offset, deaths_without_progress, started = unpack(redis.call(
+    'HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile', 'started'))
+  local rank = digits(order + (priority_offset or 0))
   reply[#reply + 1] = {
-    id, at[1], tonumber(at[2]), tonumber(at[6] or 0), at[3], rank,
-    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'), math.max(0, (tonumber(at[7]) or now) - at[4]),
+    id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline, rank,
+    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'), math.max(0, (tonumber(started) or now) - order),
   }
 end
 return { reply, again }

@@ -11,16 +11,16 @@ if #queues == 0 then return 0 end
 local now = now_us()
 local workers = {}
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
-  local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'digest', 'format')
-  if at[1] then
-    workers[at[1]] = workers[at[1]] or {}
-    table.insert(workers[at[1]], { digest = at[2] or '', reads = tonumber(at[3] or 1) })
+  local model, digest, format = unpack(redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'digest', 'format'))
+  if model then
+    workers[model] = workers[model] or {}
+    table.insert(workers[model], { digest = digest or '', reads = tonumber(format or 1) })
   end
 end
 local failed = 0
-for _, one in ipairs(queues) do
-  local format, digest = string.match(one.takers, '^(%d+):(.*)$')
-  local served, has_digest = workers[one.model], false
+for _, waiting in ipairs(queues) do
+  local format, digest = string.match(waiting.takers, '^(%d+):(.*)$')
+  local served, has_digest = workers[waiting.model], false
   local able = not served
   for _, worker in ipairs(served or {}) do
     local fits, reads = digest == '-' or worker.digest == digest, worker.reads >= tonumber(format)
@@ -28,8 +28,8 @@ for _, one in ipairs(queues) do
   end
   local left = 0
   for _, class in ipairs({ 'interactive', 'batch' }) do
-    local queue = bound_key(class, one.takers, one.model)
-    if not able and now - one.since >= patience and failed < 256 then
+    local queue = bound_key(class, waiting.takers, waiting.model)
+    if not able and now - waiting.since >= patience and failed < 256 then
       for _, id in ipairs(redis.call('ZRANGE', queue, 0, 255 - failed)) do
         redis.call('ZREM', queue, id)
         if redis.call('HGET', TAG .. 'job:' .. id, 'state') == 'queued' then
@@ -41,9 +41,9 @@ for _, one in ipairs(queues) do
     left = left + redis.call('ZCARD', queue)
   end
   if left == 0 then
-    redis.call('ZREM', TAG .. 'bound', one.name)
+    redis.call('ZREM', TAG .. 'bound', waiting.name)
   elseif able then
-    redis.call('ZADD', TAG .. 'bound', 'XX', now, one.name)
+    redis.call('ZADD', TAG .. 'bound', 'XX', now, waiting.name)
   end
 end
 return failed

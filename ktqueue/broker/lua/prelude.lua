@@ -56,9 +56,9 @@ end
 -- The times in us at which all requests and all tokens of a tenant are available again. If the clock has gone back
 -- since they were written, so do they, and nobody waits for the time by which the clock was ahead.
 local function rates_of(key, now)
-  local at = redis.call('HMGET', key, 'requests', 'tokens', 'updated')
-  local back = math.max(0, (tonumber(at[3]) or 0) - now)
-  return (tonumber(at[1]) or 0) - back, (tonumber(at[2]) or 0) - back
+  local requests, tokens, updated = unpack(redis.call('HMGET', key, 'requests', 'tokens', 'updated'))
+  local back = math.max(0, (tonumber(updated) or 0) - now)
+  return (tonumber(requests) or 0) - back, (tonumber(tokens) or 0) - back
 end
 
 -- A job of a tenant has ended: it is no longer live, and the tokens that it reserved but did not use are returned.
@@ -130,28 +130,29 @@ end
 -- job's tokens if known. `final`: a retry would fail too, so the request is not kept.
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
-  local at = redis.call('HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored')
+  local class, model, old_state, tenant, account, started, stored = unpack(redis.call(
+    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored'))
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
-  if not at[3] then return end -- the record was deleted by hand
+  if not old_state then return end -- the record was deleted by hand
   local usual_ttl, failed_ttl, most_failed = string.match(job_ttl, '^(%d+) (%d+) (%d+)$')
   local keeps = state == 'failed' and not final
   local ttl = keeps and failed_ttl or usual_ttl
-  if at[3] == 'queued' then count_waiting(id, -1, at[4], at[5]) end
-  if at[5] then
+  if old_state == 'queued' then count_waiting(id, -1, tenant, account) end
+  if account then
     -- If the worker is dead, an estimate: the prompt, and at least one token for each event.
-    local least = at[6] and tonumber(string.match(at[5], '^%d+')) + seq - 1 or 0
-    end_account(at[4], at[5], used or least, now)
+    local least = started and tonumber(string.match(account, '^%d+')) + seq - 1 or 0
+    end_account(tenant, account, used or least, now)
   end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
   redis.call('PEXPIRE', job, ttl)
   redis.call('PEXPIRE', TAG .. 'journal:' .. id, journal_ttl)
   if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end
-  if at[7] then
-    add_stored(at[4], -at[7])
-    hold(at[4], size_of(job, redis.call('HSTRLEN', job, 'request') + 1024) + INDEXED, 'job:' .. id, now, ttl)
-    hold(at[4], size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED, 'journal:' .. id, now, journal_ttl)
+  if stored then
+    add_stored(tenant, -stored)
+    hold(tenant, size_of(job, redis.call('HSTRLEN', job, 'request') + 1024) + INDEXED, 'job:' .. id, now, ttl)
+    hold(tenant, size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED, 'journal:' .. id, now, journal_ttl)
   end
   if redis.call('HEXISTS', job, 'webhook') == 1 then
     redis.call('ZADD', TAG .. 'webhooks', now, id)
@@ -161,7 +162,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
   redis.call('ZADD', TAG .. 'ended', now + usual_ttl * 1000, id)
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
   redis.call('PEXPIRE', TAG .. 'ended', usual_ttl)
-  local queue = at[1] .. ':' .. at[2]
+  local queue = class .. ':' .. model
   if redis.call('HINCRBY', TAG .. 'backlog', queue, -1) <= 0 then
     redis.call('HDEL', TAG .. 'backlog', queue)
   end
@@ -177,9 +178,9 @@ end
 -- waits in the common queue of its class, which older versions read. `seq`: of the last event in its journal.
 local function enqueue(id, class, model, place, seq, now)
   local job = TAG .. 'job:' .. id
-  local at = redis.call('HMGET', job, 'format', 'digest')
-  local takers = (at[1] or '1') .. ':' .. (seq > 0 and at[2] or '-')
-  if seq == 0 and at[2] then redis.call('HDEL', job, 'digest') end
+  local format, digest = unpack(redis.call('HMGET', job, 'format', 'digest'))
+  local takers = (format or '1') .. ':' .. (seq > 0 and digest or '-')
+  if seq == 0 and digest then redis.call('HDEL', job, 'digest') end
   if takers == '1:-' then
     redis.call('ZADD', TAG .. 'queue:' .. class .. ':' .. model, place, id)
   else
@@ -244,9 +245,9 @@ local function give_back(id, seq, now, how, max_attempts, events, job_ttl, journ
 end
 
 -- The number of the job's prefix hashes, in order, that a worker has in its cache: the longest one counts.
-local function shared(warm, names)
-  for i = #names, 1, -1 do
-    if redis.call('ZSCORE', warm, names[i]) then return i end
+local function shared(warm, hashes)
+  for i = #hashes, 1, -1 do
+    if redis.call('ZSCORE', warm, hashes[i]) then return i end
   end
   return 0
 end
@@ -255,22 +256,22 @@ end
 local function warm_elsewhere(model, but, now)
   local keys = {}
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now), '+inf')) do
-    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'idle')
-    if worker ~= but and at[1] == model and tonumber(at[2] or 0) >= 1 then keys[#keys + 1] = TAG .. 'warm:' .. worker end
+    local served, idle = unpack(redis.call('HMGET', TAG .. 'worker:' .. worker, 'model', 'idle'))
+    if worker ~= but and served == model and tonumber(idle or 0) >= 1 then keys[#keys + 1] = TAG .. 'warm:' .. worker end
   end
   return keys
 end
 
 local function prefix_hashes_of(prefix)
-  local names = {}
-  for name in string.gmatch(prefix or '', '%w+') do names[#names + 1] = name end
-  return names
+  local hashes = {}
+  for hash in string.gmatch(prefix or '', '%w+') do hashes[#hashes + 1] = hash end
+  return hashes
 end
 
 -- Remember that a worker has these prefixes in its cache.
-local function remember_prefixes(worker, names, now)
+local function remember_prefixes(worker, hashes, now)
   local warm = TAG .. 'warm:' .. worker
-  for _, name in ipairs(names) do redis.call('ZADD', warm, now, name) end
+  for _, hash in ipairs(hashes) do redis.call('ZADD', warm, now, hash) end
   redis.call('ZREMRANGEBYRANK', warm, 0, -MAX_WARM - 1)
   redis.call('PEXPIRE', warm, MINUTE / 1000) -- each renewal of the lease extends it
 end
@@ -338,11 +339,11 @@ end
 local function describe(id)
   local fields = redis.call('HGETALL', TAG .. 'job:' .. id)
   if #fields == 0 then return false end
-  local at = redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'bound')
+  local state, class, model, takers = unpack(redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'bound'))
   local place = false
-  if at[1] == 'queued' then
-    place = redis.call('ZRANK', TAG .. 'queue:' .. at[2] .. ':' .. at[3], id)
-      or at[4] and redis.call('ZRANK', bound_key(at[2], at[4], at[3]), id)
+  if state == 'queued' then
+    place = redis.call('ZRANK', TAG .. 'queue:' .. class .. ':' .. model, id)
+      or takers and redis.call('ZRANK', bound_key(class, takers, model), id)
   end
   return { fields, place }
 end

@@ -13,10 +13,10 @@ for i = 1, #backlog, 2 do
   live[model][class] = tonumber(backlog[i + 1])
 end
 local bound = {}
-for _, one in ipairs(bound_queues(MAX_BOUND)) do
-  live[one.model] = live[one.model] or {}
-  bound[one.model] = bound[one.model] or {}
-  table.insert(bound[one.model], one.takers)
+for _, queue in ipairs(bound_queues(MAX_BOUND)) do
+  live[queue.model] = live[queue.model] or {}
+  bound[queue.model] = bound[queue.model] or {}
+  table.insert(bound[queue.model], queue.takers)
 end
 local reply = {}
 for model, count in pairs(live) do

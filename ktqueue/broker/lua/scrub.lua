@@ -28,9 +28,8 @@ end
 
 local function check_job(id)
   local job = TAG .. 'job:' .. id
-  local at = redis.call('HMGET', job, 'state', 'class', 'model', 'order', 'shift', 'deadline', 'worker', 'cancel',
-    'finished', 'bound')
-  local state, order, deadline, worker = at[1], at[4], at[6], at[7]
+  local state, class, model, order, priority_offset, deadline, worker, cancel, finished, takers = unpack(redis.call(
+    'HMGET', job, 'state', 'class', 'model', 'order', 'shift', 'deadline', 'worker', 'cancel', 'finished', 'bound'))
   local usual_ttl, failed_ttl = string.match(job_ttl, '^(%d+) (%d+)')
   if state == 'queued' or state == 'running' then
     redis.call('PERSIST', job)
@@ -38,33 +37,33 @@ local function check_job(id)
     if deadline then restore(TAG .. 'deadlines', deadline, id) end
   end
   if state == 'queued' then
-    local queue = TAG .. 'queue:' .. at[2] .. ':' .. at[3]
-    if at[10] then
-      queue = bound_key(at[2], at[10], at[3])
-      redis.call('ZADD', TAG .. 'bound', 'NX', now, at[10] .. ':' .. at[3])
+    local queue = TAG .. 'queue:' .. class .. ':' .. model
+    if takers then
+      queue = bound_key(class, takers, model)
+      redis.call('ZADD', TAG .. 'bound', 'NX', now, takers .. ':' .. model)
     end
-    if restore(queue, order + (at[5] or 0), id) then redis.call('PUBLISH', TAG .. 'wake:' .. at[3], at[2]) end
+    if restore(queue, order + (priority_offset or 0), id) then redis.call('PUBLISH', TAG .. 'wake:' .. model, class) end
   elseif state == 'running' then
-    local has = worker and redis.call('ZSCORE', TAG .. 'leases', worker)
+    local runs = worker and redis.call('ZSCORE', TAG .. 'leases', worker)
       and redis.call('HEXISTS', TAG .. 'running:' .. worker, id) == 1
-    if not has then
+    if not runs then
       if worker then redis.call('HDEL', TAG .. 'running:' .. worker, id) end
       give_back(id, tail_of(id), now, 'blameless', max_attempts, events, job_ttl, journal_ttl)
       repaired = repaired + 1
-    elseif at[8] then
+    elseif cancel then
       redis.call('HSETNX', TAG .. 'cancels:' .. worker, id, 0)
     end
-  elseif at[9] then
+  elseif finished then
     must_expire(job, state == 'failed' and failed_ttl or usual_ttl)
     must_expire(TAG .. 'journal:' .. id, journal_ttl)
-    if at[9] + usual_ttl * 1000 > now and redis.call('ZCARD', TAG .. 'ended') < MAX_ENDED then
-      restore(TAG .. 'ended', at[9] + usual_ttl * 1000, id)
+    if finished + usual_ttl * 1000 > now and redis.call('ZCARD', TAG .. 'ended') < MAX_ENDED then
+      restore(TAG .. 'ended', finished + usual_ttl * 1000, id)
     end
     if redis.call('HEXISTS', job, 'webhook') == 1 and redis.call('ZCARD', TAG .. 'webhooks') < MAX_WEBHOOKS then
-      restore(TAG .. 'webhooks', at[9], id)
+      restore(TAG .. 'webhooks', finished, id)
     end
     if state == 'failed' and redis.call('HEXISTS', job, 'summary') == 1 then
-      restore(TAG .. 'failed', at[9], redis.call('HSTRLEN', job, 'request') .. ' ' .. id)
+      restore(TAG .. 'failed', finished, redis.call('HSTRLEN', job, 'request') .. ' ' .. id)
     end
   else
     must_expire(job, usual_ttl)
@@ -86,7 +85,7 @@ local function write_counts(key, counts)
 end
 
 -- Compute the counts of live jobs and their bytes from their records.
-local function count_anew()
+local function recount()
   local live = redis.call('ZRANGE', TAG .. 'live', 0, MOST_COUNTED)
   if #live > MOST_COUNTED then return end
   local backlog, waiting, tenants, stored = {}, 0, {}, {}
@@ -96,30 +95,31 @@ local function count_anew()
   end
   for _, id in ipairs(live) do
     local job = TAG .. 'job:' .. id
-    local at = redis.call('HMGET', job, 'state', 'class', 'model', 'tenant', 'account', 'stored')
-    if at[1] ~= 'queued' and at[1] ~= 'running' then
+    local state, class, model, tenant, account, job_bytes = unpack(redis.call(
+      'HMGET', job, 'state', 'class', 'model', 'tenant', 'account', 'stored'))
+    if state ~= 'queued' and state ~= 'running' then
       redis.call('ZREM', TAG .. 'live', id)
     else
-      local queue = at[2] .. ':' .. at[3]
+      local queue = class .. ':' .. model
       backlog[queue] = (backlog[queue] or 0) + 1
-      local size = at[1] == 'queued' and redis.call('HSTRLEN', job, 'request') or 0
+      local size = state == 'queued' and redis.call('HSTRLEN', job, 'request') or 0
       waiting = waiting + size
-      if at[5] then
-        local has = tenants[at[4]] or { live = 0, queued = 0, bytes = 0 }
-        has.live, has.bytes = has.live + 1, has.bytes + size
-        if at[1] == 'queued' then has.queued = has.queued + 1 end
-        tenants[at[4]] = has
-        stored[at[4]] = (stored[at[4]] or 0) + (at[6] or 0)
+      if account then
+        local load = tenants[tenant] or { live = 0, queued = 0, bytes = 0 }
+        load.live, load.bytes = load.live + 1, load.bytes + size
+        if state == 'queued' then load.queued = load.queued + 1 end
+        tenants[tenant] = load
+        stored[tenant] = (stored[tenant] or 0) + (job_bytes or 0)
       end
     end
   end
   write_counts(TAG .. 'backlog', backlog)
   if waiting > 0 then redis.call('SET', TAG .. 'waiting', digits(waiting)) else redis.call('DEL', TAG .. 'waiting') end
-  for tenant, has in pairs(tenants) do
+  for tenant, load in pairs(tenants) do
     local key = TAG .. 'tenant:' .. tenant
-    if has.live > 0 or redis.call('EXISTS', key) == 1 then
-      redis.call('HSET', key, 'live', has.live, 'queued', has.queued, 'bytes', digits(has.bytes))
-      if has.live > 0 then redis.call('PERSIST', key) else must_expire(key, MINUTE / 1000) end
+    if load.live > 0 or redis.call('EXISTS', key) == 1 then
+      redis.call('HSET', key, 'live', load.live, 'queued', load.queued, 'bytes', digits(load.bytes))
+      if load.live > 0 then redis.call('PERSIST', key) else must_expire(key, MINUTE / 1000) end
     end
   end
   if redis.call('ZCARD', TAG .. 'held') <= MOST_COUNTED then
@@ -142,9 +142,9 @@ local function count_anew()
   end
 end
 
-local at = redis.call('HMGET', place, 'cursor', 'ended')
-if not at[1] and at[2] and math.abs(now - at[2]) < tonumber(ARGV[8]) then return { 0, 0 } end
-local looked = redis.pcall('SCAN', at[1] or '0', 'MATCH', TAG .. '*', 'COUNT', ARGV[7])
+local cursor, last_end = unpack(redis.call('HMGET', place, 'cursor', 'ended'))
+if not cursor and last_end and math.abs(now - last_end) < tonumber(ARGV[8]) then return { 0, 0 } end
+local looked = redis.pcall('SCAN', cursor or '0', 'MATCH', TAG .. '*', 'COUNT', ARGV[7])
 if looked.err then return { 0, 1 } end -- the user of `broker.url` lacks the permission to scan
 for _, key in ipairs(looked[2]) do
   local kind, name = string.match(string.sub(key, #TAG + 1), '^(%a+):(.*)$')
@@ -160,7 +160,7 @@ for _, key in ipairs(looked[2]) do
 end
 local over = looked[1] == '0'
 if over then
-  count_anew()
+  recount()
   redis.call('DEL', place)
   redis.call('HSET', place, 'ended', digits(now))
 else

@@ -68,22 +68,22 @@ if ARGV[14] ~= '' then
   local limit = {}
   for word in string.gmatch(ARGV[14], '%d+') do limit[#limit + 1] = tonumber(word) end
   local record = TAG .. 'tenant:' .. ARGV[4]
-  local has = redis.call('HMGET', record, 'live', 'queued', 'bytes')
-  for i = 1, 3 do has[i] = tonumber(has[i] or 0) end
-  has[4], has[5] = rates_of(record, now)
+  local live, queued, queued_bytes = unpack(redis.call('HMGET', record, 'live', 'queued', 'bytes'))
+  live, queued, queued_bytes = tonumber(live or 0), tonumber(queued or 0), tonumber(queued_bytes or 0)
+  local requests, tokens = rates_of(record, now)
   local function refuse(code, value, most, wait)
     return redis.error_reply(string.format('TENANT_%s %.0f %.0f %.0f', code, value, most, wait))
   end
-  if limit[1] > 0 and has[1] >= limit[1] then return refuse('LIVE', has[1], limit[1], 0) end
-  if limit[2] > 0 and has[2] >= limit[2] then return refuse('JOBS', has[2], limit[2], 0) end
-  if limit[3] > 0 and has[3] + size > limit[3] then return refuse('BYTES', has[3], limit[3], 0) end
+  if limit[1] > 0 and live >= limit[1] then return refuse('LIVE', live, limit[1], 0) end
+  if limit[2] > 0 and queued >= limit[2] then return refuse('JOBS', queued, limit[2], 0) end
+  if limit[3] > 0 and queued_bytes + size > limit[3] then return refuse('BYTES', queued_bytes, limit[3], 0) end
   local stored, most_stored = tonumber(redis.call('HGET', TAG .. 'stored', ARGV[4]) or 0), limit[10]
   if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end
   local cost = size + #ARGV[17] + RECORD
   if most_stored > 0 and stored + cost > most_stored then return refuse('STORED', stored, most_stored, 0) end
-  -- The generic cell rate algorithm. `at`: the time at which everything used so far is available again.
-  local function rate(at, per_minute, most, count)
-    local before = math.max(at, now)
+  -- The generic cell rate algorithm. `available`: the time at which everything used so far is available again.
+  local function rate(available, per_minute, most, count)
+    local before = math.max(available, now)
     local after = before + time_for(count, per_minute)
     local whole = time_for(most, per_minute)
     local used = math.ceil((before - now) * per_minute / MINUTE)
@@ -93,16 +93,16 @@ if ARGV[14] ~= '' then
   end
   local wait, used
   if limit[4] > 0 then
-    has[4], wait, used, requests_left = rate(has[4], limit[4], limit[5], 1)
+    requests, wait, used, requests_left = rate(requests, limit[4], limit[5], 1)
     if wait > 0 then return refuse('REQUESTS', used, limit[5], wait) end
-    requests_reset = has[4] - now
+    requests_reset = requests - now
   end
   if limit[6] > 0 then
-    has[5], wait, used, tokens_left = rate(has[5], limit[6], limit[7], limit[9])
+    tokens, wait, used, tokens_left = rate(tokens, limit[6], limit[7], limit[9])
     if wait > 0 then return refuse('TOKENS', used, limit[7], wait) end
-    tokens_reset = has[5] - now
+    tokens_reset = tokens - now
   end
-  redis.call('HSET', record, 'requests', digits(has[4]), 'tokens', digits(has[5]), 'updated', digits(now))
+  redis.call('HSET', record, 'requests', digits(requests), 'tokens', digits(tokens), 'updated', digits(now))
   redis.call('HINCRBY', record, 'live', 1)
   redis.call('PERSIST', record)
   redis.call('HSET', TAG .. 'job:' .. id, 'account', limit[8] .. ' ' .. limit[9] .. ' ' .. limit[6], 'stored', cost)
@@ -114,7 +114,7 @@ end
 local order = now
 local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
 if #newest > 0 and tonumber(newest[2]) >= order then order = tonumber(newest[2]) + 1 end
-local job, names, rows = TAG .. 'job:' .. id, prefix_hashes_of(ARGV[16]), tonumber(ARGV[12])
+local job, hashes, rows = TAG .. 'job:' .. id, prefix_hashes_of(ARGV[16]), tonumber(ARGV[12])
 local deadline = ARGV[7] ~= '' and now + ARGV[7]
 
 -- The parked worker with the longest prefix in its cache, and among equals the one with the most free rows, and fields
@@ -125,18 +125,20 @@ local function find_taker()
   local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, digits(now), 'LIMIT', 0, MAX_PARKED)
   local best, most, field = nil, -1, nil
   for _, worker in ipairs(parked) do
-    local at = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest')
-    local reads = tonumber(format) <= tonumber(at[5] or 1)
-    if at[1] and at[4] == '' and reads and tonumber(at[2]) >= rows then
-      local own = shared(TAG .. 'warm:' .. worker, names)
-      if own > most or (own == most and tonumber(at[2]) > tonumber(field[2])) then best, most, field = worker, own, at end
+    local fields = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest')
+    local claim, idle, _, claimed, newest_format = unpack(fields)
+    if claim and claimed == '' and tonumber(format) <= tonumber(newest_format or 1) and tonumber(idle) >= rows then
+      local count = shared(TAG .. 'warm:' .. worker, hashes)
+      if count > most or (count == most and tonumber(idle) > tonumber(field[2])) then
+        best, most, field = worker, count, fields
+      end
     end
   end
   if not best then return end
   if class == 'batch' and redis.call('EXISTS', TAG .. 'queue:interactive:' .. model) == 1 then return end
-  if most < #names then
+  if most < #hashes then
     for _, warm in ipairs(warm_elsewhere(model, best, now)) do
-      if shared(warm, names) > most then return end
+      if shared(warm, hashes) > most then return end
     end
   end
   return best, field
@@ -176,7 +178,7 @@ if taker then
   redis.call('HSET', TAG .. 'running:' .. taker, id, 0)
   redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', taker_fields[2] - rows,
     'slots', taker_fields[3] + 1)
-  if #names > 0 then remember_prefixes(taker, names, now) end
+  if #hashes > 0 then remember_prefixes(taker, hashes, now) end
 else
   enqueue(id, class, model, order + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')

@@ -59,7 +59,7 @@ class Sentinels:
 
     async def find(self) -> RedisEndpoint:
         """The master of the newest epoch among the answers, of which a majority is awaited."""
-        answers, refusals = await self._voters.ask(self._voters.given, self._question)
+        answers, refusals = await self._voters.ask(self._voters.configured, self._question)
         if answers:
             return max(answers, key=lambda answer: answer[0])[1]
         if refusals:
@@ -92,7 +92,7 @@ class Cluster:
     async def find(self) -> RedisEndpoint:
         """The owner of the slot, as most nodes of the URL see it. If none answers, other known nodes are asked."""
         refusals: list[str] = []
-        for endpoints in filter(None, (self._voters.given, self._learned)):
+        for endpoints in filter(None, (self._voters.configured, self._learned)):
             answers, refused = await self._voters.ask(endpoints, self._question)
             refusals += refused
             if answers:
@@ -123,7 +123,7 @@ class _Voters:
     """Servers that are asked in parallel where the data is, so that one that hangs causes only a short delay."""
 
     def __init__(self, address: Address, login: Login, config: BrokerConfig) -> None:
-        self.given = address.endpoints
+        self.configured = address.endpoints
         self._login = login
         self._tls = address.tls
         self._patience = config.connect_timeout

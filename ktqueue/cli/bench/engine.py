@@ -122,9 +122,9 @@ def _sized(
 def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
     console = results()
     heads = ("rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token")
-    made = table(heads, right=heads)
+    listing = table(heads, right=heads)
     for row in decoded:
-        made.add_row(
+        listing.add_row(
             str(row.rows),
             str(row.prompt_tokens),
             f"{row.tokens_per_second:,.1f}",
@@ -133,19 +133,19 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
             f"{row.host_share:.0%}",
             f"{row.first_token * 1e3:,.0f} ms",
         )
-    console.print(made)
+    console.print(listing)
     if filled:
         console.print()
         columns = ("prefill", "tok/s", "ms", "fastest")
-        made = table(columns, right=columns)
+        listing = table(columns, right=columns)
         for read in filled:
-            made.add_row(
+            listing.add_row(
                 str(read.tokens),
                 f"{read.tokens_per_second:,.0f}",
                 f"{read.seconds * 1e3:,.0f}",
                 f"{read.fastest * 1e3:,.0f}",
             )
-        console.print(made)
+        console.print(listing)
 
 
 def _numbers(flag: str, text: str, least: int = 1) -> list[int]:

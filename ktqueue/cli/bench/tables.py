@@ -20,16 +20,16 @@ def show_machine(machine: MachineLimits) -> None:
     console = results()
     console.print(f"[bold]{machine.cpu}[/], {machine.threads} of {machine.cpus} CPUs\n")
     single, together = "1 thread", f"{machine.threads} threads"
-    made = table(("GB/s from", "range", single, together), right=("range", single, together))
+    listing = table(("GB/s from", "range", single, together), right=("range", single, together))
     for level in machine.bandwidths:
-        made.add_row(level.level, format_bytes(level.size), _giga(level.one_thread), _giga(level.all_threads))
-    console.print(made)
+        listing.add_row(level.level, format_bytes(level.size), _giga(level.one_thread), _giga(level.all_threads))
+    console.print(listing)
     console.print()
     heads = ("GFLOP/s in", "isa", "with", single, together)
-    made = table(heads, right=heads[3:])
+    listing = table(heads, right=heads[3:])
     for peak in machine.peaks:
-        made.add_row(peak.arithmetic, peak.isa, peak.instruction, _giga(peak.one_thread), _giga(peak.all_threads))
-    console.print(made)
+        listing.add_row(peak.arithmetic, peak.isa, peak.instruction, _giga(peak.one_thread), _giga(peak.all_threads))
+    console.print(listing)
     console.print()
 
 
@@ -38,14 +38,14 @@ def show_points(points: Sequence[KernelFigure], console: "Console | None" = None
     if not points:
         return
     heads = ("format", "isa", "rows", "a layer", "GB/s", "of DRAM", "GFLOP/s", "of peak", "bound by")
-    made = table(heads, right=[head for head in heads if head not in ("format", "isa", "bound by")])
-    made.padding = (0, 1, 0, 0)  # narrow, so that it fits 80 columns
+    listing = table(heads, right=[head for head in heads if head not in ("format", "isa", "bound by")])
+    listing.padding = (0, 1, 0, 0)  # narrow, so that it fits 80 columns
     before = points[0]
     for point in points:
         if (point.quant, point.isa) != (before.quant, before.isa):
-            made.add_section()
+            listing.add_section()
         before = point
-        made.add_row(
+        listing.add_row(
             point.quant,
             point.isa,
             f"{point.rows} tok" if point.routed else str(point.rows),
@@ -57,7 +57,7 @@ def show_points(points: Sequence[KernelFigure], console: "Console | None" = None
             (point.arithmetic if point.bound is Bound.ARITHMETIC else "DRAM") + (" ?" if point.disturbed else ""),
         )
     console = console or results()
-    console.print(made)
+    console.print(listing)
     console.print("\nrows: of each expert that is used; tok: tokens with random routing", soft_wrap=True)
     console.print("GB/s: of weights as stored in a file; DRAM and peak are measured beside each row", soft_wrap=True)
     if any(point.disturbed for point in points):

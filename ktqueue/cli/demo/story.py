@@ -129,13 +129,13 @@ async def _kill(victim: "Child", broker: "Broker", job_id: str) -> _Death:
     if pid is None:
         raise KtqueueError("the worker was dead before it was killed")
     os.kill(pid, signal.SIGKILL)
-    at = time.monotonic()
+    killed_at = time.monotonic()
     while _runs(pid):  # noqa: ASYNC110 # the process is not a child of this one, so its end cannot be awaited
         await asyncio.sleep(0.001)
     events = await broker.journal.replay(job_id)
     if events[-1].state is not None:
         raise TooLate(f"{job_id} was complete before its worker was dead")
-    return _Death(pid, at, events[-1].seq, sum(len(event.token_ids) for event in events))
+    return _Death(pid, killed_at, events[-1].seq, sum(len(event.token_ids) for event in events))
 
 
 def _runs(pid: int) -> bool:

@@ -53,10 +53,10 @@ def table(columns: Sequence[str], *, right: Sequence[str] = ()) -> "Table":
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    listing = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        listing.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return listing
 
 
 def plain_text(text: str) -> str:
