@@ -58,7 +58,7 @@ STORED_JOBS: dict[str, Mutation] = {
     "rates of a clock that was ahead": Mutation(
         "a clock that was ahead leaves no rate limit",
         f"{SCRIPTS}/prelude.lua",
-        "local back = math.max(0, (tonumber(at[3]) or 0) - now)",
+        "local back = math.max(0, (tonumber(updated) or 0) - now)",
         "local back = 0",
         (f"{CLOCK}::test_a_clock_that_was_ahead_leaves_no_rate_limit",),
     ),
@@ -79,7 +79,7 @@ STORED_JOBS: dict[str, Mutation] = {
     "jobs in no queue": Mutation(
         "a waiting job that is in no queue is put into its own",
         f"{SCRIPTS}/scrub.lua",
-        "if restore(queue, order + (at[5] or 0), id) then",
+        "if restore(queue, order + (priority_offset or 0), id) then",
         "if false then",
         (f"{SCRUB}::test_a_list_that_was_deleted_is_made_anew[queue:interactive:tale]",),
     ),

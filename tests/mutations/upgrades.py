@@ -9,7 +9,7 @@ UPGRADES: dict[str, Mutation] = {
     "what has begun goes to anybody": Mutation(
         "a job that has begun goes on under its own digest alone",
         f"{SCRIPTS}/prelude.lua",
-        "(seq > 0 and at[2] or '-')",
+        "(seq > 0 and digest or '-')",
         "'-'",
         (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
     ),
@@ -58,7 +58,7 @@ UPGRADES: dict[str, Mutation] = {
     "newer jobs are handed to older workers": Mutation(
         "a worker is given only what it can read",
         f"{SCRIPTS}/submit_job.lua",
-        "tonumber(format) <= tonumber(at[5] or 1)",
+        "tonumber(format) <= tonumber(newest_format or 1)",
         "true",
         (f"{FORMATS}::test_no_newer_job_is_handed_to_an_older_worker_that_waits",),
     ),
