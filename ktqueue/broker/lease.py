@@ -71,7 +71,10 @@ class Claim:
 
 
 class Lease:
-    """Made by `register`. Calls may overlap. Each may raise LeaseLost; after that, all calls fail."""
+    """A worker's lease on its jobs, made by `register`.
+
+    Calls may overlap. Each may raise LeaseLost, and after that all calls fail.
+    """
 
     def __init__(
         self, broker: "Broker", lease_id: str, card: ModelCard, mailbox: Mailbox, decode: DecodeEvent = decode_event
@@ -87,9 +90,7 @@ class Lease:
         self._claim_number = 0  # number of the last claim
         self._answered = True  # the last claim returned jobs, so the next one gets a new number
         self._steps = 0
-        self._look_again_at: float | None = (
-            None  # when to claim again, because a job is reserved for another worker until then
-        )
+        self._look_again_at: float | None = None  # time of the next claim: until then a job is left to another worker
         self._pending_stops: set[str] = set()  # ids of jobs to stop that the next commit returns
         self._claiming = asyncio.Lock()
         self._stepping = asyncio.Lock()
@@ -212,8 +213,8 @@ class Lease:
     async def commit(self, events: Sequence[tuple[str, TokenEvent]]) -> set[str]:
         """Append a step's events to the journals, in order of seq for each job. An event with a state ends its job.
 
-        Returns the ids of jobs to stop: cancelled, expired, or no longer this worker's. Events of a job that has ended
-        are dropped, and its id is returned too.
+        Returns the ids of jobs to stop: they were cancelled, have expired, or belong to another worker. Events of a job
+        that has ended are dropped, and its id is returned too.
         """
         async with self._stepping:
             stop, self._pending_stops = self._pending_stops, set()
@@ -229,7 +230,7 @@ class Lease:
         return stop
 
     async def start_trial(self, job_id: str) -> None:
-        """Call it before starting a job that may have killed its workers. One job at a time.
+        """Announce the start of a job that may have killed its workers. Only one job may be on trial.
 
         Until the job has a new token, a death of this worker counts for this job and for no other.
         """
@@ -308,7 +309,7 @@ class Lease:
 
 
 async def _decoded(entries: Sequence[Any], decode: DecodeEvent) -> list[TokenEvent]:
-    """Decode a journal's entries. Pauses in between, because many long journals take longer than a lease.
+    """Decode a journal's entries, with pauses for a renewal: many long journals take longer than a lease.
 
     Raises CodecError or JournalRegressed.
     """

@@ -4,14 +4,14 @@ A *waiting* sequence has no pages. A *running* sequence has pages and computes t
 sequences join between two steps, and finished ones leave, so the batch never has to drain.
 
 **A step.** `schedule` fills a token budget (`max_num_batched_tokens`) in three rounds. First every running sequence
-that decodes gets one token. Then running sequences whose prompt is not in the cache yet get a chunk of it (*prefill*).
-What is left of the budget goes to waiting sequences. So a long prompt never delays the tokens of others: it is
+that decodes gets one token. Then running sequences with several tokens to compute, such as a prompt, get a chunk
+(*prefill*). The rest of the budget goes to waiting sequences. So a long prompt never delays the tokens of others: it is
 computed in chunks beside them.
 
 **Order.** Each round goes by rank: the interactive class before the batch class, then the earlier arrival. The
-first `batch_floor` sequences of the batch class rank as interactive, so batch jobs always make progress.
+`batch_floor` earliest sequences of the batch class rank as interactive, so batch jobs always make progress.
 
-**Rows.** A running sequence takes one of `max_num_seqs` rows. Siblings that wait for its prompt take one each.
+**Rows.** A running sequence takes one of `max_num_seqs` rows. Each sibling that waits for its prompt takes a row too.
 
 **Pages and preemption.** Pages are allocated when tokens need them, not in advance. If none is available, the running
 sequence of the lowest rank is *preempted*: it loses all its pages, waits again, and is computed again later, mostly
@@ -19,8 +19,8 @@ from the prefix cache. A sequence that would have to preempt itself skips the st
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
 it, only sequences of a lower class are preempted.
 
-**Nothing starves.** The first sequence in rank can take pages from all others, so it always progresses. Ranks do not
-change with time, so every sequence becomes the first one.
+**Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
+arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
 
 This module knows nothing of sampling or tensors.
 """
@@ -79,8 +79,8 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # every decode row must fit into the budget
         self.running: list[Sequence] = []
         self.schedule_version = 0
-        """Grows when a sequence arrives, finishes, is aborted, is preempted or forks. A step that was prepared for an
-        older version is stale."""
+        """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted or forks. A step that was
+        prepared for an older version is stale."""
         self.preemptions = 0
         self.prefix_queries = 0  # tokens
         self.prefix_hits = 0  # tokens
@@ -365,7 +365,7 @@ class Scheduler:
 
 
 def _limited_by_prompt_rows(sequence: Sequence, count: int, plan: StepPlan) -> int:
-    """How many of the next `count` tokens can be computed without more than MAX_PROMPT_ROWS rows in the step."""
+    """Return how many of the next `count` tokens fit into the step without more than MAX_PROMPT_ROWS rows."""
     wanted = sequence.scored_positions(count)
     if not wanted:
         return count

@@ -57,8 +57,8 @@ class Incarnation:
         self._claiming_is_over = False
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
-        self._admitted: list[RunningJob] = []  # for the next step to add
-        self._aborts: list[str] = []  # ids, for the next step to abort
+        self._admitted: list[RunningJob] = []  # the next step adds them to the engine
+        self._aborts: list[str] = []  # ids of jobs that the next step aborts
         self._admissions: set[asyncio.Task[None]] = set()
         self._suspects: asyncio.Queue[RunningJob] = asyncio.Queue()
         self._engine_has_work = False
@@ -128,9 +128,9 @@ class Incarnation:
         self._wake.set()
 
     def _free_rows(self) -> tuple[int, int]:
-        """Number of rows free for any job, and for interactive jobs, which may also take rows from batch jobs.
+        """Return the rows free for any job, and those for interactive jobs, which also take rows from batch jobs.
 
-        No more is claimed, so that no job waits inside the engine for a row that others use.
+        Only jobs for these rows are claimed, so that no job waits inside the engine for a row.
         """
         self._rows_freed.clear()
         batch = sum(job.rows for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
@@ -138,7 +138,7 @@ class Incarnation:
         return max(0, self._rows - interactive - batch), self._rows - interactive - min(batch, self._batch_floor)
 
     async def _first_of(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
-        """Wait for the first of the events, or for the drain. Returns the job that the lease was handed, if any."""
+        """Wait for the first of the events, or for the drain. Returns the job that was handed to the lease, if any."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event) for event in (*events, self._draining.wait())]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -148,9 +148,9 @@ class Incarnation:
                 wait.cancel()
 
     async def _release_jobs_without_a_row(self) -> None:
-        """Return batch jobs to the queue that have long waited for a row, the last in line first.
+        """Return batch jobs to the queue that lost their rows to interactive jobs `no_row_seconds` ago.
 
-        They lost their rows to interactive jobs.
+        The jobs with the highest rank number go first.
         """
         surplus = sum(job.rows for job in self._jobs.values()) - self._rows
         oldest_output = time.monotonic() - self._no_row_seconds
@@ -170,7 +170,7 @@ class Incarnation:
     # Admit
 
     async def _accept(self, claims: list[Claim], group: asyncio.TaskGroup) -> None:
-        """Make jobs of the claims and start their admission."""
+        """Start the admission of claimed jobs. Suspects are admitted one at a time, by `_run_suspects`."""
         accepted = [RunningJob(claim) for claim in claims]
         for claim in claims:
             if claim.events or claim.attempt > 1:
@@ -200,7 +200,7 @@ class Incarnation:
                 await self._outbox.committed()
 
     async def _admit(self, job: RunningJob) -> None:
-        """Tokenise the prompt and leave the job to the next step."""
+        """Tokenise the prompt, so that the next step adds the job to the engine. A refusal ends the job."""
         try:
             job.tokenised(await self._tokeniser.encode(job.id, job.request))
         except AdmissionRefused as refused:
@@ -244,7 +244,7 @@ class Incarnation:
     def _record(self, output: SequenceOutput) -> None:
         """Turn an output into an event of its job."""
         job = self._jobs.get(output.request_id)
-        if job is None:  # it ended during the step; the next step aborts it
+        if job is None:  # it ended during this step, and the next step aborts it
             return
         event = job.event(output)
         if event is not None:
@@ -297,7 +297,7 @@ class Incarnation:
         self._wake.set()
 
     async def _clear_engine(self) -> None:
-        """Drop all jobs from the engine: another worker may hold them by now."""
+        """Drop all jobs from the engine, because another worker may run them by now."""
         await self._engine.clear([*self._jobs, *self._aborts], self._config.worker.stall_seconds)
 
 
