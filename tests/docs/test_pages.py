@@ -1,4 +1,4 @@
-"""Every page is followed from top to bottom, as a reader would, in an empty folder and from an installed ktqueue."""
+"""Runs every page from top to bottom, as a reader would, in an empty folder with an installed ktqueue."""
 
 import re
 import socket
@@ -11,11 +11,11 @@ from pages import PYTHON, ROOT, SHELL, blocks, pages
 
 from ktqueue.broker.redis.private_server import PrivateServer
 
-STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages take for granted that `ktqueue up` runs
-GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # here each page has ports of its own
-EVERYWHERE = "0.0.0.0"  # tests listen on the loopback interface alone
+STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages assume that `ktqueue up` runs
+GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # each page gets its own ports here
+EVERYWHERE = "0.0.0.0"  # tests listen only on the loopback interface
 RECEIVER = "9000"  # the port of the program that webhooks call
-MODEL = "FILE.gguf"  # any model; here the built-in one by its path
+MODEL = "FILE.gguf"  # any model; here the file of the built-in model
 REDIS = "redis://:PASSWORD@redis.internal:6379/0"  # the reader's own server
 
 DEMO = [*ROOT.glob("ktqueue/demo/*.gguf"), *ROOT.glob("csrc/*/*.gguf")][0]  # the same file in both places
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def running(installed_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A `ktqueue up`: its port, and the folder where it was started."""
+    """A running `ktqueue up`: its port, and the folder where it was started."""
     port = free_port()
     with PageRunner(tmp_path_factory.mktemp("up"), installed_bin, port, {}) as runner:
         runner.shell("ktqueue up")
@@ -42,7 +42,7 @@ def running(installed_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.mark.timeout(300)  # a page starts and stops some servers
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_page_runs_as_printed(
+def test_each_page_runs_as_printed(
     page: str, installed_bin: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
     code = "".join(block.runnable for block in PROGRAMS[page])

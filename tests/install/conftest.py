@@ -1,4 +1,4 @@
-"""Fixtures for tests of installed wheels: environments, a folder with modules that fail, and a server in it."""
+"""Fixtures for tests of installed wheels: environments, a folder with modules that fail, and `ktqueue up` in it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def _environment(bin_folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    """`run(program, *words, cwd=)` runs a program of an environment to its end, as a shell in that folder would."""
+    """`run(program, *words, cwd=)` runs a program of an environment in a folder, as a shell would, to its end."""
 
     def runner(program: Path, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         command = [str(program), *map(str, words)]

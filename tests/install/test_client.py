@@ -20,7 +20,7 @@ with SyncClient(sys.argv[1]) as client:
 """
 
 
-def test_it_brings_no_kernels_no_model_and_no_torch(run: Run, client_bin: Path, tmp_path: Path) -> None:
+def test_a_client_has_no_kernels_no_model_and_no_torch(run: Run, client_bin: Path, tmp_path: Path) -> None:
     names = ("torch", "numpy", "ktqueue_kernels", "starlette")
     code = f"from importlib.util import find_spec; print([name for name in {names} if find_spec(name)])"
     assert run(client_bin / "python", "-c", code, cwd=tmp_path).stdout.strip() == "[]"
@@ -29,7 +29,7 @@ def test_it_brings_no_kernels_no_model_and_no_torch(run: Run, client_bin: Path, 
     assert [path for path in packages.glob("ktqueue*/**/*") if path.suffix in (".so", ".gguf")] == []
 
 
-def test_a_job_is_sent_and_read(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
+def test_a_client_can_send_and_read_a_job(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
     flags = ("--state-dir", state_dir)
     assert run(client_bin / "ktqueue", "--version", cwd=tmp_path).stdout.split()[-1] == __version__
     sent = run(client_bin / "ktqueue", "submit", "Once upon a time", "--max-tokens", 4, *flags, cwd=tmp_path)
@@ -38,7 +38,7 @@ def test_a_job_is_sent_and_read(run: Run, client_bin: Path, state_dir: Path, tmp
     assert "done" in {job["state"] for job in json.loads(listed.stdout)}
 
 
-def test_a_batch_is_run(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
+def test_a_client_can_run_a_batch(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
     body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4}
     line = {"custom_id": "c0", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
@@ -48,7 +48,7 @@ def test_a_batch_is_run(run: Run, client_bin: Path, state_dir: Path, tmp_path: P
     assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "c0"
 
 
-def test_the_python_api(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
+def test_the_python_api_works_without_extras(run: Run, client_bin: Path, state_dir: Path, tmp_path: Path) -> None:
     done = run(client_bin / "python", "-c", PYTHON_API, running_url(state_dir), cwd=tmp_path)
     assert done.stdout.strip() == "4", done.stderr
 
@@ -66,7 +66,7 @@ def test_the_python_api(run: Run, client_bin: Path, state_dir: Path, tmp_path: P
         ("demo", "gateway,worker"),
     ],
 )
-def test_other_verbs_say_what_to_install_and_start_nothing(
+def test_commands_that_need_an_extra_name_it_and_start_nothing(
     run: Run, client_bin: Path, tmp_path: Path, words: str, extras: str
 ) -> None:
     done = run(client_bin / "ktqueue", *words.split(), cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Installed from wheels, no process imports modules of the current folder, whatever their names."""
+"""Processes of an installed ktqueue import no modules from the current folder, whatever their names."""
 
 import json
 import subprocess
@@ -14,7 +14,9 @@ def _lines(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps({"custom_id": f"c{number}", **line}) + "\n" for number in range(count)))
 
 
-def test_up_and_a_batch(run: Run, installed_bin: Path, trapped: Path, state_dir: Path) -> None:
+def test_up_and_a_batch_ignore_modules_of_the_folder(
+    run: Run, installed_bin: Path, trapped: Path, state_dir: Path
+) -> None:
     _lines(trapped / "in.jsonl", 3)
     done = run(
         installed_bin / "ktqueue", "batch", "run", "in.jsonl", "-o", "out.jsonl", "--state-dir", state_dir, cwd=trapped
@@ -23,7 +25,7 @@ def test_up_and_a_batch(run: Run, installed_bin: Path, trapped: Path, state_dir:
     assert len((trapped / "out.jsonl").read_text().splitlines()) == 3
 
 
-def test_demo(run: Run, installed_bin: Path, trapped: Path) -> None:
+def test_the_demo_ignores_modules_of_the_folder(run: Run, installed_bin: Path, trapped: Path) -> None:
     done = run(installed_bin / "ktqueue", "demo", cwd=trapped)
     assert done.returncode == 0, done.stderr
     assert "34 done, 0 failed" in done.stdout

@@ -1,4 +1,4 @@
-"""The contents of wheels and source distributions. A wheel is the same from the tree and from the sources."""
+"""The contents of wheels and source distributions. The tree and the sources give the same wheel."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ def build_sdist(source: Path, folder: Path) -> Path:
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Name to bytes, without the record of the wheel's own hashes."""
+    """The content of each file by name, without the file of the wheel's hashes."""
     with ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
@@ -51,7 +51,7 @@ def test_every_source_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert wanted - contents(wheel).keys() == set()
 
 
-def test_the_extra_for_workers_asks_for_kernels_of_the_same_version(wheel: Path) -> None:
+def test_the_worker_extra_requires_kernels_of_the_same_version(wheel: Path) -> None:
     metadata = contents(wheel)[f"ktqueue-{__version__}.dist-info/METADATA"]
     asked = map(Requirement, message_from_bytes(metadata).get_all("Requires-Dist", []))
     (kernels,) = [one for one in asked if one.name == "ktqueue-kernels"]
@@ -59,7 +59,7 @@ def test_the_extra_for_workers_asks_for_kernels_of_the_same_version(wheel: Path)
     assert str(kernels.marker) == 'extra == "worker"'
 
 
-def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_sources_of_ktqueue_make_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     archive = build_sdist(ROOT, tmp_path / "sdist")
     with tarfile.open(archive) as sources:
         parts = [Path(name).parts for name in sources.getnames()]
@@ -67,7 +67,7 @@ def test_the_sources_of_ktqueue_hold_each_file_once_and_make_the_same_wheel(whee
     assert contents(build_wheel(archive, tmp_path / "wheel")) == contents(wheel)
 
 
-def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_build_context_of_docker_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -84,11 +84,11 @@ def test_what_docker_sees_of_the_tree_makes_the_same_wheel(wheel: Path, tmp_path
     assert (context / "csrc" / "LICENSE").is_file()
 
 
-def test_the_sources_of_the_kernels_are_whole(tmp_path: Path) -> None:
+def test_the_sources_of_the_kernels_are_complete(tmp_path: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     tracked = subprocess.run(listed, cwd=ROOT / "csrc", capture_output=True, text=True, check=True).stdout.splitlines()
     with tarfile.open(build_sdist(ROOT / "csrc", tmp_path)) as sources:
-        assert all(member.isfile() for member in sources.getmembers()), "a link leads out of the sources"
+        assert all(member.isfile() for member in sources.getmembers()), "a link points outside of the sources"
         names = {"/".join(Path(name).parts[1:]) for name in sources.getnames()}
         assert names - {"PKG-INFO"} == {name for name in tracked if (ROOT / "csrc" / name).exists()}
         model = sources.extractfile(f"ktqueue_kernels-{__version__}/ktqueue_kernels/tale-teller-q4_0.gguf")

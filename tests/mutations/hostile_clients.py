@@ -22,7 +22,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         (TOO_MUCH,),
     ),
     "headers without a deadline": Mutation(
-        "headers that trickle in are given up",
+        "headers that arrive too slowly end their connection",
         PROTOCOL,
         "        self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)\n\n"
         "    def connection_lost",
@@ -30,7 +30,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         (f"{LIMITS}::test_headers_have_a_time_limit_and_silent_connections_end",),
     ),
     "a body without a deadline": Mutation(
-        "a body has a time in all and a least rate",
+        "a body has a time limit and a minimum rate",
         "ktqueue/gateway/http/uploads.py",
         "                began + settings.body_timeout,\n"
         "                began + self.grace_seconds + len(upload.data) / settings.min_body_rate,\n",
@@ -38,21 +38,21 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         (f"{LIMITS}::test_a_body_has_a_time_limit_and_a_minimum_rate",),
     ),
     "places for bodies that still come": Mutation(
-        "who sends a body slowly keeps nobody out",
+        "a client that sends a body slowly keeps no other client out",
         "ktqueue/gateway/http/edge.py",
         "                if _has_body(scope, headers):",
         "                if False:",
         (f"{LIMITS}::test_slow_senders_do_not_keep_others_out",),
     ),
     "bodies without a limit together": Mutation(
-        "unfinished bodies have a limit of memory together",
+        "all unfinished bodies together have a limit of memory",
         "ktqueue/gateway/http/uploads.py",
         "if self._held_bytes > self._settings.max_bodies_bytes:",
         "if False:",
         (f"{LIMITS}::test_all_bodies_share_a_limit_and_the_largest_is_dropped",),
     ),
     "an address with all connections": Mutation(
-        "one address has so many connections",
+        "the connections of an address are limited",
         "ktqueue/gateway/http/connections.py",
         "if self._per_address and not trusted and",
         "if False and",
@@ -68,21 +68,21 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         (f"{LIMITS}::test_the_key_is_checked_before_the_body_is_read",),
     ),
     "a reader that never reads": Mutation(
-        "a client that reads nothing is dropped, also once its connection is closed",
+        "a client that reads nothing is dropped, even while its connection closes",
         PROTOCOL,
         '            self._end("not_reading")',
         "            pass",
         (f"{LIMITS}::test_a_client_that_reads_no_answer_is_dropped",),
     ),
     "no room for probes": Mutation(
-        "probes are answered whatever happens",
+        "probes are answered even if all connections are busy",
         "ktqueue/gateway/http/edge.py",
         "            if path not in PROBES:",
         "            if True:",
         (f"{LIMITS}::test_probes_are_answered_when_all_connections_are_busy",),
     ),
     "models for strangers": Mutation(
-        "who has no key learns of no model",
+        "a client without a key does not learn the names of models",
         "ktqueue/gateway/health.py",
         "    if not known:",
         "    if False:",

@@ -1,4 +1,4 @@
-"""Mutations of what holds where ktqueue is installed from its wheels."""
+"""Mutations of promises about installing ktqueue and downloading models."""
 
 from mutation import Mutation
 
@@ -7,21 +7,24 @@ DISTRIBUTIONS = "tests/install/test_distributions.py"
 
 INSTALLING: dict[str, Mutation] = {
     "workers import from the current folder": Mutation(
-        "no module of the user's folder takes the place of ours or the standard library's",
+        "no module of the current folder replaces ours or the standard library's",
         "workers/supervision/fork_client.py",
         'COMMAND = [sys.executable, "-P", ',
         "COMMAND = [sys.executable, ",
-        (f"{FOLDER}::test_up_and_a_batch", f"{FOLDER}::test_demo"),
+        (
+            f"{FOLDER}::test_up_and_a_batch_ignore_modules_of_the_folder",
+            f"{FOLDER}::test_the_demo_ignores_modules_of_the_folder",
+        ),
     ),
     "the bridge imports from the current folder": Mutation(
-        "no module of the user's folder takes the place of ours or the standard library's",
+        "no module of the current folder replaces ours or the standard library's",
         "workers/supervision/supervisor.py",
         'BRIDGE_COMMAND = [sys.executable, "-P", ',
         "BRIDGE_COMMAND = [sys.executable, ",
-        (f"{FOLDER}::test_up_and_a_batch",),
+        (f"{FOLDER}::test_up_and_a_batch_ignore_modules_of_the_folder",),
     ),
     "a client carries the model": Mutation(
-        "whoever only sends jobs carries no model",
+        "an installation that only sends jobs has no model in it",
         "pyproject.toml",
         ', "*.gguf"]',
         "]",
@@ -35,10 +38,10 @@ INSTALLING: dict[str, Mutation] = {
         (f"{DISTRIBUTIONS}::test_kernels_of_another_version_are_refused",),
     ),
     "up without a worker's packages": Mutation(
-        "what is not installed is named before anything is started",
+        "missing packages are named before anything is started",
         "ktqueue/cli/up.py",
         '    require("gateway", "worker", *(["arq"]',
         '    print("gateway", "worker", *(["arq"]',
-        (f"{CLIENT}::test_other_verbs_say_what_to_install_and_start_nothing[up-gateway,worker]",),
+        (f"{CLIENT}::test_commands_that_need_an_extra_name_it_and_start_nothing[up-gateway,worker]",),
     ),
 }

@@ -74,7 +74,7 @@ MODELS: dict[str, Mutation] = {
         (f"{PULL}::test_nothing_is_started_for_an_unknown_name",),
     ),
     "the tokenizer is checked last": Mutation(
-        "what loading refuses is refused before a weight is read",
+        "a model that cannot be loaded is refused before a weight is read",
         "workers/startup/build.py",
         "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
         "        raise prepared.refusal\n    load_prepared(prepared, progress)\n"
@@ -82,7 +82,7 @@ MODELS: dict[str, Mutation] = {
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
     "inspect ignores the tokenizer": Mutation(
-        "inspect refuses what loading refuses",
+        "inspect refuses the models that loading refuses",
         "ktqueue/loading/model_report.py",
         "            load_tokenizer(tokenizer or path)\n",
         "            pass\n",
@@ -120,14 +120,14 @@ MODELS: dict[str, Mutation] = {
         ("tests/operators/test_kv_cache.py::test_host_memory_is_allocated_when_it_is_written",),
     ),
     "memory of others counts as free": Mutation(
-        "ktqueue fit says yes only where its sums keep within the memory that is free",
+        "ktqueue fit says yes only if the model fits in the free memory",
         "workers/startup/fit.py",
         "chosen.gpu_memory_utilization - others / total",
         "chosen.gpu_memory_utilization",
         (f"{FIT}::test_memory_of_other_processes_is_not_used",),
     ),
     "a yes without the host": Mutation(
-        "ktqueue fit says yes only where its sums keep within the memory that is free",
+        "ktqueue fit says yes only if the model fits in the free memory",
         "workers/startup/fit.py",
         "    if sum(host.values()) > limit:\n",
         "    if False:\n",

@@ -1,4 +1,4 @@
-"""One promise, an edit that breaks it, and the tests that then fail."""
+"""A promise, an edit that breaks it, and the tests that must then fail."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class Mutation:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Edit the tree at `root`; the file's text as it was. Raises ValueError where `old` is not there once."""
+        """Edit the tree at `root`. Returns the file's old text. Raises ValueError unless `old` is in it exactly once."""
         file = root / self.path
         text = file.read_text(encoding="utf-8")
         count = text.count(self.old)

@@ -6,7 +6,7 @@ STATE_FOLDER, LOG_FILES = "tests/broker/redis/test_state_folder.py", "tests/work
 
 OPERATION: dict[str, Mutation] = {
     "a state folder that others read": Mutation(
-        "nobody else reads the state folder",
+        "other users cannot read the state folder",
         "ktqueue/broker/redis/state_folder.py",
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600\nPRIVATE_UMASK = 0o077",
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o755, 0o644\nPRIVATE_UMASK = 0o022",
@@ -16,7 +16,7 @@ OPERATION: dict[str, Mutation] = {
         ),
     ),
     "a state folder that stays open": Mutation(
-        "what an older version left open to others is closed",
+        "a state folder that an older version left readable is closed",
         "ktqueue/broker/redis/state_folder.py",
         "        path.chmod(",
         "        str(",
@@ -30,28 +30,28 @@ OPERATION: dict[str, Mutation] = {
         (f"{STATE_FOLDER}::test_two_processes_do_not_share_a_folder",),
     ),
     "logs without a limit": Mutation(
-        "a log file is kept to its size",
+        "a log file has a limited size",
         "workers/supervision/log_files.py",
         "        source.truncate(0)\n",
         "",
         (f"{LOG_FILES}::test_a_log_stays_below_its_size_while_a_process_writes",),
     ),
     "an access log of queries": Mutation(
-        "the access log has one line a request, without its query",
+        "the access log has one line for each request, without the query",
         "ktqueue/gateway/http/access_log.py",
         'path = scope["path"]',
         'path = (scope["path"] + "?" + scope["query_string"].decode())',
         ("tests/gateway/test_access_log.py::test_each_request_is_one_line",),
     ),
     "a bridge among strangers": Mutation(
-        "the bridge starts on no queue that another program's arq worker serves",
+        "the bridge refuses a queue that another program's arq worker serves",
         "workers/arq/worker.py",
         "        if await self.pool.exists(key):\n",
         "        if False:\n",
         ("tests/workers/arq/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
     ),
     "a bridge on arq's own queue": Mutation(
-        "by default the bridge takes no other program's jobs",
+        "by default the bridge takes no jobs of other programs",
         "ktqueue/core/settings/processes.py",
         '"ktqueue:arq",',
         '"arq:queue",',
@@ -65,21 +65,21 @@ OPERATION: dict[str, Mutation] = {
         ("tests/workers/arq/test_bridge.py::test_two_bridges_share_a_queue",),
     ),
     "a batch of answers to other questions": Mutation(
-        "a batch from standard input goes on only with the input that it began with",
+        "a batch from standard input continues only with the same input",
         "ktqueue/batches/spool.py",
         "        if not filecmp.cmp(draft, path, shallow=False):",
         "        if False:",
         ("tests/batches/test_files.py::test_a_batch_from_standard_input_is_resumed_only_with_the_same_input",),
     ),
     "an invalid line that is lost": Mutation(
-        "a skipped line is in the file of failures",
+        "a skipped line is in the error file",
         "ktqueue/batches/run.py",
         "                        self._output.fail(failure_record(name, line.custom_id, line.info()))\n",
         "",
         ("tests/cli/test_batch_run.py::test_plain_lines_from_standard_input_with_some_that_are_invalid",),
     ),
     "keys in an answer": Mutation(
-        "what is typed ahead in a chat is not shown in the answer",
+        "typing during an answer does not appear in the answer",
         "ktqueue/cli/chat/input.py",
         "termios.ECHO | termios.ECHONL | termios.ICANON",
         "termios.ECHONL",

@@ -1,4 +1,4 @@
-"""`make mutations`: in a copy of the tree, breaks one promise after another and demands that its tests fail.
+"""`make mutations`: breaks one promise after another in a copy of the tree, and checks that tests fail.
 
 python tests/mutations/run.py [NAME ...]
 """
@@ -16,16 +16,16 @@ from pathlib import Path
 from mutations import MUTATIONS, ROOT
 
 TESTS_FAILED = 1  # pytest's exit code; any other says that they did not run
-# An editable installation finds the package where it was installed from, before the copy that is on the path. That of
-# the kernels stays: they are not compiled again for the copy.
+# An editable installation would import the original package instead of the copy, so its finder is removed. The finder
+# of the kernels stays, because they are not compiled again for the copy.
 SITE = """
 import sys
-sys.meta_path[:] = [one for one in sys.meta_path if type(one).__module__ != "_editable_skbc_ktqueue"]
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "_editable_skbc_ktqueue"]
 """
 
 
 def copy_to(folder: Path) -> None:
-    """The tree's files, without what git ignores."""
+    """Copy the files of the tree, except those that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -40,29 +40,29 @@ def copy_to(folder: Path) -> None:
 
 
 def run(folder: Path, tests: Sequence[str]) -> tuple[int, set[str], str]:
-    """Run the tests in the copy: pytest's exit code, the tests that passed, and all that it said."""
+    """Run the tests in the copy. Returns pytest's exit code, the tests that passed, and the output."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "--quiet", "--no-header", "--timeout=60", "--tb=short", "-rp", *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    return done.returncode, {line[7:] for line in said.splitlines() if line.startswith("PASSED ")}, said
+    output = done.stdout + done.stderr
+    return done.returncode, {line[7:] for line in output.splitlines() if line.startswith("PASSED ")}, output
 
 
 def check(name: str, folder: Path) -> set[str]:
-    """Break one promise; the tests that did not fail."""
+    """Break one promise. Returns the tests that did not fail."""
     mutation = MUTATIONS[name]
     before = mutation.apply(folder)
     try:
-        code, passed, said = run(folder, mutation.tests)
+        code, passed, output = run(folder, mutation.tests)
     finally:
         (folder / mutation.path).write_text(before, encoding="utf-8")
     if code not in (0, TESTS_FAILED):
-        raise RuntimeError(f"{name}: pytest gave {code}\n{said}")
+        raise RuntimeError(f"{name}: pytest gave {code}\n{output}")
     return passed
 
 
 def main() -> int:
-    """The command line; 1 where a mutation was not seen."""
+    """Run the mutations of the command line. Returns 1 if a mutation was not seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
     names = parser.parse_args().names or list(MUTATIONS)
@@ -74,18 +74,20 @@ def main() -> int:
             [sys.executable, "-c", where], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)},
             capture_output=True, text=True, check=True,
         ).stdout.split()  # fmt: skip
-        assert all(Path(one).is_relative_to(folder) for one in found), f"not the copy: {found}"
-        code, _, said = run(folder, list(dict.fromkeys(test for name in names for test in MUTATIONS[name].tests)))
+        assert all(Path(path).is_relative_to(folder) for path in found), f"not the copy: {found}"
+        code, _, output = run(folder, list(dict.fromkeys(test for name in names for test in MUTATIONS[name].tests)))
         if code != 0:
-            sys.stdout.write(f"{said}\nthese tests must pass where nothing is broken\n")
+            sys.stdout.write(f"{output}\nthese tests must pass where nothing is broken\n")
             return 1
         unseen = 0
         for name in names:
             began = time.monotonic()
             silent = check(name, folder)
             unseen += bool(silent)
-            told = f"NOT SEEN by {', '.join(sorted(silent))}" if silent else f"seen ({time.monotonic() - began:.0f} s)"
-            sys.stdout.write(f"{name}: {told}\n")
+            result = (
+                f"NOT SEEN by {', '.join(sorted(silent))}" if silent else f"seen ({time.monotonic() - began:.0f} s)"
+            )
+            sys.stdout.write(f"{name}: {result}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{len(names) - unseen} of {len(names)} mutations were seen\n")
     return min(1, unseen)

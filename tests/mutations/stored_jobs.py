@@ -7,7 +7,7 @@ SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
 
 STORED_JOBS: dict[str, Mutation] = {
     "prompts that stay": Mutation(
-        "an ended job keeps nothing of its prompt",
+        "the prompt of an ended job is deleted",
         f"{SCRIPTS}/prelude.lua",
         "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end",
         "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) end",
@@ -21,28 +21,28 @@ STORED_JOBS: dict[str, Mutation] = {
         (f"{STORED}::test_a_failed_job_keeps_its_request_while_there_is_room",),
     ),
     "a tenant that fills Redis": Mutation(
-        "a tenant's ended jobs count until they are gone",
+        "a tenant's ended jobs count until they are deleted",
         f"{SCRIPTS}/prelude.lua",
         "size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED",
         "0",
         (f"{STORED}::test_what_a_tenant_has_stored_counts_until_it_is_gone",),
     ),
     "no share of the memory": Mutation(
-        "a tenant that sends and cancels fills its own share only",
+        "a tenant that submits and cancels fills only its own share of the memory",
         f"{SCRIPTS}/submit_job.lua",
         "if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end",
         "",
         (f"{STORED}::test_a_tenant_that_sends_and_cancels_fills_its_own_share_only",),
     ),
     "no headroom": Mutation(
-        "clients leave workers their part of the memory",
+        "clients cannot use the part of the memory that workers need",
         f"{SCRIPTS}/submit_job.lua",
         "if free_for_clients > 0 and used_memory + size > free_for_clients then",
         "if false then",
         (f"{STORED}::test_clients_leave_workers_their_part_of_the_memory",),
     ),
     "workers refused by a full server": Mutation(
-        "workers write on in a server without memory",
+        "workers can still write to a server that has no memory left",
         "ktqueue/broker/scripts.py",
         "FIRST_WRITE = \"redis.call('DEL', TAG .. 'nothing')\\n\"",
         'FIRST_WRITE = ""',
@@ -77,14 +77,14 @@ STORED_JOBS: dict[str, Mutation] = {
         (f"{SCRUB}::test_jobs_that_nobody_holds_wait_again[running:{{}}]",),
     ),
     "jobs in no queue": Mutation(
-        "a waiting job that is in no queue is put into its own",
+        "a waiting job that is in no queue is put into its queue",
         f"{SCRIPTS}/scrub.lua",
         "if restore(queue, order + (priority_offset or 0), id) then",
         "if false then",
         (f"{SCRUB}::test_a_list_that_was_deleted_is_made_anew[queue:interactive:tale]",),
     ),
     "a retry twice": Mutation(
-        "a failed job is sent again once",
+        "a retry submits a failed job only once",
         "ktqueue/broker/jobs.py",
         "job_id=_next_id(job_id), tenant",
         "tenant",

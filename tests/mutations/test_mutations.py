@@ -1,4 +1,4 @@
-"""Mutations keep up with the code: each still finds its place, and its tests are still there."""
+"""The mutation list fits the code: each edit finds its place, and each test exists."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_every_mutation_finds_its_place(mutation: Mutation, tmp_path: Path) -> N
     assert copy.read_text() != before
 
 
-def test_a_stale_mutation_is_refused(tmp_path: Path) -> None:
+def test_a_mutation_without_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code").write_text("twice twice")
     for old in ("twice", "never"):
         with pytest.raises(ValueError, match=f"code has . times, not once: '{old}'"):
@@ -25,6 +25,6 @@ def test_a_stale_mutation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("test", sorted({test for mutation in MUTATIONS.values() for test in mutation.tests}))
-def test_every_test_of_a_mutation_is_there(test: str) -> None:
+def test_every_test_of_a_mutation_exists(test: str) -> None:
     path, _, name = test.partition("::")
     assert re.search(rf"def {name.partition('[')[0]}\b", (ROOT / path).read_text())

@@ -7,14 +7,14 @@ IDENTITY, BURIAL = "tests/loading/test_identity.py", "tests/workers/supervision/
 
 UPGRADES: dict[str, Mutation] = {
     "what has begun goes to anybody": Mutation(
-        "a job that has begun goes on under its own digest alone",
+        "a job that has begun continues only under its own digest",
         f"{SCRIPTS}/prelude.lua",
         "(seq > 0 and digest or '-')",
         "'-'",
         (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
     ),
     "an older version's queue is trusted": Mutation(
-        "a job that has begun goes on under its own digest alone, also where an older version put it back",
+        "a job that has begun continues only under its own digest, even if an older version requeued it",
         f"{SCRIPTS}/claim_jobs.lua",
         "job.digest and job.digest ~= digest and tail_of(id) or 0",
         "0",
@@ -35,35 +35,35 @@ UPGRADES: dict[str, Mutation] = {
         (f"{IDENTITY}::test_one_bit_of_the_weights_makes_another_model",),
     ),
     "embeddings stay mapped": Mutation(
-        "a model's file may be cut while it is served",
+        "the file of a served model may be truncated",
         "ktqueue/operators/decoder.py",
         "data=stored.data.copy()",
         "data=stored.data",
         (f"{IDENTITY}::test_no_file_is_mapped_once_a_model_is_loaded[gguf-default]",),
     ),
     "SIGBUS is a job's fault": Mutation(
-        "what the machine does to a worker is no try of its jobs",
+        "a fault of the machine does not count as an attempt",
         f"{SCRIPTS}/reap.lua",
         "if field[2] or on_trial",
         "if on_trial",
         (f"{BURIAL}::test_a_fault_of_the_machine_does_not_count_as_an_attempt",),
     ),
     "newer jobs in everybody's way": Mutation(
-        "a worker claims only what it can read, and is not held up by the rest",
+        "a worker claims only jobs that it can read, and other jobs do not block it",
         f"{SCRIPTS}/submit_job.lua",
         "if format ~= '1' then redis.call('HSET', job, 'format', format) end",
         "",
         (f"{FORMATS}::test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them",),
     ),
     "newer jobs are handed to older workers": Mutation(
-        "a worker is given only what it can read",
+        "a worker is handed only jobs that it can read",
         f"{SCRIPTS}/submit_job.lua",
         "tonumber(format) <= tonumber(newest_format or 1)",
         "true",
         (f"{FORMATS}::test_no_newer_job_is_handed_to_an_older_worker_that_waits",),
     ),
     "what cannot be read is failed": Mutation(
-        "a job of a newer format is left to workers that read it",
+        "a job of a newer format waits for workers that can read it",
         "ktqueue/broker/lease.py",
         "            except NewerFormat as fault:\n                newer +=",
         "            except ZeroDivisionError as fault:\n                newer +=",

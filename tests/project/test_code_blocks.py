@@ -1,6 +1,6 @@
-"""Every code block has a language and is valid in it, also the blocks that no test can run: see tests/docs.
+"""Every code block has a language and is valid in it, even if no test can run it: see tests/docs.
 
-What keeps a block from being run is said in the block. Commands have verbs and flags that exist; `make` and
+A block that is not run says why. Commands have verbs and flags that exist; `make` and
 `python -m` have targets and modules that exist; settings and rules are read by our own readers.
 """
 
@@ -27,12 +27,12 @@ def test_every_block_has_a_language() -> None:
     assert [f"{block.place}: {block.language!r}" for block in BLOCKS if block.language not in LANGUAGES] == []
 
 
-def test_pages_have_blocks_that_run() -> None:
+def test_each_page_has_blocks_that_run() -> None:
     assert sum(bool(block.runnable.strip()) for block in of(SHELL)) >= 15
     assert sum(bool(block.runnable.strip()) for block in of(PYTHON)) >= 4
 
 
-def test_what_is_not_run_says_why() -> None:
+def test_a_block_that_is_not_run_says_why() -> None:
     for block in BLOCKS:
         for reason in block.reasons():
             assert reason.startswith(REASONS), f"{block.place}: {reason}"
@@ -75,7 +75,7 @@ def test_rules_are_read_by_our_reader(tmp_path: Path) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every command of ours with its place: in blocks, and in the lines of a page."""
+    """Every `ktqueue` command in blocks and lines of a page, with its place."""
     found = [(block.place, command) for block in of(SHELL) for command in block.commands()]
     for page in pages():
         inline = re.findall(r"`((?:ktqueue|make) [^`]+)`", page.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def test_commands_have_verbs_and_flags_that_exist() -> None:
         for text in re.findall(r"(?:^|\$\()ktqueue ([^|)]+)", command):
             words = text.split()
             path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in leaves), None)
-            if path is None:  # a family of verbs, such as `ktqueue jobs`
+            if path is None:  # a group of commands, such as `ktqueue jobs`
                 of_all = words in (["COMMAND", "--help"], ["--install-completion"], ["--show-completion"])
                 assert of_all or (words[0] in groups and len(words) == 1), f"{place}: {command}"
                 continue
@@ -117,7 +117,7 @@ def test_modules_that_pages_run_exist() -> None:
 
 
 def test_show_chooses_tests_that_exist() -> None:
-    """`-k` is a search in names: each of its words is in a file that the command names."""
+    """`-k` searches in names, so each of its words must be in a file that the command names."""
     for command in re.findall(r"ARGS=\"([^\"]+)\"", (ROOT / "docs" / "show.md").read_text()):
         before, _, chosen = command.partition(" -k ")
         files = [ROOT / name for name in before.split() if name.startswith("tests")]

@@ -18,7 +18,7 @@ TEXT = {".py", ".cpp", ".h", ".lua", ".md", ".yaml", ".toml"}
 
 
 def tracked() -> list[Path]:
-    """Files that git has or would take."""
+    """Files that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [ROOT / name for name in names if (ROOT / name).is_file()]
@@ -30,7 +30,7 @@ def project(folder: str = ".") -> dict[str, Any]:
 
 
 def pins() -> dict[str, str]:
-    """Name to exact version, of constraints.txt."""
+    """The exact version of each package in constraints.txt."""
     found: dict[str, str] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         text = line.partition("#")[0].strip()
@@ -53,7 +53,7 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
     asked += [*project()["build-system"]["requires"], *project("csrc")["build-system"]["requires"]]
     for one in map(Requirement, asked):
         if one.name == project("csrc")["project"]["name"]:
-            continue  # of this tree
+            continue  # our own distribution
         name = canonicalize_name(one.name)
         assert name in exact, f"{name} is not in constraints.txt"
         assert one.specifier.contains(exact[name]), f"{one} does not allow the pinned {exact[name]}"
@@ -80,7 +80,7 @@ def test_the_pythons_are_the_same_everywhere() -> None:
     assert f"for Python {named[0]} to {named[-1]} on Linux" in (ROOT / "constraints.txt").read_text()
 
 
-def test_what_is_said_to_need_no_extra_needs_none() -> None:
+def test_modules_that_need_no_extra_import_none() -> None:
     book = project()["project"]
     extras = {name: book["optional-dependencies"][name] for name in ("gateway", "worker", "embedded", "arq", "gpu")}
     optional = {Requirement(one).name for extra in extras.values() for one in extra}

@@ -1,4 +1,4 @@
-"""A test run lists at its end what it skipped."""
+"""A test run ends with a list of the reasons for skipped tests."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def test_here():
 """
 
 
-def test_a_run_ends_with_a_line_for_each_reason_of_skips(tmp_path: Path) -> None:
+def test_a_run_ends_with_a_line_for_each_reason(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(SOME_TESTS)
     paths = [str(ROOT), str(ROOT / "tests" / "helpers")]
     done = subprocess.run(
