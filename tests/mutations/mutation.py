@@ -18,7 +18,7 @@ class Mutation:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Edit the tree at `root`. Returns the file's old text. Raises ValueError unless `old` is in it exactly once."""
+        """Edit the tree at `root`. Returns the file's old text. Raises ValueError unless `old` is in it once."""
         file = root / self.path
         text = file.read_text(encoding="utf-8")
         count = text.count(self.old)
