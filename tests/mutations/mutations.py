@@ -98,7 +98,7 @@ MUTATIONS: dict[str, Mutation] = {
         "noise = self._uniform(rows.stream, rows.position + __import__('time').time_ns() % 1_000_003)",
         (
             f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling1]",
-            "tests/cli/test_the_demo_ignores_modules_of_the_folder.py::test_the_story_survives_its_worker_and_nothing_is_left_behind",
+            "tests/cli/test_demo.py::test_the_story_survives_its_worker_and_nothing_is_left_behind",
         ),
     ),
     "double finish": Mutation(
