@@ -90,6 +90,8 @@ class EngineThread:
                 job_class=job.request.job_class,
                 arrival=job.rank,
                 emitted=job.emitted if job.resumed else (),
+                prompt_entries=job.prompt_entries,
+                bad_words=job.prompt.bad_words,
             )
         except Exception as error:  # a bad request ends its own job only
             self._engine.abort(job.id)

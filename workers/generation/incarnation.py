@@ -209,6 +209,11 @@ class Incarnation:
             return
         if job.ended:
             return
+        for event in job.prompt_events():
+            self._outbox.put(job.id, event)
+        if job.request.prompt_only:
+            self._end(job, JobState.DONE)
+            return
         self._admitted.append(job)
         self._wake.set()
 

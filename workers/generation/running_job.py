@@ -9,10 +9,13 @@ from dataclasses import replace
 
 from ktqueue.broker.lease import Claim
 from ktqueue.core.errors import ErrorInfo
-from ktqueue.core.events import FinishReason, JobState, Timings, TokenEvent, Usage
+from ktqueue.core.events import FinishReason, JobState, PromptPart, Timings, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.outputs import EmittedChoice, SequenceOutput
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
+
+PART_TOKENS = 4096  # of the prompt, in one event
+PART_CHARACTERS = 16384
 
 
 class RunningJob:
@@ -44,14 +47,18 @@ class RunningJob:
             EmittedChoice(token_ids=tuple(ids[i]), text_length=text_lengths[i], finish_reason=finish_reasons[i])
             for i in choices
         )
+        written = [event.prompt for event in claim.events if event.prompt is not None]
+        self.prompt_entries = sum(len(part.logprobs) for part in written)  # of log probabilities in the journal
+        self._written_ids = sum(len(part.token_ids) for part in written)
+        self._written_characters = sum(len(part.text) for part in written)
         self._unfinished_choices = {i for i in choices if finish_reasons[i] is None}
         self._has_tokens = False  # from this worker
         self._completion_tokens = sum(len(choice_ids) for choice_ids in ids)
 
     @property
     def rows(self) -> int:
-        """Number of engine rows that the job still takes: one for each unfinished choice."""
-        return len(self._unfinished_choices)
+        """Number of engine rows that the job still takes: one for each unfinished choice, if it generates any."""
+        return 0 if self.request.prompt_only else len(self._unfinished_choices)
 
     @property
     def resumed(self) -> bool:
@@ -68,7 +75,9 @@ class RunningJob:
             return self.end(JobState.FAILED, output.error, output.usage)
         if output.finish_reason is not None:
             self._unfinished_choices.discard(output.index)
-        if not (output.token_ids or output.text or output.finish_reason or output.request_done):
+        if not (
+            output.token_ids or output.text or output.prompt_logprobs or output.finish_reason or output.request_done
+        ):
             return None
         self.ended = output.request_done
         return TokenEvent(
@@ -77,6 +86,7 @@ class RunningJob:
             token_ids=output.token_ids,
             text=output.text,
             logprobs=output.logprobs,
+            prompt=PromptPart(logprobs=output.prompt_logprobs) if output.prompt_logprobs else None,
             finish_reason=output.finish_reason,
             state=JobState.DONE if output.request_done else None,
             usage=self._with_timings(output.usage or self.usage()) if output.request_done else None,
@@ -86,6 +96,21 @@ class RunningJob:
         """Take the prompt, now that the tokeniser has made it."""
         self.prompt = prompt
         self._tokenised_at = time.monotonic()
+
+    def prompt_events(self) -> list[TokenEvent]:
+        """Events with the prompt's token ids and text, if the request wants them and no earlier worker wrote them."""
+        events: list[TokenEvent] = []
+        if self.request.return_prompt or self.request.prompt_only:
+            ids, text = self.prompt.token_ids[self._written_ids :], self.prompt.text[self._written_characters :]
+            parts = max(-(-len(ids) // PART_TOKENS), -(-len(text) // PART_CHARACTERS))
+            for number in range(parts):
+                part = PromptPart(
+                    token_ids=tuple(ids[number * PART_TOKENS : (number + 1) * PART_TOKENS]),
+                    text=text[number * PART_CHARACTERS : (number + 1) * PART_CHARACTERS],
+                )
+                self._seq += 1  # this is no progress: the prompt may still kill its worker
+                events.append(TokenEvent(seq=self._seq, prompt=part))
+        return events
 
     def _with_timings(self, usage: Usage) -> Usage:
         """The usage with the seconds of each part. Of a resumed job, only the queue is that of an earlier worker."""

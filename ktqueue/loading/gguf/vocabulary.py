@@ -10,7 +10,10 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 
-_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
+_IDS = {
+    "bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad",
+    "fim_pre": "fim_pre", "fim_suf": "fim_suf", "fim_mid": "fim_mid",
+}  # fmt: skip
 
 
 class TokenKind(IntEnum):

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """The prompt's token ids, and the text that they were made from, which is empty if the request has token ids."""
+    """The prompt's token ids, and its text, which is empty if the request has token ids and wants no text.
+
+    `bad_words`: token ids of each spelling of the words that must not appear in the answer.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()

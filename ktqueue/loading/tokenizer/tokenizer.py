@@ -15,6 +15,7 @@ from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
+from ktqueue.loading.tokenizer.fill_in_middle import GapTokens, gap_tokens
 
 CHARACTERS_PER_TOKEN = 6  # of the beginning that is checked; plain text has three to five
 
@@ -25,7 +26,7 @@ class Tokenizer:
     """A model's tokenizer. Implements core.vocabulary.Vocabulary. Safe to call from several threads.
 
     `tokens` has the text of each id, `kinds` its TokenKind. If `byte_level`, tokens are spelled in GPT-2's byte
-    alphabet, otherwise in SentencePiece's.
+    alphabet, otherwise in SentencePiece's. `gap`: tokens to fill a gap in a text, if the model has them.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Tokenizer:
         byte_level: bool,
         eos_token_ids: frozenset[int],
         template: ChatTemplate | None,
+        gap: GapTokens | None = None,
     ) -> None:
         self._model = model
         self._size = size
@@ -46,6 +48,7 @@ class Tokenizer:
         self._alphabet = byte_alphabet() if byte_level else None
         self._eos_token_ids = eos_token_ids
         self._template = template
+        self._gap = gap
 
     @property
     def size(self) -> int:
@@ -101,19 +104,51 @@ class Tokenizer:
     ) -> EncodedPrompt:
         """Return the prompt: the messages through the chat template, the text, or the token ids of the request.
 
-        `max_model_len` is in tokens. A text with too many bytes to fit is not tokenised. Of a long text only the
-        beginning is tokenised if that alone has too many tokens. `render` replaces the method `render`. Raises
-        InvalidRequest that names the field, ContextLengthExceeded.
+        `max_model_len` is in tokens. A text with too many bytes to fit is not tokenised, unless it is to be truncated.
+        Of a long text only the beginning is tokenised if that alone has too many tokens. `render` replaces the method
+        `render`. Raises InvalidRequest that names the field, ContextLengthExceeded.
         """
+        text = ""
         if request.prompt_token_ids is not None:
-            return EncodedPrompt(self._checked_ids(request.prompt_token_ids))
-        field = "messages" if request.prompt is None else "prompt"
-        text = request.prompt if request.prompt is not None else (render or self.render)(request)
-        if max_model_len is not None:
-            check_text(text, max_model_len, self.longest_token, field)
-            self._check_beginning(text, max_model_len, field)
-        token_ids = self.encode(text, add_special_tokens=request.prompt is not None)
-        return EncodedPrompt(self._check_in_vocabulary(token_ids, field), text)
+            token_ids = self._checked_ids(request.prompt_token_ids)
+        else:
+            field = "messages" if request.prompt is None else "prompt"
+            text = request.prompt if request.prompt is not None else (render or self.render)(request)
+            if max_model_len is not None and request.truncate_prompt_tokens is None:
+                check_text(text, max_model_len, self.longest_token, field)
+                self._check_beginning(text, max_model_len, field)
+            special = request.prompt is not None if request.add_special_tokens is None else request.add_special_tokens
+            if request.suffix is None:
+                token_ids = self._check_in_vocabulary(self.encode(text, special), field)
+            else:
+                token_ids = self._around_gap(text, request.suffix, special)
+        whole = len(token_ids)
+        if request.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-request.truncate_prompt_tokens :]
+        is_text_needed = request.return_prompt or request.prompt_only
+        if len(token_ids) < whole or request.suffix is not None or (is_text_needed and not text):
+            text = self.decode(token_ids)
+        return EncodedPrompt(token_ids, text, self._spellings(request.sampling.bad_words))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens spelled out. Invalid UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.special_token_bytes, token_ids)).decode(errors="replace")
+
+    def _around_gap(self, prompt: str, suffix: str, add_special_tokens: bool) -> list[int]:
+        """The token ids that ask for the text between `prompt` and `suffix`."""
+        if self._gap is None:
+            raise InvalidRequest(
+                "suffix needs a model with tokens for filling in the middle, which this model does not have",
+                param="suffix",
+            )
+        before = self._check_in_vocabulary(self.encode(prompt, add_special_tokens=False), "prompt")
+        after = self._check_in_vocabulary(self.encode(suffix, add_special_tokens=False), "suffix")
+        return [*self.encode("", add_special_tokens), *self._gap.prompt(before, after)]
+
+    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, at the beginning of a text and after a space, as vLLM encodes `bad_words`."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return tuple(dict.fromkeys(ids for text in texts if (ids := tuple(self.encode(text, False)))))
 
     def _check_beginning(self, text: str, max_model_len: int, field: str) -> None:
         beginning = text[: CHARACTERS_PER_TOKEN * max_model_len]
@@ -186,7 +221,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises CheckpointError.
     """
     if path.startswith(SYNTHETIC_PREFIX):
-        return _from_data(synthetic_vocabulary(path), path)
+        return from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
     return _from_folder(found) if found.is_dir() else _from_gguf(found)
 
@@ -197,10 +232,11 @@ def _from_gguf(path: Path) -> Tokenizer:
     for rows in (info.shape[0] for part in parts for info in part.tensors if info.name == "token_embd.weight"):
         if rows < len(data.tokens):
             raise CheckpointError(f"{path}: {len(data.tokens)} tokens, but 'token_embd.weight' has {rows} rows")
-    return _from_data(data, str(path))
+    return from_data(data, str(path))
 
 
-def _from_data(data: VocabularyData, path: str) -> Tokenizer:
+def from_data(data: VocabularyData, path: str) -> Tokenizer:
+    """Make the tokenizer of a vocabulary. `path` names it in errors. Raises CheckpointError."""
     special = {f"{role}_token": data.tokens[token_id] for role, token_id in data.ids.items()}
     return Tokenizer(
         library.build(data, path),
@@ -210,6 +246,7 @@ def _from_data(data: VocabularyData, path: str) -> Tokenizer:
         byte_level=data.model == "gpt2",
         eos_token_ids=frozenset(data.ids[role] for role in ("eos", "eot", "eom") if role in data.ids),
         template=ChatTemplate(data.chat_template, special, path) if data.chat_template else None,
+        gap=gap_tokens(data.tokens, data.ids),
     )
 
 
@@ -229,4 +266,5 @@ def _from_folder(folder: Path) -> Tokenizer:
         byte_level=file.byte_level,
         eos_token_ids=frozenset(ends),
         template=ChatTemplate(template, files.special_tokens(settings), str(folder)) if template else None,
+        gap=gap_tokens(file.tokens, {}),
     )
