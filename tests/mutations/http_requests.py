@@ -66,14 +66,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     "all is tokenised": Mutation(
         "a prompt that cannot fit is not tokenised",
         "ktqueue/loading/tokenizer/tokenizer.py",
-        "        if max_model_len is not None:\n",
-        "        if False:\n",
+        "            if max_model_len is not None and request.truncate_prompt_tokens is None:\n",
+        "            if False:\n",
         (f"{ADMISSION}::test_a_text_that_cannot_fit_is_not_tokenised",),
     ),
     "a long prompt is tokenised to its end": Mutation(
         "a prompt that cannot fit costs little",
         "ktqueue/loading/tokenizer/tokenizer.py",
-        "            self._check_beginning(text, max_model_len, field)\n",
+        "                self._check_beginning(text, max_model_len, field)\n",
         "",
         ("tests/loading/tokenizer/test_tokenizer.py::test_a_long_text_is_refused_by_its_beginning",),
     ),

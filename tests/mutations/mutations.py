@@ -6,6 +6,7 @@ from installing import INSTALLING
 from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
+from prompts import PROMPTS
 from stored_jobs import STORED_JOBS
 from upgrades import UPGRADES
 
@@ -382,6 +383,7 @@ MUTATIONS: dict[str, Mutation] = {
     **UPGRADES,
     **INSTALLING,
     **MODELS,
+    **PROMPTS,
     **HOSTILE_CLIENTS,
     **HTTP_REQUESTS,
     **OPERATION,

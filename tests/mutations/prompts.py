@@ -1,0 +1,61 @@
+"""Mutations of promises about prompts: their log probabilities, their parts in the journal, and words to avoid."""
+
+from mutation import Mutation
+
+ENGINE, WORKER = "tests/engine/test_prompt_logprobs.py", "tests/workers/generation/test_prompts.py"
+GAPS = "tests/loading/tokenizer/test_fill_in_middle.py"
+
+PROMPTS: dict[str, Mutation] = {
+    "logits of cached tokens are missed": Mutation(
+        "every token of a prompt has its log probability, whatever is cached",
+        "ktqueue/engine/scheduler.py",
+        "            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)\n",
+        "            pass\n",
+        (f"{ENGINE}::test_each_token_of_the_prompt_has_its_log_probability",),
+    ),
+    "a preempted prompt is scored again": Mutation(
+        "no position of a prompt is told twice",
+        "ktqueue/engine/sequence.py",
+        "        start = max(first, request.prompt_entries - 1)\n",
+        "        start = first\n",
+        (
+            f"{ENGINE}::test_a_preempted_prompt_gives_each_entry_once",
+            f"{ENGINE}::test_a_resumed_prompt_goes_on_at_the_next_entry",
+        ),
+    ),
+    "logits of whole prompts": Mutation(
+        "log probabilities of prompts take limited memory",
+        "ktqueue/engine/scheduler.py",
+        "    return count if len(wanted) <= room else wanted.start + room - sequence.num_computed_tokens\n",
+        "    return count\n",
+        (f"{ENGINE}::test_logits_of_a_step_are_limited",),
+    ),
+    "the prompt is told again after a death": Mutation(
+        "a prompt's text and tokens are in the journal once",
+        "workers/generation/running_job.py",
+        "        self._written_ids = sum(len(part.token_ids) for part in written)\n",
+        "        self._written_ids = 0\n",
+        (f"{WORKER}::test_a_prompt_is_told_once_however_often_its_worker_dies",),
+    ),
+    "log probabilities begin again after a death": Mutation(
+        "a prompt's log probabilities are in the journal once",
+        "workers/generation/engine_thread.py",
+        "                prompt_entries=job.prompt_entries,\n",
+        "",
+        (f"{WORKER}::test_a_prompt_is_told_once_however_often_its_worker_dies",),
+    ),
+    "a prompt alone is generated from": Mutation(
+        "a request for its prompt alone computes nothing",
+        "workers/generation/incarnation.py",
+        "        if job.request.prompt_only:\n",
+        "        if False:\n",
+        (f"{WORKER}::test_a_prompt_without_an_answer",),
+    ),
+    "words are bad at the beginning of a text only": Mutation(
+        "a bad word does not appear inside a text either",
+        "ktqueue/loading/tokenizer/tokenizer.py",
+        'for word in words for prefix in ("", " ")]',
+        'for word in words for prefix in ("",)]',
+        (f"{WORKER}::test_bad_words_do_not_appear", f"{GAPS}::test_spellings_of_bad_words"),
+    ),
+}
