@@ -19,7 +19,7 @@ from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.packed import Bytes, PackedMatrix
 
 from .kernels.matrices import activations, make_panels
-from .test_the_demo_ignores_modules_of_the_folder import greedy
+from .test_demo import greedy
 
 
 def logits(decoder: GpuDecoder) -> torch.Tensor:
