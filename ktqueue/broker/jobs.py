@@ -55,6 +55,13 @@ class QueueDepth:
     interactive_wait: float | None = field(default=None, compare=False)
     batch_wait: float | None = field(default=None, compare=False)
 
+    def by_class(self) -> list[tuple[str, int, int, float | None]]:
+        """(class, waiting, running, seconds that the oldest job has waited) of each class."""
+        return [
+            ("interactive", self.interactive, self.running - self.batch_running, self.interactive_wait),
+            ("batch", self.batch, self.batch_running, self.batch_wait),
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundJobs:

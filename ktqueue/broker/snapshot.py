@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
+from ktqueue.core.model_card import SHORT_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,42 @@ class Snapshot:
     def tokens_per_second(self) -> float:
         """Tokens per second that all workers generated in their last seconds."""
         return sum(worker.stats.get("generation_tokens_per_second", 0.0) for worker in self.workers)
+
+    def document(self) -> dict[str, Any]:
+        """The snapshot as JSON values, with times in seconds."""
+        return {
+            "time": self.taken_at,
+            "tokens_per_second": self.tokens_per_second,
+            "redis": {"memory_used": self.memory_used, "memory_limit": self.memory_limit or None},
+            "workers": [
+                {
+                    "id": worker.worker_id,
+                    "model": worker.model,
+                    "digest": worker.digest[:SHORT_DIGEST],
+                    "host": worker.host,
+                    "pid": worker.pid,
+                    "started_at": worker.started_at,
+                    "lease_left": worker.lease_left,
+                    "step_age": worker.step_age,
+                    "jobs": worker.running,
+                    "max_num_seqs": worker.max_num_seqs,
+                    "stats": dict(worker.stats),
+                }
+                for worker in self.workers
+            ],
+            "queues": [
+                {
+                    "model": depth.model,
+                    "job_class": job_class,
+                    "waiting": waiting,
+                    "running": running,
+                    "oldest_wait": wait,
+                }
+                for depth in self.depths
+                for job_class, waiting, running, wait in depth.by_class()
+            ],
+            "bound": [asdict(jobs) for jobs in self.bound],
+        }
 
 
 async def take_snapshot(broker: Broker) -> Snapshot:

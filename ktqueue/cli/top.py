@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from ktqueue.broker.jobs import BoundJobs, QueueDepth
+    from ktqueue.broker.jobs import BoundJobs
     from ktqueue.broker.models import WorkerInfo
     from ktqueue.broker.snapshot import Snapshot
 
@@ -85,7 +85,7 @@ async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -
 
 
 def _document(look: Look) -> dict[str, Any]:
-    return document(look.snapshot) if look.fault is None else {"time": time.time(), "error": look.fault.message}
+    return look.snapshot.document() if look.fault is None else {"time": time.time(), "error": look.fault.message}
 
 
 async def looks(config: Config, interval: float) -> AsyncGenerator[Look, None]:
@@ -120,43 +120,12 @@ async def looks(config: Config, interval: float) -> AsyncGenerator[Look, None]:
             await asyncio.sleep(interval)
 
 
-def document(snapshot: "Snapshot") -> dict[str, Any]:
-    """Return a snapshot as JSON values. Times in seconds."""
-    return {
-        "time": snapshot.taken_at,
-        "tokens_per_second": snapshot.tokens_per_second,
-        "redis": {"memory_used": snapshot.memory_used, "memory_limit": snapshot.memory_limit or None},
-        "workers": [
-            {
-                "id": worker.worker_id,
-                "model": worker.model,
-                "digest": worker.digest[:SHORT_DIGEST],
-                "host": worker.host,
-                "pid": worker.pid,
-                "started_at": worker.started_at,
-                "lease_left": worker.lease_left,
-                "step_age": worker.step_age,
-                "jobs": worker.running,
-                "max_num_seqs": worker.max_num_seqs,
-                "stats": dict(worker.stats),
-            }
-            for worker in snapshot.workers
-        ],
-        "queues": [
-            {"model": depth.model, "job_class": job_class, "waiting": waiting, "running": running, "oldest_wait": wait}
-            for depth in snapshot.depths
-            for job_class, waiting, running, wait in _classes(depth)
-        ],
-        "bound": [asdict(jobs) for jobs in snapshot.bound],
-    }
-
-
 def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "Group":
     """Return a summary, a remark and the tables. With `lines`, only as many rows as fit."""
     from rich.console import Group
     from rich.text import Text
 
-    queues = [(depth.model, *row) for depth in snapshot.depths for row in _classes(depth)]
+    queues = [(depth.model, *row) for depth in snapshot.depths for row in depth.by_class()]
     shown_workers: Sequence[WorkerInfo] = snapshot.workers
     if lines is not None:
         room = max(lines - FIXED_LINES, 4)
@@ -229,14 +198,6 @@ def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: 
         served = " ".join(sorted(digests.get(model, ())))
         listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", oldest)
     return listing
-
-
-def _classes(depth: "QueueDepth") -> list[tuple[str, int, int, float | None]]:
-    """(class, waiting, running, seconds that the oldest job has waited) of each class."""
-    return [
-        ("interactive", depth.interactive, depth.running - depth.batch_running, depth.interactive_wait),
-        ("batch", depth.batch, depth.batch_running, depth.batch_wait),
-    ]
 
 
 def _table(words: Sequence[str], numbers: Sequence[str]) -> "Table":

@@ -25,7 +25,9 @@ from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
 from ktqueue.gateway.http.headers import EXPOSED_HEADERS
 from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.status import StatusReader, status
 from ktqueue.gateway.unserved import unserved
+from ktqueue.gateway.web_page import page_routes
 from ktqueue.openai.document import build_document
 
 SHORT = ("/v1/models", "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -57,12 +59,13 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
                 await gateway.broker.close()
 
     app = Starlette(
-        routes=[*routes(), *short_routes()],
+        routes=[*(page_routes() if config.gateway.web_page else ()), *routes(), *short_routes()],
         middleware=[*_cors(config.gateway.cors_origins), _edge(gateway)],
         exception_handlers={KtqueueError: _on_error, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
     app.state.gateway = gateway
+    app.state.status = StatusReader()
     app.state.openapi = dumps(build_document())
     return app
 
@@ -71,6 +74,7 @@ def routes() -> list[Route]:
     """Every path of the gateway."""
     return [
         Route("/", health.pointer),
+        Route("/v1/status", status),
         Route("/healthz", health.healthz),
         Route("/health", health.healthz),
         Route("/ping", health.healthz),

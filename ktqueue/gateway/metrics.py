@@ -84,6 +84,12 @@ class Metrics:
         """Count a request that ended in an error. Model names that clients made up share one series."""
         self._failures.labels(model if model in self._served else OTHER, code).inc()
 
+    def first_token_totals(self) -> tuple[float, int]:
+        """Seconds to the first token, summed over all requests of this gateway, and the number of these requests."""
+        samples = [sample for metric in self.first_token.collect() for sample in metric.samples]
+        seconds = sum(sample.value for sample in samples if sample.name.endswith("_sum"))
+        return seconds, int(sum(sample.value for sample in samples if sample.name.endswith("_count")))
+
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"ktqueue:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
 

@@ -26,6 +26,7 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.JobEvent,
     shapes.ErrorResponse,
     shapes.HealthStatus,
+    shapes.Status,
     shapes.Version,
 )
 _ERRORS = {
@@ -136,9 +137,12 @@ def _paths() -> Json:
         "/readyz": {
             "get": _get("readyz", "Whether there is a broker and a live worker.", shapes.HealthStatus, errors=("503",))
         },
+        "/v1/status": {
+            "get": _get("status", "Workers and queues now. Not for tenants.", shapes.Status, errors=("401", "503"))
+        },
         "/metrics": {"get": _text("metrics", "Prometheus metrics.")},
         "/openapi.json": {"get": _text("openapi", "This document.", "application/json")},
-        "/": {"get": _text("pointer", "A list of routes.")},
+        "/": {"get": _text("pointer", "The web page for browsers, else a list of routes.")},
     }
 
 

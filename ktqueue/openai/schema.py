@@ -240,6 +240,23 @@ class HealthStatus(_Shape):
     status: Literal["ok"]
 
 
+class FirstTokenTotals(_Shape):
+    """Seconds to the first token, summed over all requests of this gateway, and their number."""
+
+    seconds: float
+    count: int
+
+
+class Status(_Shape):
+    """Workers and queues at one moment, as `ktqueue top --json` writes them."""
+
+    time: float
+    tokens_per_second: float
+    workers: list[dict[str, Any]]
+    queues: list[dict[str, Any]]
+    first_token: FirstTokenTotals
+
+
 class Version(_Shape):
     """The version of the gateway."""
 

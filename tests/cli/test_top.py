@@ -16,7 +16,7 @@ from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.broker.snapshot import Snapshot
-from ktqueue.cli.top import document, frame
+from ktqueue.cli.top import frame
 
 LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
 
@@ -161,4 +161,4 @@ def test_jobs_that_no_worker_can_take_are_shown() -> None:
     written = io.StringIO()
     Console(file=written, width=120).print(frame(snapshot))
     assert "3 jobs of chat wait for a worker with digest 0123456789ab (and 4 more)" in written.getvalue()
-    assert [one["unserved"] for one in document(snapshot)["bound"]] == [60.0, 1.0]
+    assert [one["unserved"] for one in snapshot.document()["bound"]] == [60.0, 1.0]

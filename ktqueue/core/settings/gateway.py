@@ -38,6 +38,12 @@ class GatewayConfig:
         (),
         "Origins whose pages may call the API from a browser, such as `https://chat.example.org`; `*`: any.",
     )
+    web_page: bool = setting(
+        True,
+        "Serve a web page with a chat and the state of the queue at /.",
+        flags=("--web-page/--no-web-page",),
+        panel="Gateway",
+    )
     max_body_bytes: int = setting(8 << 20, "Largest request body. A larger one is refused with 413.")
     max_bodies_bytes: int = setting(
         64 << 20, "Bytes of all bodies that are being read. Beyond it the largest are refused with 503."

@@ -16,6 +16,7 @@ from ktqueue.core.errors import AuthenticationFailed
 from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
 
 OPEN_PATHS = frozenset({"/healthz", "/health", "/ping", "/readyz"})  # probes send no keys
+PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # a browser has no key before the page has asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ApiKeys:
 
     def tenant(self, path: str, headers: Headers) -> Tenant:
         """The tenant whose key is in the headers. Raises AuthenticationFailed without a key, unless `path` is open."""
-        if not self._owners or path in OPEN_PATHS:
+        if not self._owners or path in OPEN_PATHS | PAGE_PATHS:
             return Tenant()
         key = _sent_key(headers)
         if key is None:
