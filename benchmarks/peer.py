@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,22 +55,12 @@ class Peer:
         self._process.wait(30)
 
 
-def start_ours(model: str, threads: int) -> Peer:
+def start_ours(model: Path, threads: int) -> Peer:
     """Our engine."""
-    return Peer([sys.executable, "-m", "benchmarks.engine.ours", "--model", model, "--threads", str(threads)])
+    return Peer([sys.executable, "-m", "benchmarks.engine.ours", "--model", str(model), "--threads", str(threads)])
 
 
-def start_llama(python: str, model: str, threads: int, rows: int, *, repack: bool) -> Peer:
+def start_llama(python: str, model: Path, threads: int, rows: int, *, repack: bool) -> Peer:
     """llama.cpp under the interpreter that has it. The first line that it says is its version."""
-    command = [
-        python,
-        "-m",
-        "benchmarks.engine.llama",
-        "--model",
-        model,
-        "--threads",
-        str(threads),
-        "--rows",
-        str(rows),
-    ]
-    return Peer([*command, *([] if repack else ["--no-repack"])])
+    command = [python, "-m", "benchmarks.engine.llama", "--model", str(model), "--threads", str(threads)]
+    return Peer([*command, "--rows", str(rows), *([] if repack else ["--no-repack"])])

@@ -115,9 +115,9 @@ def rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def pairs(heading: str, rows: Mapping[str, str]) -> list[str]:
-    """A table of two columns: what, and its figure."""
-    return table({"what": lambda pair: pair[0], heading: lambda pair: pair[1]}, rows.items(), words=1)
+def pairs(title: str, text: str, heading: str, rows: Mapping[str, str]) -> list[str]:
+    """A section whose table has two columns: what, and its figure."""
+    return section(title, text, {"what": lambda row: row[0], heading: lambda row: row[1]}, rows.items(), words=1)
 
 
 def numbered(figures: Iterable[Row]) -> list[Row]:

@@ -45,16 +45,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     footprint = of_file(path)
     figures: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        ours = stack.enter_context(start_ours(str(path), arguments.threads))
+        ours = stack.enter_context(start_ours(path, arguments.threads))
         peers: dict[str, Peer] = {OURS: ours}
         versions: dict[str, str] = {}
         if arguments.llama_python:
             for name, repack in LLAMA.items():
-                llama = start_llama(
-                    arguments.llama_python, str(path), arguments.threads, max(prompts), repack=repack
-                )  # fmt: skip
-                peers[name] = stack.enter_context(llama)
-                versions |= llama.hear()
+                process = start_llama(arguments.llama_python, path, arguments.threads, max(prompts), repack=repack)
+                peers[name] = stack.enter_context(process)
+                versions |= process.hear()
         for peer in peers.values():  # wake threads and caches
             for _, method, question in (points[0], points[-1]):
                 peer.ask(method, **question)

@@ -21,10 +21,9 @@ from benchmarks.percentiles import percentiles
 from benchmarks.queue.servers import whole_system
 from benchmarks.queue.system import complete, stream_times
 from benchmarks.results import write
-from ktqueue.bench.engine import prompts
+from ktqueue.bench.engine import finish, prompts, start
 from ktqueue.bench.environment import environment
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.request import SamplingParams
 from ktqueue.workers.startup.build import Built, build
 
 REPLY_SECONDS = 600.0
@@ -68,18 +67,15 @@ async def served(engine: EngineConfig, arguments: argparse.Namespace) -> list[di
 
 
 def alone(built: Built, asked: list[list[int]], tokens: int) -> float:
-    """Tokens a second of the engine that is given all at once."""
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+    """Tokens a second of the engine if it gets all prompts at once."""
     began = time.monotonic()
-    for row, prompt in enumerate(asked):
-        built.engine.add(str(row), prompt, sampling)
-    while built.engine.has_work:
-        built.engine.step()
+    start(built.engine, asked, tokens, {})
+    finish(built.engine)
     return len(asked) * tokens / (time.monotonic() - began)
 
 
 def experts_of_a_step(built: Built, asked: list[list[int]], tokens: int) -> float | None:
-    """Distinct experts of a layer that the CPU computes in a step, on average; None: nobody counts."""
+    """Distinct experts of a layer that the CPU computes in a step, on average. None if the model has no counter."""
     model: Any = built.model.module
     if not hasattr(model, "expert_layers_run"):
         return None

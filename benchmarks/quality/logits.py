@@ -76,7 +76,7 @@ def llama(python: str, path: Path, threads: int, *, repack: bool = True) -> Iter
     """llama.cpp as it is measured, in a process of its own."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        start_llama(python, str(path), threads, 1, repack=repack) as process,
+        start_llama(python, path, threads, 1, repack=repack) as process,
     ):
         process.hear()
         target = Path(folder) / "logits.npy"

@@ -85,11 +85,6 @@ def read_text(path: Path) -> bytes:
     return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
 
 
-def text_facts(path: Path, raw: bytes) -> dict[str, Any]:
-    """What a result says of the text that was read from `path`."""
-    return {"name": path.name.removesuffix(".xz"), "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-
-
 def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
@@ -121,7 +116,11 @@ def main() -> None:
         arguments.results / "perplexity.json",
         {
             "model": arguments.weights.name,
-            "text": text_facts(arguments.text, raw),
+            "text": {
+                "name": arguments.text.name.removesuffix(".xz"),
+                "bytes": len(raw),
+                "sha256": hashlib.sha256(raw).hexdigest(),
+            },
             "window": arguments.window,
             "windows": arguments.windows,
             "reference": REFERENCE,

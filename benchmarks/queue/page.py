@@ -199,8 +199,8 @@ def chaos(result: dict[str, Any]) -> list[str]:
         f"{long[job_class]} of {job_class} ones" for job_class in JobClass
     )
     rows["longest silence of all, whatever was done"] = f"{result['gaps']['longest of all']:.2f} s"
-    return [
-        "### Kill loop",
+    return pairs(
+        "Kill loop",
         f"{result['seconds']:.0f} s, {plan['workers']} workers of {plan['rows']} rows, {plan['clients']} clients, "
         f"a lease of {plan['lease_seconds']:g} s, seed {plan['seed']}. Done to them: {attacks}. A silence is counted "
         "where nothing else was done meanwhile to Redis, gateway, fork server or the job. Rows are short while workers "
@@ -208,8 +208,8 @@ def chaos(result: dict[str, Any]) -> list[str]:
         "undisturbed run. Load average {mean:.1f}, at most {max:.1f}. ".format_map(result["load_average"])
         + software(result),
         "",
-        *pairs("", rows),
-    ]
+        rows,
+    )
 
 
 def floods(result: dict[str, Any]) -> list[str]:
@@ -257,10 +257,10 @@ def system(result: dict[str, Any]) -> list[str]:
         "1 client": f"{alone:.0f} tok/s",
         "4 clients": f"{four:.0f} tok/s, {four / alone:.2f} times 1",
     }
-    return [
-        "### System",
+    return pairs(
+        "System",
         f"Redis, one gateway, one worker and the clients on the same cores, {result['model']}, "
         f"median of {len(figures)} rounds. {conditions(result)}",
-        "",
-        *pairs("figure", rows),
-    ]
+        "figure",
+        rows,
+    )

@@ -156,18 +156,15 @@ def measure(pythons: dict[str, str], *, rounds: int, kills: int, defaults: bool)
                 sys.stderr.write(json.dumps(figure) + "\n")
                 figures.append(figure)
         with redis.Redis.from_url(url) as client:
-            facts = client.info("server")
+            server = client.info("server")  # Valkey also names the version of Redis that it is compatible with
     installed: dict[str, str] = {}
-    for name in pythons.keys() & DISTRIBUTIONS.keys():
-        installed |= versions(pythons[name], DISTRIBUTIONS[name])
+    for name, distributions in DISTRIBUTIONS.items():
+        if name in pythons:
+            installed |= versions(pythons[name], distributions)
+    installed |= {name: server[f"{name}_version"] for name in ("valkey", "redis") if f"{name}_version" in server}
     return {"what": "no-op jobs through one worker process", "slots": SLOTS, "lease_seconds": LEASE_SECONDS,
-            "waited_seconds": LONGEST_WAIT[False], "versions": {**installed, **_server_version(facts)},
+            "waited_seconds": LONGEST_WAIT[False], "versions": installed,
             "figures": figures}  # fmt: skip
-
-
-def _server_version(facts: dict[str, Any]) -> dict[str, str]:
-    """Valkey calls itself a Redis too, of the version up to which they are one."""
-    return {name: facts[f"{name}_version"] for name in ("valkey", "redis") if f"{name}_version" in facts}
 
 
 def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
