@@ -10,6 +10,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
+from ktqueue.answers.grammar import Matcher
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.prompt_size import check_tokens
 from ktqueue.core.request import MAX_SEED, JobClass, SamplingParams
@@ -41,8 +42,11 @@ class Admission:
         emitted: Many[EmittedChoice],
         prompt_entries: int,
         bad_words: Many[Many[int]],
+        matcher: Matcher | None,
     ) -> Request:
         """Make a request with a sequence for each choice that has not finished. Emitted ids are not added yet.
+
+        `matcher` is at the beginning of the grammar. Each choice gets a copy.
 
         Raises InvalidRequest or ContextLengthExceeded.
         """
@@ -68,7 +72,8 @@ class Admission:
         for choice in emitted:
             self._ids("emitted", choice.token_ids)
         max_completion = self._max_model_len - len(prompt)
-        eos = frozenset() if sampling.ignore_eos else self._vocabulary.eos_token_ids
+        # A grammar decides where the answer may end, so there `ignore_eos` only postpones the end: see TokenMasks.
+        eos = frozenset() if sampling.ignore_eos and matcher is None else self._vocabulary.eos_token_ids
         self._admitted += 1
         request = Request(
             request_id,
@@ -86,21 +91,29 @@ class Admission:
             if index < len(emitted) and emitted[index].finish_reason is not None:
                 request.emitted_tokens += len(emitted[index].token_ids)
             else:
-                request.sequences.append(self._sequence(request, index, stops, bad_words))
+                request.sequences.append(
+                    self._sequence(request, index, stops, bad_words, None if matcher is None else matcher.copy())
+                )
         request.unfinished = len(request.sequences)
         request.prompt_entries = prompt_entries
         return request
 
     def _sequence(
-        self, request: Request, index: int, stops: StopStrings | None, bad_words: Many[Many[int]]
+        self,
+        request: Request,
+        index: int,
+        stops: StopStrings | None,
+        bad_words: Many[Many[int]],
+        matcher: Matcher | None,
     ) -> Sequence:
         sampling, vocabulary = request.sampling, self._vocabulary
         edits = None
         if LogitEdits.needed(sampling):
-            edits = LogitEdits(sampling, request.prompt, request.end_ids, vocabulary.size, bad_words)
+            postponed = request.end_ids if matcher is None else ()  # with a grammar, its mask postpones the end
+            edits = LogitEdits(sampling, request.prompt, postponed, vocabulary.size, bad_words)
         token_bytes = vocabulary.token_bytes if sampling.skip_special_tokens else vocabulary.special_token_bytes
         detokenizer = Detokenizer(token_bytes, stops, keeps_stop=sampling.include_stop_str_in_output)
-        return Sequence(request, index, detokenizer, edits, self._page_size)
+        return Sequence(request, index, detokenizer, edits, self._page_size, matcher)
 
     def _prompt(self, ids: Many[int]) -> NDArray[np.int32]:
         if len(ids) == 0:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from ktqueue.answers.grammar import GrammarFailed, Matcher
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure
-from ktqueue.core.events import FinishReason, PositionLogprobs
+from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
@@ -26,11 +27,12 @@ from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import PreparedStep
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
-from ktqueue.engine.request_table import RequestTable, usage_of
+from ktqueue.engine.request_table import RequestTable, no_token, usage_of
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import Scheduler, StepPlan
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.step_profile import Profile, StepRecord
+from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import TokenSelection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
@@ -86,8 +88,9 @@ class Engine:
         self._model = device_model(model)
         self._runner = parts.runner
         self._selector = parts.selector
+        self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids)
         self.graph_bytes = parts.graph_bytes
-        self._requests = RequestTable(self._scheduler.remove)
+        self._requests = RequestTable(self._scheduler.remove, vocabulary.token_bytes)
         self._prepared: PreparedStep | None = None
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = 0
@@ -142,15 +145,16 @@ class Engine:
         emitted: Many[EmittedChoice] = (),
         prompt_entries: int = 0,
         bad_words: Many[Many[int]] = (),
+        matcher: Matcher | None = None,
     ) -> None:
         """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
 
         `prompt_entries`: number of prompt tokens whose log probabilities are in the journal. `bad_words`: token ids of
-        each spelling of the words that must not appear.
+        each spelling of the words that must not appear. `matcher`: at the beginning of the grammar of each choice.
 
         A resumed choice continues at the next position. Its emitted tokens count for limits, penalties, noise and stop
-        strings, and are not generated again, for which `sampling.seed` must be set. Raises InvalidRequest or
-        ContextLengthExceeded, and then nothing has changed.
+        strings, and are not generated again, for which `sampling.seed` must be set. Raises InvalidRequest,
+        ContextLengthExceeded or GrammarFailed, and then nothing has changed.
         """
         self._requests.check_is_new(request_id)
         request = self._admission.admit(
@@ -162,6 +166,7 @@ class Engine:
             emitted=emitted,
             prompt_entries=prompt_entries,
             bad_words=bad_words,
+            matcher=matcher,
         )
         if request.sequences:
             self._requests.add(request)
@@ -170,7 +175,11 @@ class Engine:
             self._early_outputs.append(SequenceOutput(request_id=request_id, index=0, prompt_logprobs=(None,)))
         for sequence in request.sequences:
             choice = emitted[sequence.index] if sequence.index < len(emitted) else EmittedChoice()
-            finish = sequence.resume(choice.token_ids, choice.text_length)
+            try:
+                finish = sequence.resume(choice.token_ids, choice.text_length)
+            except GrammarFailed:
+                self.abort(request_id)
+                raise
             if finish is not None:
                 self._early_outputs.append(self._requests.output(sequence, (), "", finish))
         unfinished = [choice for choice in request.sequences if choice.status is not SequenceStatus.FINISHED]
@@ -237,6 +246,7 @@ class Engine:
         """Close the profile and release what the model has on a device. No step follows."""
         if self._prepared is not None and self._prepared.logits is not None:
             self._runner.wait()
+        self._masks.close()
         self._model.close()
         self.profile.close()
 
@@ -260,6 +270,7 @@ class Engine:
         Returns the batch that ran and its logits, or None if one row is still too much. That row is then the only one
         in `plan`.
         """
+        self._masks.begin(plan.rows)
         while True:
             try:
                 return batch, self._runner.execute(batch)
@@ -304,7 +315,8 @@ class Engine:
             return TokenSelection([], [], {}, time.perf_counter() - started)
         try:
             rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
-            return self._selector.select(logits, rows, sequences, self._prepare_next_step)
+            masked = self._masks.take(sequences)
+            return self._selector.select(logits, rows, sequences, self._prepare_next_step, masked)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1:
                 raise
@@ -345,10 +357,13 @@ class Engine:
             if not _runs(sequence):
                 continue
             if selection.finite[row]:
-                outputs.append(self._advance(sequence, selection.token_ids[row], selection.logprobs.get(row)))
+                output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))
+                self._generation_tokens += len(output.token_ids)
+                if len(output.token_ids) > 1:
+                    self._scheduler.jumped()
             else:
-                fault = EngineFailure("the model computed logits that are not finite numbers for this sequence")
-                outputs.append(self._requests.fail(sequence, fault))
+                output = self._requests.fail(sequence, no_token(sequence))
+            outputs.append(output)
         return outputs
 
     def _launch_prepared_step(self, launch_next: Callable[[], bool]) -> None:
@@ -358,12 +373,8 @@ class Engine:
             return
         if prepared.is_next(self._scheduler.schedule_version) and launch_next():
             self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
+            self._masks.begin(prepared.plan.rows)
             prepared.logits = self._runner.execute(prepared.batch)
-
-    def _advance(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> SequenceOutput:
-        self._generation_tokens += 1
-        text, finish = sequence.advance(token_id)
-        return self._requests.output(sequence, (token_id,), text, finish, () if logprobs is None else (logprobs,))
 
     def _too_long(self, sequence: Sequence) -> EngineFailure:
         capacity = self._scheduler.pages.total * self._page_size

@@ -1,4 +1,7 @@
-"""Log probabilities for the client, of the model's own distribution: before logit edits and temperature."""
+"""Log probabilities for the client, of the model's own distribution: before logit edits and temperature.
+
+If the choice has a grammar, they are those of the tokens that it allows.
+"""
 
 from collections.abc import Callable
 
@@ -36,13 +39,13 @@ def position_logprobs(
 ) -> PositionLogprobs:
     """The chosen token and the `alternatives` most likely tokens of `ids`, whose log probabilities are `values`.
 
-    Of equally likely tokens, the lowest id comes first.
+    Of equally likely tokens, the lowest id comes first. Tokens that a grammar does not allow have no entry.
     """
 
     def token(token_id: int, value: float) -> TokenLogprob:
         return TokenLogprob(token_id, token_bytes(token_id), max(value, _LOWEST))
 
-    order = np.lexsort((ids, -values))[:alternatives].tolist()
+    order = [place for place in np.lexsort((ids, -values))[:alternatives].tolist() if values[place] > -np.inf]
     alternative_tokens = tuple(token(int(ids[place]), float(values[place])) for place in order)
     return PositionLogprobs(token(chosen, chosen_logprob), alternative_tokens)
 
@@ -52,3 +55,9 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     wide = logits.double()
     wide -= wide.amax(dim=1, keepdim=True)
     return wide.sub_(wide.exp().sum(dim=1, keepdim=True).log_())
+
+
+def forced_logprobs(token_id: int, alternatives: int, token_bytes: Callable[[int], bytes]) -> PositionLogprobs:
+    """The log probabilities of a token that the grammar forces: it is certain, and there is no other."""
+    token = TokenLogprob(token_id, token_bytes(token_id), 0.0)
+    return PositionLogprobs(token, (token,) if alternatives else ())

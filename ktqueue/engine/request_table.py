@@ -2,16 +2,22 @@
 
 from collections.abc import Callable
 
-from ktqueue.core.errors import InvalidRequest, KtqueueError
+from ktqueue.answers.grammar import GrammarFailed
+from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.engine.logprobs import forced_logprobs
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.engine.sequence import Request, Sequence, SequenceStatus
 
 
 class RequestTable:
-    """Requests with choices that have not finished. `remove_sequence` is called for each choice that ends."""
+    """Requests with choices that have not finished. `remove_sequence` is called for each choice that ends.
 
-    def __init__(self, remove_sequence: Callable[[Sequence], None]) -> None:
+    `token_bytes` gives the bytes of a token for log probabilities.
+    """
+
+    def __init__(self, remove_sequence: Callable[[Sequence], None], token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
         self._remove_sequence = remove_sequence
         self._requests: dict[str, Request] = {}
 
@@ -35,6 +41,21 @@ class RequestTable:
         if request is not None:
             for sequence in request.sequences:
                 self._remove_sequence(sequence)
+
+    def advance(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> SequenceOutput:
+        """Add a generated token to a choice, and the tokens that its grammar forces after it. Report them.
+
+        If the grammar fails, the choice ends with that error.
+        """
+        try:
+            token_ids, text, finish = sequence.advance_and_jump(token_id)
+        except GrammarFailed as fault:
+            return self.fail(sequence, fault)
+        if logprobs is None:
+            return self.output(sequence, tuple(token_ids), text, finish)
+        alternatives = sequence.request.sampling.logprobs or 0
+        forced = (forced_logprobs(token_id, alternatives, self._token_bytes) for token_id in token_ids[1:])
+        return self.output(sequence, tuple(token_ids), text, finish, (logprobs, *forced))
 
     def output(
         self,
@@ -90,6 +111,14 @@ class RequestTable:
             return False
         del self._requests[request.id]
         return True
+
+
+def no_token(sequence: Sequence) -> EngineFailure:
+    """The error of a sequence for which no token can be chosen."""
+    reason = "the model computed logits that are not finite numbers for this sequence"
+    if sequence.matcher is not None:
+        reason += ", or its grammar and its other constraints together allow no token"
+    return EngineFailure(reason)
 
 
 def usage_of(request: Request) -> Usage:

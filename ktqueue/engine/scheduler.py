@@ -79,8 +79,8 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # every decode row must fit into the budget
         self.running: list[Sequence] = []
         self.schedule_version = 0
-        """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted or forks. A step that was
-        prepared for an older version is stale."""
+        """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted, forks or jumps. A step that
+        was prepared for an older version is stale."""
         self.preemptions = 0
         self.prefix_queries = 0  # tokens
         self.prefix_hits = 0  # tokens
@@ -188,6 +188,10 @@ class Scheduler:
         for fork in forks:
             self._fork(sequence, fork)
         return forks
+
+    def jumped(self) -> None:
+        """Record that a running sequence got several tokens at once, for which a prepared step has no place."""
+        self.schedule_version += 1
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent. For tests."""

@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from ktqueue.answers.grammar import Matcher
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.detokenizer import Detokenizer
@@ -100,6 +101,7 @@ class Sequence:
         "index",
         "known_digests",
         "length",
+        "matcher",
         "noise_stream",
         "num_computed_tokens",
         "page_count",
@@ -118,12 +120,14 @@ class Sequence:
         detokenizer: Detokenizer,
         edits: LogitEdits | None,
         page_size: int,
+        matcher: Matcher | None = None,
     ) -> None:
         capacity = len(request.prompt) + request.max_tokens
         self.request = request
         self.index = index
         self.detokenizer = detokenizer
         self.edits = edits
+        self.matcher = matcher  # follows the answer through its grammar, if it has one
         self.noise_stream = stream(request.seed, index)
         self.tokens = np.empty(capacity, dtype=np.int32)
         self.tokens[: len(request.prompt)] = request.prompt
@@ -165,15 +169,20 @@ class Sequence:
         return self.generated + 1 >= self.request.max_tokens
 
     def append(self, token_id: int) -> None:
-        """Add a generated token."""
+        """Add a generated token. Raises GrammarFailed."""
         self.tokens[self.length] = token_id
         self.length += 1
         self.generated += 1
         if self.edits is not None:
             self.edits.observe(token_id)
+        if self.matcher is not None:
+            self.matcher.consume(token_id)
 
     def advance(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """Add a generated token. Returns the text that is certain now, and the reason if the choice has finished."""
+        """Add a generated token. Returns the text that is certain now, and the reason if the choice has finished.
+
+        A choice with a grammar finishes also when the grammar allows nothing more. Raises GrammarFailed.
+        """
         request = self.request
         self.append(token_id)
         finish: FinishReason | None = None
@@ -184,7 +193,9 @@ class Sequence:
             text = self.detokenizer.push(token_id, may_stop=self.generated > request.sampling.min_tokens)
             if self.detokenizer.stopped:
                 return text, FinishReason.STOP
-            if self.generated >= request.max_tokens:
+            if self.matcher is not None and self.matcher.is_complete:
+                finish = FinishReason.STOP
+            elif self.generated >= request.max_tokens:
                 finish = FinishReason.LENGTH
         if finish is not None:
             text += self.detokenizer.finish()
@@ -192,10 +203,26 @@ class Sequence:
                 finish = FinishReason.STOP
         return text, finish
 
+    def advance_and_jump(self, token_id: int) -> tuple[list[int], str, FinishReason | None]:
+        """Add a generated token, and all tokens that the grammar forces after it. Returns them, and as `advance`.
+
+        The forced tokens belong to the event of the token, so a resumed choice never begins between them.
+        """
+        text, finish = self.advance(token_id)
+        token_ids = [token_id]
+        if self.matcher is not None and finish is None:
+            for forced in self.matcher.forced_tokens():
+                piece, finish = self.advance(forced)
+                text += piece
+                token_ids.append(forced)
+                if finish is not None:
+                    break
+        return token_ids, text, finish
+
     def resume(self, token_ids: Many[int], text_length: int) -> FinishReason | None:
         """Add token ids from the journal, whose text there has `text_length` characters.
 
-        Returns the finish reason if the choice finishes with them.
+        Returns the finish reason if the choice finishes with them. Raises GrammarFailed.
         """
         finish = None
         text = []

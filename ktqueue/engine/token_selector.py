@@ -17,6 +17,7 @@ from ktqueue.engine.logprobs import logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, Uniform, greedy
 from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.token_masks import MaskedRows, apply_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,17 @@ class Selector(Protocol):
     """Chooses tokens on the device that has the logits."""
 
     def select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing
+        self,
+        logits: torch.Tensor,
+        rows: Many[int],
+        sequences: Many[Sequence],
+        meanwhile: Meanwhile = do_nothing,
+        masked: MaskedRows | None = None,
     ) -> TokenSelection:
         """Choose a token for `sequences[i]` from row `rows[i]` of `logits` [scored, vocab] float32.
 
-        The logits may be overwritten. Several sequences may share a row. Returns when the tokens are on the host. If
+        `masked` says which tokens the grammars allow; log probabilities are those of the allowed tokens. The logits may
+        be overwritten. Several sequences may share a row. Returns when the tokens are on the host. If
         the host has to wait for the device, `meanwhile` is called before.
         """
 
@@ -71,7 +78,12 @@ class HostSelector:
         self._sampler = Sampler(noise)
 
     def select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing
+        self,
+        logits: torch.Tensor,
+        rows: Many[int],
+        sequences: Many[Sequence],
+        meanwhile: Meanwhile = do_nothing,
+        masked: MaskedRows | None = None,
     ) -> TokenSelection:
         """See Selector. The CPU never waits, so `meanwhile` is not called."""
         array = logits.numpy()
@@ -79,8 +91,12 @@ class HostSelector:
             array = array[list(rows)]  # choices that share the last logits of their prompt
         samplings = [sequence.request.sampling for sequence in sequences]
         with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
-        unedited = array[with_logprobs] if with_logprobs else array
         chosen, finite = greedy(array)
+        if masked is not None:
+            apply_masks(array, masked)
+            chosen[masked.rows], allowed = greedy(array[masked.rows])
+            finite[masked.rows] &= allowed
+        unedited = array[with_logprobs] if with_logprobs else array
         edited = [row for row, sequence in enumerate(sequences) if sequence.edits is not None and finite[row]]
         if edited:
             edit(array, flat_edits(edited, [edits for row in edited if (edits := sequences[row].edits) is not None]))

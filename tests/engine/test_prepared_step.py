@@ -118,8 +118,10 @@ class PatientSelector:
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
 
-    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> TokenSelection:
-        return self.selector.select(logits, rows, sequences)
+    def select(
+        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = None, masked: Any = None
+    ) -> TokenSelection:
+        return self.selector.select(logits, rows, sequences, masked=masked)
 
 
 def without_preparation(parts: EngineParts) -> EngineParts:

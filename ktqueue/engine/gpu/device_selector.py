@@ -30,7 +30,10 @@ from ktqueue.engine.logprobs import log_probabilities, position_logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Uniform
 from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.token_masks import MaskedRows
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing, sampling_rows
+
+_WORD = 32  # bits
 
 
 @dataclass(slots=True)
@@ -65,24 +68,42 @@ class DeviceSelector:
         self._fetcher = ResultFetcher(device)
 
     def select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile = do_nothing
+        self,
+        logits: torch.Tensor,
+        rows: Many[int],
+        sequences: Many[Sequence],
+        meanwhile: Meanwhile = do_nothing,
+        masked: MaskedRows | None = None,
     ) -> TokenSelection:
         """See Selector."""
         with torch.inference_mode():
-            return self._select(logits, rows, sequences, meanwhile)
+            return self._select(logits, rows, sequences, meanwhile, masked)
 
     def _select(
-        self, logits: torch.Tensor, rows: Many[int], sequences: Many[Sequence], meanwhile: Meanwhile
+        self,
+        logits: torch.Tensor,
+        rows: Many[int],
+        sequences: Many[Sequence],
+        meanwhile: Meanwhile,
+        masked: MaskedRows | None,
     ) -> TokenSelection:
         work = _collect(rows, sequences, logits.shape, self._uniform)
         arrays = work.arrays
+        if masked is not None:
+            arrays["masks"] = masked.masks
+            if len(masked.rows) < len(sequences):
+                arrays["grammar_rows"] = np.array(masked.rows, dtype=np.int64)
         on_device: dict[str, torch.Tensor] = {}
         if arrays:
             on_device = dict(zip(arrays, self._staging.put(list(arrays.values())), strict=True))
         if "rows" in on_device:
             logits = logits[on_device["rows"]]
-        unedited = logits[on_device["with_logprobs"]] if work.with_logprobs else logits
         chosen, finite = greedy(logits)
+        if masked is not None:
+            logits = _apply_masks(logits, on_device["masks"], on_device.get("grammar_rows"))
+            chosen, allowed = greedy(logits)
+            finite &= allowed
+        unedited = logits[on_device["with_logprobs"]] if work.with_logprobs else logits
         if "masked_ids" in on_device:
             logits = logits.clone()  # so that the call can be repeated if memory runs out below
             _edit(logits, on_device)
@@ -216,6 +237,19 @@ def _drawn_rows(on_device: dict[str, torch.Tensor], kind: str) -> DrawnRows:
 def _select_rows(logits: torch.Tensor, on_device: dict[str, torch.Tensor], rows: str) -> torch.Tensor:
     """The rows of `logits` that `on_device[rows]` names, without a copy if these are all."""
     return logits if len(on_device[rows]) == len(logits) else logits[on_device[rows]]
+
+
+def _apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """A copy of `logits` [rows, vocab] with -inf for tokens that are not allowed.
+
+    `masks`: [masked, words] int32, a bit for each token. `rows`: [masked] int64, the rows that have them; None: all.
+    """
+    vocab = logits.shape[1]
+    bits = torch.arange(_WORD, dtype=torch.int32, device=masks.device)
+    forbidden = ((masks[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab]
+    if rows is None:
+        return logits.masked_fill(forbidden, -torch.inf)
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(forbidden, -torch.inf))
 
 
 def _edit(logits: torch.Tensor, edits: dict[str, torch.Tensor]) -> None:

@@ -207,10 +207,10 @@ class SmallSelector:
     def __init__(self, selector: Selector, limit: int) -> None:
         self.selector, self.limit = selector, limit
 
-    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any) -> TokenSelection:
+    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any, masked: Any) -> TokenSelection:
         if len(rows) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.selector.select(logits, rows, sequences, meanwhile)
+        return self.selector.select(logits, rows, sequences, meanwhile, masked)
 
 
 def test_choosing_in_halves_gives_the_same_tokens(

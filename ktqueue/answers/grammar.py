@@ -1,0 +1,228 @@
+"""Grammars that an answer must match. The only module that imports llguidance.
+
+A grammar is a text in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+`check` reads it without a vocabulary. A `GrammarCompiler` makes a `Matcher` of it, which follows one answer token by
+token and says which tokens may come next. Reasons for the library and for the limits: docs/adr/0039.
+"""
+
+import functools
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+import llguidance
+from llguidance import gbnf_to_lark as gbnf
+
+from ktqueue.core.errors import EngineFailure, InvalidRequest
+from ktqueue.core.vocabulary import Vocabulary
+
+CACHED_GRAMMARS = 32
+MAX_ERROR = 300  # characters of the library's message
+MAX_STATES = 20_000  # of a grammar's lexer, about 2 kB each
+MAX_THREADS = 8
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """Limits of one grammar. The library's fuel is about 14,000 units for a millisecond."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=5_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=MAX_STATES,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarRefused(InvalidRequest):
+    """A grammar is wrong, or it exceeds a limit. The message names the place in the grammar if there is one."""
+
+    def __init__(self, reason: str, param: str = "grammar") -> None:
+        super().__init__(f"{param} cannot be used: {reason}", param=param)
+        self.reason = reason
+
+
+class GrammarFailed(EngineFailure):
+    """A limit was reached in the middle of an answer, or a token does not match the grammar."""
+
+
+def check(grammar: str) -> None:
+    """Read a grammar without a vocabulary, which takes a millisecond. Raises GrammarRefused."""
+    message = llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())
+    if message and not message.startswith("WARNING"):
+        raise GrammarRefused(_short(message))
+
+
+def from_gbnf(text: str) -> str:
+    """Translate a grammar in llama.cpp's GBNF (also called EBNF) to Lark. Raises GrammarRefused."""
+    try:
+        return gbnf.gbnf_to_lark(text)
+    except RecursionError:
+        raise GrammarRefused("its groups are nested too deeply") from None
+    except Exception as error:  # the library raises several plain types
+        raise GrammarRefused(_short(str(error) or type(error).__name__)) from None
+
+
+def is_lark(text: str) -> bool:
+    """Whether a grammar is written in Lark rather than in GBNF."""
+    return "::=" not in text or gbnf.is_lark_syntax(text)
+
+
+def regex_terminal(pattern: str) -> str:
+    """A pattern of the Rust crate `regex` as a terminal of a grammar, such as `/[a-z]+/`."""
+    return f"/{llguidance.regex_to_lark(pattern, use_ascii='')}/"
+
+
+class Matcher:
+    """Follows one answer through a grammar. Not safe to use from several threads at once."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> "Matcher":
+        """A matcher in the same state that continues on its own."""
+        return Matcher(self._matcher.deep_copy())
+
+    def consume(self, token_id: int) -> None:
+        """Add the next token of the answer. Raises GrammarFailed, after which the matcher must not be used."""
+        consumed = self._matcher.consume_token(token_id)
+        if not consumed or self._matcher.is_error():
+            reason = _short(self._matcher.get_error()) or "it allows no such token"
+            raise GrammarFailed(f"the grammar failed at token {token_id}: {reason}", param="grammar")
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the answer could end here."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer must end here: the grammar allows no further token."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must come next because the grammar leaves no choice, perhaps none. They are not consumed."""
+        return self._matcher.compute_ff_tokens()
+
+    def mask(self) -> bytes:
+        """Which tokens may come next: bit i % 8 of byte i // 8 is set for token i."""
+        return self._matcher.compute_bitmask()
+
+
+class MaskWriter:
+    """Writes the masks of many matchers, on several threads and without Python's global lock."""
+
+    def __init__(self) -> None:
+        self._executor = llguidance.LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2)))
+
+    def write(self, matchers: Sequence[Matcher], address: int, row_bytes: int) -> None:
+        """Write a mask for each matcher to `address`, one row of `row_bytes` after the other.
+
+        A row has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit.
+        """
+        if len(matchers) == 1:
+            matchers[0]._matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        elif matchers:
+            pairs = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(pairs))
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps the last CACHED_GRAMMARS. Safe to call from several threads.
+
+    `encode` tokenises plain text as the model's tokenizer does. Forced text is cut into tokens with it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+        self._tokenizer = _library_tokenizer(vocabulary, encode)
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._gate = Lock()
+
+    def compile(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of an answer. Raises GrammarRefused.
+
+        The first mask is computed here, because it is the slowest one and must not delay a step.
+        """
+        with self._gate:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known.copy()
+        compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if not compiled.is_error():
+            compiled.compute_bitmask()
+        if compiled.is_error():
+            raise GrammarRefused(_short(compiled.get_error()))
+        matcher = Matcher(compiled)
+        with self._gate:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return matcher.copy()
+
+
+class _Tokenizer:
+    """What llguidance asks of a tokenizer: the bytes of every token, and how text is cut into tokens."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+        self._token_bytes = vocabulary.token_bytes
+        self._encode = encode
+        self.greedy: Callable[[str], list[int]] | None = None
+        self.tokens = [vocabulary.special_token_bytes(token_id) for token_id in range(vocabulary.size)]
+        self.special_token_ids = [token_id for token_id in range(vocabulary.size) if not self._token_bytes(token_id)]
+        self.eos_token_id = min(vocabulary.eos_token_ids, default=0)
+        self.bos_token_id = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Cut text into tokens that spell exactly this text.
+
+        A tokenizer may add a space at the beginning, or take a part of the text for a special token. Then the text is
+        cut greedily instead.
+        """
+        if isinstance(text, bytes):
+            text = text.decode()
+        ids = self._encode(text)
+        if b"".join(map(self._token_bytes, ids)) == text.encode() or self.greedy is None:
+            return ids
+        return self.greedy(text)
+
+
+def _library_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance.LLTokenizer:
+    wrapped = _Tokenizer(vocabulary, encode)
+    tokenizer = llguidance.LLTokenizer(
+        wrapped,  # type: ignore[arg-type]  # it has all that the library reads of its own wrapper
+        n_vocab=vocabulary.size,
+        eos_token=sorted(vocabulary.eos_token_ids) or None,
+    )
+    wrapped.greedy = tokenizer.greedy_tokenize
+    return tokenizer
+
+
+@functools.cache
+def byte_compiler() -> GrammarCompiler:
+    """A compiler for a vocabulary of single bytes, which finds grammars that take too long."""
+    return GrammarCompiler(_Bytes(), lambda text: list(text.encode()))
+
+
+class _Bytes:
+    """The 256 bytes, and an end token."""
+
+    size = 257
+    eos_token_ids = frozenset({256})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def special_token_bytes(self, token_id: int) -> bytes:
+        return self.token_bytes(token_id) or b"<|end|>"
+
+
+def _short(message: str) -> str:
+    """The first line of the library's message, without the grammar that it quotes."""
+    line = message.strip().partition("\n")[0].removeprefix("ERROR: ")
+    return line if len(line) <= MAX_ERROR else line[:MAX_ERROR] + "..."
