@@ -100,7 +100,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     ),
     "templates have all memory": Mutation(
         "a bad chat template ends only its own request",
-        "ktqueue/loading/tokenizer/template_process.py",
+        "ktqueue/core/line_process.py",
         "    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))\n",
         "",
         (f"{TEMPLATES}::test_the_memory_of_a_template_is_limited",),

@@ -1,0 +1,109 @@
+"""Compiles grammars in a separate process first, because a short grammar may take hours and all memory.
+
+llguidance limits most of the work but not all of it: `multipleOf` with a large prime takes minutes. The process uses a
+vocabulary of single bytes, for which the work depends on the grammar alone. A grammar that passes is compiled again
+for the model's vocabulary, in a thread.
+
+This module is also a program (`python -m ktqueue.answers.grammar_process`): each line on its standard input is a
+grammar as JSON, answered by one line on standard output.
+"""
+
+import resource
+import sys
+from collections import OrderedDict
+from threading import Lock
+from typing import BinaryIO
+
+from ktqueue.answers.grammar import GrammarRefused, byte_compiler, check
+from ktqueue.core.codec import dumps, loads
+from ktqueue.core.line_process import MEMORY_BYTES, LineProcess, LineProcesses, NoAnswer, NotStarted, limit_process
+
+MODULE = "ktqueue.answers.grammar_process"
+CPU_SECONDS = 2  # of one grammar; those of real schemas take milliseconds
+WALL_SECONDS = 20.0  # of one grammar, on a machine that is also busy with other work
+REMEMBERED = 1024  # verdicts
+_UNKNOWN_TOKEN = "unknown special token"  # noqa: S105  # the library's words; only a model's vocabulary has such tokens
+
+
+class GrammarProcesses:
+    """Checks grammars with limits, and remembers the last REMEMBERED verdicts. Safe to call from several threads.
+
+    At most one process per thread that checks at the same time. They are kept until `close`.
+    """
+
+    def __init__(self, wall_seconds: float = WALL_SECONDS) -> None:
+        self._wall_seconds = wall_seconds
+        self._processes = LineProcesses(lambda: LineProcess(MODULE, b""))
+        self._verdicts: OrderedDict[int, str] = OrderedDict()  # by hash of the grammar; "" means that it is good
+        self._gate = Lock()
+
+    def known(self, grammar: str) -> bool:
+        """Whether `check` answers without work."""
+        return hash(grammar) in self._verdicts
+
+    def check(self, grammar: str) -> None:
+        """Raise GrammarRefused if the grammar is wrong, or takes too much time or memory."""
+        key = hash(grammar)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._ask(grammar)
+            with self._gate:
+                self._verdicts[key] = verdict
+                while len(self._verdicts) > REMEMBERED:
+                    self._verdicts.popitem(last=False)
+        if verdict:
+            raise GrammarRefused(verdict)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._processes.close()
+
+    def _ask(self, grammar: str) -> str:
+        try:
+            verdict: str = loads(self._processes.ask(dumps(grammar) + b"\n", self._wall_seconds))
+        except NotStarted:
+            raise
+        except NoAnswer:
+            verdict = f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB to compile"
+        return verdict
+
+
+def _verdict(grammar: str) -> str:
+    """The reason why a grammar is refused, empty if it is good."""
+    try:
+        byte_compiler().compile(grammar)
+    except GrammarRefused as refused:
+        if _UNKNOWN_TOKEN not in refused.reason:
+            return refused.reason
+        try:
+            check(grammar)
+        except GrammarRefused as wrong:
+            return wrong.reason
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
+    while line := lines.readline():
+        _allow_cpu_seconds(CPU_SECONDS)
+        answers.write(dumps(_verdict(loads(line))) + b"\n")
+        answers.flush()
+
+
+def _allow_cpu_seconds(seconds: int) -> None:
+    """End this process when it has used so much more CPU time. The kernel counts whole seconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = int(usage.ru_utime + usage.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds + 1, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    """Check grammars until standard input ends."""
+    limit_process()
+    byte_compiler()
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The door to llguidance: errors name the place, forced text is cut into the right tokens, limits hold."""
+
+import json
+import time
+
+import pytest
+
+from ktqueue.answers.grammar import GrammarCompiler, GrammarRefused, byte_compiler, check, from_gbnf, regex_terminal
+from ktqueue.answers.grammar_process import GrammarProcesses
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+
+BOMB = 'start: %json {"type": "integer", "multipleOf": 9999991}'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("start: (", r"1\(9\): Expected token '\)'"),
+        ('start: %json {"type": "strin"}', "Invalid type: strin"),
+        ("start: other", "unknown name: \"?other"),
+        ('begin: "a"', "start"),
+        ("start: /(/", "regex"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_with_the_place(grammar: str, reason: str) -> None:
+    with pytest.raises(GrammarRefused, match=reason):
+        check(grammar)
+    with pytest.raises(GrammarRefused, match=reason):
+        byte_compiler().compile(grammar)
+
+
+def test_gbnf_is_translated() -> None:
+    lark = from_gbnf('root ::= "a" [0-9]+ ("x" | "y")?')
+    matcher = byte_compiler().compile(lark)
+    for byte in b"a12":
+        matcher.consume(byte)
+    assert matcher.is_accepting and not matcher.is_complete
+    matcher.consume(ord("y"))
+    assert matcher.is_complete
+    with pytest.raises(GrammarRefused, match="Expected ::="):
+        from_gbnf("root = 5")
+
+
+def test_a_pattern_may_contain_slashes() -> None:
+    matcher = byte_compiler().compile(f"start: {regex_terminal('a/b')}")
+    for byte in b"a/b":
+        matcher.consume(byte)
+    assert matcher.is_complete
+
+
+def test_forced_text_is_cut_as_the_tokenizer_cuts_it() -> None:
+    tokenizer = load_tokenizer("demo")
+    compiler = GrammarCompiler(tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    text = "Once upon a time there was a fox."
+    forced = compiler.compile(f"start: {json.dumps(text)}").forced_tokens()
+    assert forced == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_forced_text_never_becomes_a_special_token() -> None:
+    tokenizer = load_tokenizer("demo")
+    compiler = GrammarCompiler(tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    forced = compiler.compile('start: "say <|im_end|> twice"').forced_tokens()
+    assert b"".join(map(tokenizer.token_bytes, forced)) == b"say <|im_end|> twice"
+    assert not set(forced) & tokenizer.eos_token_ids
+    assert compiler.compile('start: <|im_end|> "x"').forced_tokens()[0] in tokenizer.eos_token_ids
+
+
+def test_compiled_grammars_are_kept_but_not_without_bound() -> None:
+    compiler = GrammarCompiler(load_tokenizer("demo"), lambda text: load_tokenizer("demo").encode(text))
+    for number in range(40):
+        compiler.compile(f'start: "{number}"')
+    assert len(compiler._compiled) == 32
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    first = byte_compiler().compile('start: "ab" | "cd"')
+    second = first.copy()
+    first.consume(ord("a"))
+    second.consume(ord("c"))
+    assert (first.forced_tokens(), second.forced_tokens()) == ([ord("b")], [ord("d")])
+
+
+def test_a_grammar_that_takes_too_long_is_refused_once() -> None:
+    processes = GrammarProcesses()
+    try:
+        processes.check('start: "a"')
+        with pytest.raises(GrammarRefused, match="more than 2 seconds"):
+            processes.check(BOMB)
+        began = time.monotonic()
+        with pytest.raises(GrammarRefused, match="more than 2 seconds"):
+            processes.check(BOMB)
+        assert time.monotonic() - began < 0.5  # remembered
+        with pytest.raises(GrammarRefused, match="unknown name"):
+            processes.check("start: other")
+        processes.check("start: <|any_token|> %json {}")  # only a model's vocabulary has it
+    finally:
+        processes.close()
