@@ -22,7 +22,7 @@ MODULE = "ktqueue.answers.grammar_process"
 CPU_SECONDS = 2  # of one grammar; those of real schemas take milliseconds
 WALL_SECONDS = 20.0  # of one grammar, on a machine that is also busy with other work
 REMEMBERED = 1024  # verdicts
-_UNKNOWN_TOKEN = "unknown special token"  # noqa: S105  # the library's words; only a model's vocabulary has such tokens
+_UNKNOWN_TOKEN = "unknown special token"  # the library's words; only a model's vocabulary has such tokens
 
 
 class GrammarProcesses:

@@ -17,7 +17,7 @@ BOMB = 'start: %json {"type": "integer", "multipleOf": 9999991}'
     [
         ("start: (", r"1\(9\): Expected token '\)'"),
         ('start: %json {"type": "strin"}', "Invalid type: strin"),
-        ("start: other", "unknown name: \"?other"),
+        ("start: other", 'unknown name: "?other'),
         ('begin: "a"', "start"),
         ("start: /(/", "regex"),
     ],
