@@ -1,4 +1,4 @@
-"""One batch line to the requests of its jobs, and their events to the line's output record.
+"""Translates a batch line to the requests of its jobs, and their events to its output record.
 
 `ktqueue.openai` makes the bodies, so a batch answers exactly as HTTP does.
 A record: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": {"code", "message"}}, where

@@ -1,1 +1,1 @@
-"""Floor 4: the command line. A thin file for each verb or noun; nothing heavy is imported until a verb runs."""
+"""Floor 5: the command line. A file or folder for each command; nothing heavy is imported until a command runs."""

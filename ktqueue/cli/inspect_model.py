@@ -55,7 +55,7 @@ def inspect(
 
 
 def _size(asked: str | None) -> int:
-    """Bytes of the GPU. Raises ConfigError where there is none and no size is given."""
+    """Bytes of the GPU. Raises ConfigError if there is no GPU and no size is given."""
     import torch
 
     if asked is None and torch.cuda.is_available():

@@ -25,7 +25,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job.")]
 
 
 def application() -> typer.Typer:
-    """The `jobs` noun."""
+    """The commands of `ktqueue jobs`."""
     app = typer.Typer(no_args_is_help=True, help="List, show, follow, cancel and retry jobs.", epilog=EXIT_CODES_HELP)
     app.command("list")(list_jobs)
     app.command("show")(show)

@@ -14,7 +14,7 @@ KEY_BYTES = 32  # random bytes of a key: too many to guess, so a plain SHA-256 i
 
 
 def application() -> typer.Typer:
-    """The `keys` noun."""
+    """The commands of `ktqueue keys`."""
     app = typer.Typer(no_args_is_help=True, help="Make API keys.", epilog=EXIT_CODES_HELP)
     app.callback()(_noun)
     app.command("new")(new)

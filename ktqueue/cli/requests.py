@@ -14,6 +14,10 @@ from ktqueue.core.request import SamplingParams
 
 MAX_INPUT_BYTES = 64 << 20
 
+SystemMessage = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="A system message.", show_default=False)
+]
+
 
 def _option(name: str, say: str, metavar: str = "X", default: str | bool = False) -> Any:
     return typer.Option(name, help=say, metavar=metavar, show_default=default, rich_help_panel="Sampling")

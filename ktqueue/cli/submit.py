@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
-from ktqueue.cli.requests import SamplingFlags, read_messages, read_text
+from ktqueue.cli.requests import SamplingFlags, SystemMessage, read_messages, read_text
 from ktqueue.cli.terminal.console import plain_text, write, write_json
 from ktqueue.cli.terminal.failures import ExitCode, UsageFault
 from ktqueue.core.events import JobState, TokenEvent
@@ -29,9 +29,7 @@ def submit(
         str | None,
         typer.Option("--messages", metavar="JSON", help="A whole chat: JSON, - or @FILE.", show_default=False),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message.", show_default=False)
-    ] = None,
+    system: SystemMessage = None,
     chat: Annotated[
         bool, typer.Option("--chat/--completion", help="Apply the chat template, or continue the plain text.")
     ] = True,

@@ -55,7 +55,7 @@ def up(
 def down(common: CommonFlags) -> None:
     """Stop what `ktqueue up` runs on the state folder, and wait until it has stopped.
 
-    Running jobs finish, or wait for the next start. A second `ktqueue down` meanwhile stops it at once.
+    Running jobs finish, or wait for the next start. A second `ktqueue down` during this time stops it at once.
     """
     from ktqueue.workers.supervision.detached import stop_detached
 

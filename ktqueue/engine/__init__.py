@@ -1,1 +1,1 @@
-"""Floor 2: continuous batching of sequences through one model. Knows no asyncio, Redis or HTTP."""
+"""Floor 3: continuous batching of sequences through one model. Knows no asyncio, Redis or HTTP."""

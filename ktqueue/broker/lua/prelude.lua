@@ -331,6 +331,17 @@ local function lease_lives(worker, now, lease)
   return expiry and tonumber(expiry) > now
 end
 
+-- Give a worker a lease time from now, and list its model for `model_ttl` ms. `newer_fields`: of the card (JSON).
+local function renew(worker, now, lease, model, card, newer_fields, model_ttl)
+  local ttl = SPARE * model_ttl
+  redis.call('ZADD', TAG .. 'leases', now + lease, worker)
+  redis.call('PEXPIRE', TAG .. 'worker:' .. worker, math.max(math.floor(lease * 30 / 1000), ttl))
+  redis.call('HSET', TAG .. 'models', model, card)
+  redis.call('HSET', TAG .. 'models:more', model, newer_fields)
+  redis.call('ZADD', TAG .. 'models:seen', now + model_ttl * 1000, model)
+  for _, key in ipairs({ 'models', 'models:more', 'models:seen' }) do redis.call('PEXPIRE', TAG .. key, ttl) end
+end
+
 local function lease_lost(worker)
   return redis.error_reply('LEASE_LOST ' .. worker)
 end

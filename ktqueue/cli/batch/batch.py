@@ -19,7 +19,7 @@ STANDARD_INPUT = Path("-")
 
 
 def application() -> typer.Typer:
-    """The `batch` noun."""
+    """The commands of `ktqueue batch`."""
     app = typer.Typer(no_args_is_help=True, help="Run a file of requests.", epilog=EXIT_CODES_HELP)
     app.callback()(lambda: None)
     app.command("run")(run)

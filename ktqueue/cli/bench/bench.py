@@ -8,7 +8,7 @@ from ktqueue.cli.terminal.failures import EXIT_CODES_HELP
 
 
 def application() -> typer.Typer:
-    """The `bench` noun."""
+    """The commands of `ktqueue bench`."""
     app = typer.Typer(no_args_is_help=True, help="Measure this machine.", epilog=EXIT_CODES_HELP)
     app.callback()(lambda: None)
     app.command("experts")(experts)

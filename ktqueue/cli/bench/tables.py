@@ -77,6 +77,6 @@ def _time(seconds: float) -> str:
 
 
 def _share(point: KernelFigure, bound: Bound) -> str:
-    """Write the share of a limit, in bold if that limit binds and the share is thus of what is possible."""
+    """Write the share of a limit, in bold if that limit binds. Then it is the share of what is possible."""
     shares = {Bound.MEMORY: point.bandwidth_share, Bound.ARITHMETIC: point.peak_share}
     return f"[bold]{shares[bound]:.0%}[/]" if bound is point.bound else f"[dim]{shares[bound]:.0%}[/]"

@@ -10,7 +10,7 @@ import typer
 from ktqueue.cli.chat.input import Turns, no_echo
 from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
 from ktqueue.cli.model import with_model
-from ktqueue.cli.requests import SamplingFlags
+from ktqueue.cli.requests import SamplingFlags, SystemMessage
 from ktqueue.cli.terminal.console import Wrapped, plain_text, results, write
 from ktqueue.cli.terminal.failures import ExitCode, UsageFault, line
 from ktqueue.core.errors import KtqueueError
@@ -38,9 +38,7 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", help="The gateway's key.", show_default=False)
     ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message.", show_default=False)
-    ] = None,
+    system: SystemMessage = None,
 ) -> None:
     """Talk with a model: through Redis, over HTTP (--base-url), or in this process (--local)."""
     if local and (base_url is not None or common.url is not None):

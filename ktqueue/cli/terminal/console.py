@@ -67,7 +67,7 @@ def plain_text(text: str) -> str:
 
 
 def span(seconds: float, *, digits: int = 0) -> str:
-    """Write a time span shortly: 12 s, 3 min, 5 h. Below ten seconds it has `digits` after the point."""
+    """Write a time span in a short form: 12 s, 3 min, 5 h. Below ten seconds it has `digits` after the point."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

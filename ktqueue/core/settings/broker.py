@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktqueue.core.errors import ConfigError
-from ktqueue.core.settings.setting import check_settings, setting
+from ktqueue.core.settings.setting import check_order, check_settings, setting
 
 Durability = Literal["process", "fsync"]
 PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -104,14 +104,7 @@ class BrokerConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("broker", self)
-        if self.max_queued_bytes < self.max_request_bytes:
-            raise ConfigError(
-                f"broker.max_queued_bytes must be a number from {self.max_request_bytes} on "
-                f"(broker.max_request_bytes), got {self.max_queued_bytes!r}",
-                param="broker.max_queued_bytes",
-                limit=self.max_request_bytes,
-                value=self.max_queued_bytes,
-            )
+        check_order("broker", self, "max_request_bytes", "max_queued_bytes")
         if self.password_file is not None and self.url is None:
             raise ConfigError(
                 "broker.password_file is the password for broker.url, which is not set", param="broker.password_file"

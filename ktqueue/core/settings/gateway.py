@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.addresses import networks, origins
-from ktqueue.core.settings.setting import check_settings, setting
+from ktqueue.core.settings.setting import check_order, check_settings, setting
 from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants
 
 
@@ -102,14 +101,7 @@ class GatewayConfig:
         check_hashes(self.api_keys, "gateway.api_keys", "gateway.api_keys")
         check_tenants(self.tenants, self.api_keys)
         check_settings("gateway", self)
-        if self.max_bodies_bytes < self.max_body_bytes:
-            raise ConfigError(
-                f"gateway.max_bodies_bytes must be a number from {self.max_body_bytes} on "
-                f"(gateway.max_body_bytes), got {self.max_bodies_bytes!r}",
-                param="gateway.max_bodies_bytes",
-                limit=self.max_body_bytes,
-                value=self.max_bodies_bytes,
-            )
+        check_order("gateway", self, "max_body_bytes", "max_bodies_bytes")
         networks(self.trusted_addresses, "gateway.trusted_addresses")
         origins(self.cors_origins, "gateway.cors_origins")
 

@@ -107,6 +107,18 @@ def check_settings(section: str, config: Any) -> None:
         described.check(getattr(config, described.name))
 
 
+def check_order(section: str, config: Any, smaller: str, larger: str) -> None:
+    """Raise ConfigError if the setting `larger` of a section is below the setting `smaller`."""
+    least, value = getattr(config, smaller), getattr(config, larger)
+    if value < least:
+        raise ConfigError(
+            f"{section}.{larger} must be a number from {least} on ({section}.{smaller}), got {value!r}",
+            param=f"{section}.{larger}",
+            limit=least,
+            value=value,
+        )
+
+
 def _setting(section: str, described: "Field[Any]", hint: Any) -> Setting:
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     is_union = get_origin(hint) not in (Literal, tuple) and len(get_args(hint)) > 1
