@@ -1,6 +1,6 @@
 """Every key and channel in Redis, and how long it is kept. Knows no Redis client.
 
-All keys start with one hash tag, so that they lie in one slot of a Redis Cluster and a script may use them together.
+All keys start with one hash tag, so that they are in one slot of a Redis Cluster and a script may use them together.
 The scripts build the same names from the tag (`KEYS[1]`).
 
 | key after the tag        | type       | content                                       | life                      |
