@@ -14,9 +14,9 @@ from ktqueue.broker.redis.node import NotPermitted, OutOfMemory, ReplyError
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, LeaseLost, Unavailable
 
-NAMES = (
+# These only read, or store something new, which a server without memory refuses.
+REFUSABLE = (
     "submit_job",
-    "cancel_job",
     "get_job",
     "list_jobs",
     "queue_depths",
@@ -25,8 +25,14 @@ NAMES = (
     "list_models",
     "list_workers",
     "server_memory",
-    "due_webhooks",
     "conversation",
+    "bound_jobs",
+)
+# These run even if the server has no memory left: most of them free some, and without them no job would end. A server
+# without memory refuses only a script whose first write takes memory, so these start with a write that takes none.
+NEVER_REFUSED = (
+    "cancel_job",
+    "due_webhooks",
     "register_worker",
     "renew_lease",
     "claim_jobs",
@@ -36,33 +42,12 @@ NAMES = (
     "release_lease",
     "reap",
     "requeue_unreadable",
-    "bound_jobs",
     "fail_unserved",
     "scrub",
     "mark_retried",
 )
 # What they promise to a client is on disk afterwards, if `broker.durability` requires it.
-DURABLE = frozenset({"submit_job", "cancel_job"})
-# These run even if the server has no memory left: most of them free some, and without them no job would end. A server
-# without memory refuses only a script whose first write takes memory, so these start with a write that takes none.
-NEVER_REFUSED = frozenset(
-    {
-        "register_worker",
-        "renew_lease",
-        "claim_jobs",
-        "commit_events",
-        "start_trial",
-        "release_jobs",
-        "release_lease",
-        "reap",
-        "requeue_unreadable",
-        "fail_unserved",
-        "scrub",
-        "cancel_job",
-        "mark_retried",
-        "due_webhooks",
-    }
-)
+DURABLE = ("submit_job", "cancel_job")
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between attempts
 
@@ -86,7 +71,7 @@ class Scripts:
             name: prelude
             + (FIRST_WRITE if name in NEVER_REFUSED else "")
             + folder.joinpath(f"{name}.lua").read_text(encoding="utf-8")
-            for name in NAMES
+            for name in (*REFUSABLE, *NEVER_REFUSED)
         }
         self._digests = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in self._sources.items()}
         self._connection = connection
